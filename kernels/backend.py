@@ -1,0 +1,103 @@
+"""Which tile kernels compute a hop: the contract they share, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+from ringflash.kernels import eager
+from ringflash.layout import Chunk
+from ringflash.masks import Mask
+from ringflash.state import AttentionState
+
+BACKENDS = ("auto", "triton", "eager")
+
+
+class TileKernels(Protocol):
+    """One device's work in a hop; queries and keys know their global positions from their chunks.
+
+    Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
+    lse, delta (batch, nheads, seqlen_q), lse in natural logarithm. All outputs are written in place.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_chunks: Sequence[Chunk],
+        k_chunks: Sequence[Chunk],
+        mask: Mask,
+        softmax_scale: float,
+        state: AttentionState | None,
+        out: Tensor,
+        lse: Tensor,
+        first: bool,
+        last: bool,
+    ) -> None:
+        """Continues the online softmax of `state`; `first` does not read it, `last` writes out and lse instead."""
+        ...
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        """rowsum(dout * out) - dlse, in the dtype of lse."""
+        ...
+
+    def backward_dq(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        *,
+        q_chunks: Sequence[Chunk],
+        k_chunks: Sequence[Chunk],
+        mask: Mask,
+        softmax_scale: float,
+        accumulate: bool,
+    ) -> None:
+        """Writes dq over these keys, or adds it when `accumulate`."""
+        ...
+
+    def backward_dkdv(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        q_chunks: Sequence[Chunk],
+        k_chunks: Sequence[Chunk],
+        mask: Mask,
+        softmax_scale: float,
+        accumulate: bool,
+    ) -> None:
+        """Writes dk and dv over these queries, or adds them when `accumulate`."""
+        ...
+
+
+def choose(name: str, q: Tensor) -> TileKernels:
+    """The kernels for `q`: "triton", "eager", or with "auto" Triton on CUDA devices where it knows the dtype.
+
+    Raises:
+        ArgumentError: unknown name, or a device or dtype that the named backend cannot do.
+    """
+    if name not in BACKENDS:
+        raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(name), remedy="Choose one of these.")
+    if name == "eager" or (name == "auto" and not (q.is_cuda and q.dtype != torch.float64)):
+        return eager
+    from ringflash.kernels import portable  # here, so that CPU users never import Triton
+
+    portable.check_supported(q)
+    return portable

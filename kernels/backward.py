@@ -1,0 +1,444 @@
+"""Backward of one hop in Triton, deterministic: a dQ kernel and a dK/dV kernel, nothing atomic.
+
+Shapes: q, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
+lse, delta (batch, nheads, seqlen_q). Probabilities are recomputed from lse.
+
+P = exp(softmax_scale q k^T - lse), dS = P * (dout v^T - delta), dq = softmax_scale dS k, dk = softmax_scale dS^T q,
+dv = P^T dout. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two so that sums have one order.
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringflash.kernels.config import dkdv_config, dq_config, padded_headdim
+from ringflash.kernels.tiles import (
+    chunk_table,
+    count_tiles,
+    find_tile,
+    load_rows,
+    row_pointers,
+    store_rows,
+    wide,
+    with_unit_stride,
+)
+from ringflash.layout import Chunk
+from ringflash.masks import Causal, Mask
+from ringflash.state import LOG2E
+
+
+@triton.jit
+def _load_lse(lse, number, inside):
+    """lse in base 2; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
+    x = tl.load(lse + number, mask=inside, other=float("-inf"))
+    return tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
+
+
+@triton.jit
+def _dq_over_keys(
+    acc,
+    q_tile,
+    dout_tile,
+    lse2,
+    delta_row,
+    k_base,
+    v_base,
+    stride_ks,
+    stride_vs,
+    begin,
+    end,
+    length,
+    position,
+    k_start,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds dS k over the keys [begin, end) of one chunk; MASKED where not every row sees every key."""
+    for n in tl.range(begin, end, BLOCK_N):
+        k_tile = load_rows(
+            row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+        )
+        v_tile = load_rows(
+            row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+        )
+        p = tl.exp2(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale - lse2[:, None])
+        if MASKED:
+            columns = n + tl.arange(0, BLOCK_N)
+            visible = (columns < length)[None, :]
+            if CAUSAL:
+                visible &= (k_start + columns)[None, :] <= (position + tl.arange(0, BLOCK_M))[:, None]
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - delta_row[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _dq_kernel(
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    delta,
+    dq,
+    q_chunks,
+    k_chunks,
+    nq_chunks,
+    nk_chunks,
+    ntiles,
+    seqlen_q,
+    nheads,
+    group,
+    softmax_scale,
+    scale,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    ACCUMULATE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = ntiles - 1 - program % ntiles
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    row, left, position = find_tile(q_chunks, nq_chunks, tile, BLOCK_M)
+
+    rows = tl.arange(0, BLOCK_M)
+    number = (batch * nheads + head) * seqlen_q + row + rows
+    lse2 = _load_lse(lse, number, rows < left)
+    delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
+    q_pointers = row_pointers(q + batch * stride_qb + head * stride_qh, row, stride_qs, BLOCK_M, BLOCK_D)
+    q_tile = load_rows(q_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True)
+    dout_pointers = row_pointers(dout + batch * stride_dob + head * stride_doh, row, stride_dos, BLOCK_M, BLOCK_D)
+    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    head_kv = head // group
+    k_base = k + batch * stride_kb + head_kv * stride_kh
+    v_base = v + batch * stride_vb + head_kv * stride_vh
+    chunk_row = 0
+    for c in range(nk_chunks):
+        k_start = tl.load(k_chunks + 2 * c)
+        length = tl.load(k_chunks + 2 * c + 1)
+        end = length
+        full = length
+        if CAUSAL:
+            last_row = position + tl.minimum(left, BLOCK_M) - 1
+            end = tl.minimum(tl.maximum(last_row + 1 - k_start, 0), length)
+            full = tl.minimum(tl.maximum(position + 1 - k_start, 0), length)
+        full = full // BLOCK_N * BLOCK_N
+        k_chunk = k_base + wide(chunk_row) * stride_ks
+        v_chunk = v_base + wide(chunk_row) * stride_vs
+        acc = _dq_over_keys(
+            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, 0, full, length,
+            position, k_start, scale, False, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        acc = _dq_over_keys(
+            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, full, end, length,
+            position, k_start, scale, True, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        chunk_row += length
+
+    acc *= softmax_scale
+    dq_base = (batch * seqlen_q * nheads + head) * HEADDIM
+    dq_pointers = row_pointers(dq + dq_base, row, nheads * HEADDIM, BLOCK_M, BLOCK_D)
+    if ACCUMULATE:
+        acc += load_rows(dq_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True)
+    store_rows(dq_pointers, acc, left, HEADDIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _dkdv_over_queries(
+    dk_acc,
+    dv_acc,
+    k_tile,
+    v_tile,
+    q_base,
+    dout_base,
+    lse,
+    delta,
+    number,
+    stride_qs,
+    stride_dos,
+    begin,
+    end,
+    length,
+    position,
+    q_start,
+    scale,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds dS^T q and P^T dout over the queries [begin, end) of one chunk; MASKED where the causal diagonal passes."""
+    for i in tl.range(begin, end, BLOCK_M):
+        rows = i + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(
+            row_pointers(q_base, i, stride_qs, BLOCK_M, BLOCK_D), length - i, HEADDIM, BLOCK_M, BLOCK_D, True
+        )
+        dout_tile = load_rows(
+            row_pointers(dout_base, i, stride_dos, BLOCK_M, BLOCK_D), length - i, HEADDIM, BLOCK_M, BLOCK_D, True
+        )
+        lse2 = _load_lse(lse, number + rows, rows < length)
+        delta_row = tl.load(delta + number + rows, mask=rows < length, other=0.0)
+        p = tl.exp2(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale - lse2[None, :])
+        if MASKED:
+            columns = position + tl.arange(0, BLOCK_N)
+            p = tl.where(columns[:, None] <= (q_start + rows)[None, :], p, 0.0)
+        dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
+        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
+        ds = p * (dp - delta_row[None, :])
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def _dkdv_kernel(
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    delta,
+    dk,
+    dv,
+    q_chunks,
+    k_chunks,
+    nq_chunks,
+    nk_chunks,
+    ntiles,
+    seqlen_q,
+    nheads,
+    nheads_kv,
+    group,
+    softmax_scale,
+    scale,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_dkb,
+    stride_dvb,
+    ACCUMULATE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % ntiles  # under a causal mask earlier keys have more to do: longest first
+    batch_head = program // ntiles
+    batch = (batch_head // nheads_kv).to(tl.int64)
+    head_kv = (batch_head % nheads_kv).to(tl.int64)
+    row, left, position = find_tile(k_chunks, nk_chunks, tile, BLOCK_N)
+
+    k_pointers = row_pointers(k + batch * stride_kb + head_kv * stride_kh, row, stride_ks, BLOCK_N, BLOCK_D)
+    k_tile = load_rows(k_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
+    v_pointers = row_pointers(v + batch * stride_vb + head_kv * stride_vh, row, stride_vs, BLOCK_N, BLOCK_D)
+    v_tile = load_rows(v_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
+
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in range(group):
+        head = head_kv * group + member
+        q_base = q + batch * stride_qb + head * stride_qh
+        dout_base = dout + batch * stride_dob + head * stride_doh
+        chunk_row = 0
+        for c in range(nq_chunks):
+            q_start = tl.load(q_chunks + 2 * c)
+            length = tl.load(q_chunks + 2 * c + 1)
+            begin = 0
+            full = 0
+            if CAUSAL:
+                last_key = position + tl.minimum(left, BLOCK_N) - 1
+                begin = tl.minimum(tl.maximum(position - q_start, 0), length) // BLOCK_M * BLOCK_M
+                full = tl.minimum(tl.cdiv(tl.maximum(last_key - q_start, 0), BLOCK_M) * BLOCK_M, length)
+            number = (batch * nheads + head) * seqlen_q + chunk_row
+            q_chunk = q_base + wide(chunk_row) * stride_qs
+            dout_chunk = dout_base + wide(chunk_row) * stride_dos
+            if CAUSAL:
+                dk_acc, dv_acc = _dkdv_over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, stride_qs, stride_dos,
+                    begin, full, length, position, q_start, scale, True, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            dk_acc, dv_acc = _dkdv_over_queries(
+                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, stride_qs, stride_dos,
+                full, length, length, position, q_start, scale, False, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            chunk_row += length
+
+    dk_acc *= softmax_scale
+    stride_row = nheads_kv * HEADDIM
+    dk_pointers = row_pointers(dk + batch * stride_dkb + head_kv * HEADDIM, row, stride_row, BLOCK_N, BLOCK_D)
+    dv_pointers = row_pointers(dv + batch * stride_dvb + head_kv * HEADDIM, row, stride_row, BLOCK_N, BLOCK_D)
+    if ACCUMULATE:
+        dk_acc += load_rows(dk_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
+        dv_acc += load_rows(dv_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
+    store_rows(dk_pointers, dk_acc, left, HEADDIM, BLOCK_N, BLOCK_D)
+    store_rows(dv_pointers, dv_acc, left, HEADDIM, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _delta_kernel(
+    out,
+    dout,
+    dlse,
+    delta,
+    ntiles,
+    seqlen_q,
+    nheads,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_lb,
+    stride_lh,
+    stride_ls,
+    HAS_DLSE: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program % ntiles * BLOCK_M
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    left = seqlen_q - row
+    rows = tl.arange(0, BLOCK_M)
+    out_pointers = row_pointers(out + batch * stride_ob + head * stride_oh, row, stride_os, BLOCK_M, BLOCK_D)
+    dout_pointers = row_pointers(dout + batch * stride_dob + head * stride_doh, row, stride_dos, BLOCK_M, BLOCK_D)
+    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    x = tl.sum(out_tile * dout_tile, 1)
+    if HAS_DLSE:
+        dlse_row = dlse + batch * stride_lb + head * stride_lh + wide(row) * stride_ls
+        x -= tl.load(dlse_row + rows * stride_ls, mask=rows < left, other=0.0)
+    tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
+    batch, seqlen_q, nheads, headdim = out.shape
+    result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+    block_m, block_d = 64, padded_headdim(headdim)
+    ntiles = triton.cdiv(seqlen_q, block_m)
+    dout = with_unit_stride(dout)
+    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    _delta_kernel[(ntiles * batch * nheads,)](
+        out, dout, result if dlse is None else dlse, result, ntiles, seqlen_q, nheads,
+        *out.stride()[:3], *dout.stride()[:3], *dlse_strides,
+        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m,
+    )  # fmt: skip
+    return result
+
+
+def backward_dq(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    *,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    mask: Mask,
+    softmax_scale: float,
+    accumulate: bool,
+) -> None:
+    """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    config = dq_config(headdim, q.dtype)
+    ntiles = count_tiles(q_chunks, config.block_m)
+    dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
+    _dq_kernel[(ntiles * batch * nheads,)](
+        dout, q, k, v, lse, delta, dq,
+        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), len(q_chunks), len(k_chunks),
+        ntiles, seqlen_q, nheads, nheads // k.shape[2], softmax_scale, softmax_scale * LOG2E,
+        *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        ACCUMULATE=accumulate, CAUSAL=isinstance(mask, Causal), PRECISION=config.precision,
+        HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def backward_dkdv(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    mask: Mask,
+    softmax_scale: float,
+    accumulate: bool,
+) -> None:
+    """One hop's dk and dv; see `TileKernels.backward_dkdv`. lse, delta, dk and dv are contiguous."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    nheads_kv = k.shape[2]
+    config = dkdv_config(headdim, q.dtype)
+    ntiles = count_tiles(k_chunks, config.block_n)
+    dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
+    _dkdv_kernel[(ntiles * batch * nheads_kv,)](
+        dout, q, k, v, lse, delta, dk, dv,
+        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), len(q_chunks), len(k_chunks),
+        ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv, softmax_scale, softmax_scale * LOG2E,
+        *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], dk.stride(0), dv.stride(0),
+        ACCUMULATE=accumulate, CAUSAL=isinstance(mask, Causal), PRECISION=config.precision,
+        HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,252 @@
+"""The tile kernels in blocked PyTorch: the same contract on any device, in float64 too, and in O(seqlen) memory.
+
+Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
+lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows, headdim), so that every
+query head of a group meets its KV head in one matmul and KV is not repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringflash.layout import Chunk
+from ringflash.masks import Mask
+from ringflash.state import LN2, LOG2E, AttentionState
+
+BLOCK_Q = 256
+BLOCK_K = 1024
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows `[begin, end)` of storage, the first at global position `position`."""
+
+    begin: int
+    end: int
+    position: int
+
+
+def _blocks(chunks: Sequence[Chunk], size: int) -> Iterator[_Block]:
+    base = 0
+    for chunk in chunks:
+        for offset in range(0, chunk.length, size):
+            yield _Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset)
+        base += chunk.length
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows(x: Tensor, block: _Block) -> Tensor:
+    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the accumulation dtype."""
+    return x[:, block.begin : block.end].transpose(1, 2).to(_accumulation_dtype(x))
+
+
+def _fold(x: Tensor, block: _Block, nheads_kv: int) -> Tensor:
+    """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the accumulation dtype."""
+    batch, _, nheads, headdim = x.shape
+    rows = x[:, block.begin : block.end].transpose(1, 2).to(_accumulation_dtype(x))
+    return rows.reshape(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
+
+
+def _fold_rows(x: Tensor, block: _Block, nheads_kv: int) -> Tensor:
+    """A number a row, from (batch, nheads, seqlen_q) to (batch, nheads_kv, group * rows)."""
+    return x[:, :, block.begin : block.end].reshape(x.shape[0], nheads_kv, -1)
+
+
+def _unfold(x: Tensor, block: _Block, nheads: int) -> Tensor:
+    """Inverse of `_fold`: (batch, rows, nheads, headdim)."""
+    return x.reshape(x.shape[0], nheads, block.end - block.begin, x.shape[-1]).transpose(1, 2)
+
+
+class _Visibility:
+    """What the rows of one block of queries see; a block of keys is skipped, whole, or masked."""
+
+    def __init__(self, mask: Mask, block: _Block, seqlen_k: int, group: int, device: torch.device) -> None:
+        rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
+        lo, hi = mask.bounds(rows, seqlen_k)
+        self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
+        self._hi_min, self._hi_max = int(hi.min()), int(hi.max())
+        self._lo, self._hi = lo.repeat(group)[:, None], hi.repeat(group)[:, None]
+
+    def skips(self, keys: _Block) -> bool:
+        stop = keys.position + keys.end - keys.begin
+        return stop <= self._lo_min or keys.position >= self._hi_max
+
+    def hide(self, scores: Tensor, keys: _Block) -> Tensor:
+        """Scores (batch, nheads_kv, group * rows, cols) with unseen keys at -inf."""
+        stop = keys.position + keys.end - keys.begin
+        if self._lo_max <= keys.position and stop <= self._hi_min:
+            return scores
+        columns = torch.arange(keys.position, stop, device=scores.device)
+        return scores.masked_fill_((columns < self._lo) | (columns >= self._hi), -math.inf)
+
+
+def _last_key(chunks: Sequence[Chunk]) -> int:
+    return max((chunk.stop for chunk in chunks), default=0)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    mask: Mask,
+    softmax_scale: float,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """One hop: continues the online softmax of `state` over these keys, in place.
+
+    `first` starts from the identity without reading the state; `last` writes `out` and `lse` instead of it.
+    With both, no state is needed.
+    """
+    batch, _, nheads, _ = q.shape
+    nheads_kv = k.shape[2]
+    group = nheads // nheads_kv
+    for queries in _blocks(q_chunks, BLOCK_Q):
+        sees = _Visibility(mask, queries, _last_key(k_chunks), group, q.device)
+        seen = [keys for keys in _blocks(k_chunks, BLOCK_K) if not sees.skips(keys)]
+        if not (seen or first or last):
+            continue  # the state stays as it is
+        q_block = _fold(q, queries, nheads_kv) * (softmax_scale * LOG2E)
+        if first:
+            m = q_block.new_full(q_block.shape[:3], -math.inf)
+            row_sum, acc = torch.zeros_like(m), torch.zeros_like(q_block)
+        else:
+            assert state is not None
+            m, row_sum = _fold_rows(state.m, queries, nheads_kv), _fold_rows(state.l, queries, nheads_kv)
+            acc = _fold(state.o, queries, nheads_kv)
+        for keys in seen:
+            scores = sees.hide(q_block @ _rows(k, keys).transpose(-1, -2), keys)
+            m_new = torch.maximum(m, scores.amax(dim=-1))
+            origin = m_new.masked_fill(m_new == -math.inf, 0.0)
+            weights = scores.sub_(origin[..., None]).exp2_()
+            rescale = torch.exp2(m - origin)
+            row_sum = row_sum * rescale + weights.sum(dim=-1)
+            acc = acc * rescale[..., None] + weights @ _rows(v, keys)
+            m = m_new
+        rows = slice(queries.begin, queries.end)
+        shape = (batch, nheads, queries.end - queries.begin)
+        part = AttentionState(m.reshape(shape), row_sum.reshape(shape), _unfold(acc, queries, nheads))
+        if last:
+            out[:, rows], lse[:, :, rows] = part.finalize(out.dtype)
+        else:
+            assert state is not None
+            state.m[:, :, rows], state.l[:, :, rows], state.o[:, rows] = part.m, part.l, part.o
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse: what the softmax's backward subtracts; (batch, nheads, seqlen_q)."""
+    product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # float64: what is left after cancellation
+    return (product if dlse is None else product - dlse).to(_accumulation_dtype(out))
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
+
+    sees: _Visibility
+    q: Tensor  # softmax_scale * log2(e) * q
+    dout: Tensor
+    lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
+    delta: Tensor
+
+    def probabilities_and_gradient(self, keys: _Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """P = 2^(s - lse) and dS = P * (dout v^T - delta) over one block of keys."""
+        scores = self.sees.hide(self.q @ _rows(k, keys).transpose(-1, -2), keys)
+        p = scores.sub_(self.lse[..., None]).exp2_()
+        ds = (self.dout @ _rows(v, keys).transpose(-1, -2)).sub_(self.delta[..., None]).mul_(p)
+        return p, ds
+
+
+def _queries(
+    block: _Block, sees: _Visibility, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, nheads_kv: int, scale: float
+) -> _Queries:
+    lse_rows = _fold_rows(lse, block, nheads_kv)
+    return _Queries(
+        sees,
+        _fold(q, block, nheads_kv) * (scale * LOG2E),
+        _fold(dout, block, nheads_kv),
+        (lse_rows.double() * LOG2E).to(lse.dtype).masked_fill(lse_rows == -math.inf, math.inf),
+        _fold_rows(delta, block, nheads_kv),
+    )
+
+
+def backward_dq(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    *,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    mask: Mask,
+    softmax_scale: float,
+    accumulate: bool,
+) -> None:
+    """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    for queries in _blocks(q_chunks, BLOCK_Q):
+        sees = _Visibility(mask, queries, _last_key(k_chunks), nheads // nheads_kv, q.device)
+        rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
+        acc = torch.zeros_like(rows.q)
+        for keys in _blocks(k_chunks, BLOCK_K):
+            if not sees.skips(keys):
+                _, ds = rows.probabilities_and_gradient(keys, k, v)
+                acc += ds @ _rows(k, keys)
+        update = _unfold(acc * softmax_scale, queries, nheads)
+        target = dq[:, queries.begin : queries.end]
+        target.copy_(target + update if accumulate else update)
+
+
+def backward_dkdv(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    mask: Mask,
+    softmax_scale: float,
+    accumulate: bool,
+) -> None:
+    """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written."""
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    seqlen_k = _last_key(k_chunks)
+    queries_and_masks = [
+        (queries, _Visibility(mask, queries, seqlen_k, nheads // nheads_kv, q.device))
+        for queries in _blocks(q_chunks, BLOCK_Q)
+    ]
+    for keys in _blocks(k_chunks, BLOCK_K):
+        dk_acc, dv_acc = torch.zeros_like(_rows(k, keys)), torch.zeros_like(_rows(v, keys))
+        for queries, sees in queries_and_masks:
+            if sees.skips(keys):
+                continue
+            rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
+            p, ds = rows.probabilities_and_gradient(keys, k, v)
+            dv_acc += p.transpose(-1, -2) @ rows.dout
+            dk_acc += ds.transpose(-1, -2) @ rows.q
+        for total, acc in ((dk, dk_acc * LN2), (dv, dv_acc)):  # rows.q carries the scale and log2(e)
+            target = total[:, keys.begin : keys.end]
+            update = acc.transpose(1, 2)
+            target.copy_(target + update if accumulate else update)

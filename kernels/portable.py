@@ -1,0 +1,29 @@
+"""The tile kernels in Triton, for any GPU that Triton compiles for; its interpreter runs them without one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+
+from ringflash.errors import ArgumentError
+from ringflash.kernels.backward import backward_dkdv, backward_dq, delta
+from ringflash.kernels.forward import forward
+
+__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
+
+
+def check_supported(q: Tensor) -> None:
+    """Raises ArgumentError unless these kernels can run on the device and dtype of `q`."""
+    interpreted = knobs.runtime.interpret
+    if not q.is_cuda and not interpreted:
+        remedy = 'Move q, k and v there, use backend "eager", or set TRITON_INTERPRET=1 before Python starts.'
+        raise ArgumentError("backend", expected="CUDA tensors for triton", got=f"{q.device}", remedy=remedy)
+    dtypes = INTERPRETED_DTYPES if interpreted else DTYPES
+    if q.dtype not in dtypes:
+        where = "Triton's interpreter" if interpreted else "triton"
+        remedy = 'Cast q, k and v, or use backend "eager".'
+        raise ArgumentError("backend", expected=f"one of {dtypes} for {where}", got=q.dtype, remedy=remedy)

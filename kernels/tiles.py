@@ -1,0 +1,95 @@
+"""What the portable kernels share: the tile of a program, its place in the sequence, and loads of rows.
+
+A chunk table is int32 (nchunks, 2): the global position of the chunk's first row, and its length. Chunks lie one after
+another in storage. A tile never crosses a chunk's border, so its rows are consecutive positions.
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringflash.layout import Chunk
+
+
+@lru_cache(maxsize=1024)
+def chunk_table(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    """The chunk table of `chunks` on `device`."""
+    return torch.tensor([(chunk.start, chunk.length) for chunk in chunks], dtype=torch.int32).to(device)
+
+
+def count_tiles(chunks: Sequence[Chunk], block: int) -> int:
+    """Tiles of `block` rows that cover `chunks`."""
+    return sum(-(-chunk.length // block) for chunk in chunks)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """`x`, copied only if its last dimension is not consecutive in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def wide(x):
+    """An integer, Python's or the GPU's, in int64: row * stride passes 2^31 in long sequences."""
+    return tl.full([], 0, tl.int64) + x
+
+
+@triton.jit
+def find_tile(chunks, nchunks, tile, BLOCK: tl.constexpr):
+    """Where tile number `tile` lies: (row of storage, rows left in its chunk, global position) of its first row."""
+    row = 0
+    left = 0
+    position = 0
+    chunk_row = 0
+    for c in range(nchunks):
+        start = tl.load(chunks + 2 * c)
+        length = tl.load(chunks + 2 * c + 1)
+        tiles = tl.cdiv(length, BLOCK)
+        here = (tile >= 0) & (tile < tiles)
+        row = tl.where(here, chunk_row + tile * BLOCK, row)
+        left = tl.where(here, length - tile * BLOCK, left)
+        position = tl.where(here, start + tile * BLOCK, position)
+        tile -= tiles
+        chunk_row += length
+    return row, left, position
+
+
+@triton.jit
+def row_pointers(base, row, stride_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to (BLOCK, BLOCK_D) elements from `row` on; only the tile's own offsets fit int32."""
+    rows = tl.arange(0, BLOCK)[:, None] * stride_row
+    return base + wide(row) * stride_row + rows + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_rows(pointers, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BOUND: tl.constexpr):
+    """A (BLOCK, BLOCK_D) tile; zeros past `left` rows when BOUND, and past HEADDIM."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if BOUND:
+        if HEADDIM == BLOCK_D:
+            x = tl.load(pointers, mask=rows < left, other=0.0)
+        else:
+            x = tl.load(pointers, mask=(rows < left) & (dims < HEADDIM), other=0.0)
+    elif HEADDIM == BLOCK_D:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=dims < HEADDIM, other=0.0)
+    return x
+
+
+@triton.jit
+def store_rows(pointers, x, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile, rounded to the target's dtype, without the rows past `left`."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=(rows < left) & (dims < HEADDIM))

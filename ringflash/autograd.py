@@ -1,0 +1,143 @@
+"""Attention as torch.library custom ops, forward and backward, returning (out, lse).
+
+A custom op takes tensors and plain values, so a mask and a context cross its boundary by name; the empty name is no
+context, a single device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringflash import ring
+from ringflash.context import ContextParallel, context_by_name
+from ringflash.kernels import backend as backends
+from ringflash.masks import mask_by_name
+from ringflash.plan import Plan, single_device_plan
+from ringflash.ring import Tiles
+from ringflash.transport.base import Transport
+from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
+
+T = TypeVar("T")
+
+
+class _Ranks:
+    """The ranks that one call runs in this process: one, or all virtual ones."""
+
+    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, mask: str, softmax_scale: float) -> None:
+        self._context: ContextParallel | None = context_by_name(context) if context else None
+        self._network = LocalNetwork()
+        if self._context is None:
+            self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask_by_name(mask))]
+        else:
+            seqlen = self._context.agree(operation, q, k, mask=mask, softmax_scale=softmax_scale)
+            self.plans = [self._context.plan(mask_by_name(mask), seqlen, rank) for rank in self._context.local_ranks]
+
+    @property
+    def transports(self) -> list[Transport]:
+        """One for each plan."""
+        if self._context is not None and self._context.transport is not None:
+            return [self._context.transport]
+        return [self._network.transport(plan.rank) for plan in self.plans]
+
+    def shards(self, x: Tensor, dim: int = 1) -> Sequence[Tensor]:
+        """Each rank's part of `x`."""
+        if len(self.plans) == 1:
+            return [x]
+        return x.split([plan.layout.length(plan.rank) for plan in self.plans], dim)
+
+    def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
+        """Runs all ranks to their ends."""
+        if len(ranks) == 1:
+            return [run_alone(ranks[0])]
+        return run_lockstep(ranks, self._network)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+@torch.library.custom_op("ringflash::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, context: str, mask: str, softmax_scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of the queries of this process over the keys of all ranks of the named context."""
+    tiles = Tiles(backends.choose(backend, q), softmax_scale)
+    ranks = _Ranks("attention", context, q, k, mask, softmax_scale)
+    shards = zip(ranks.plans, ranks.transports, *map(ranks.shards, (q, k, v)), strict=True)
+    results = ranks.run([ring.forward(q, k, v, plan, tiles, transport) for plan, transport, q, k, v in shards])
+    outs, lses = zip(*results, strict=True)
+    return _joined(outs, 1), _joined(lses, 2)
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, context: str, mask: str, softmax_scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    context: str,
+    mask: str,
+    softmax_scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of this process's part of the sequence."""
+    tiles = Tiles(backends.choose(backend, q), softmax_scale)
+    ranks = _Ranks("attention backward", context, q, k, mask, softmax_scale)
+    dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
+    shards = zip(ranks.plans, ranks.transports, dlses, *map(ranks.shards, (dout, q, k, v, out)), strict=True)
+    results = ranks.run(
+        [
+            ring.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport)
+            for (plan, transport, dlse, dout, q, k, v, out), lse in zip(shards, ranks.shards(lse, 2), strict=True)
+        ]
+    )
+    dqs, dks, dvs = zip(*results, strict=True)
+    return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1)
+
+
+@attention_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    context: str,
+    mask: str,
+    softmax_scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.values = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return (*attention_backward(dout, dlse, q, k, v, out, lse, *ctx.values), None, None, None, None)
+
+
+attention.register_autograd(_backward, setup_context=_save)

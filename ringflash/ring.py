@@ -1,0 +1,233 @@
+"""Runs a plan on one rank: exchange -> tile kernel -> state, forward and backward.
+
+Each pass is a generator that yields before it waits for messages. On a process group it is simply run to its end; the
+local transport runs those of all virtual ranks in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.backend import TileKernels
+from ringflash.plan import Hop, Plan
+from ringflash.state import AttentionState
+from ringflash.transport.base import Message, Transport
+
+_KV, _GRADIENT, _GRADIENT_HOME = range(3)  # channels
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How each hop is computed: the kernels, and what is the same for every hop."""
+
+    kernels: TileKernels
+    softmax_scale: float
+
+
+class _PairBuffer:
+    """Two tensors of (batch, rows, nheads_kv, headdim), keys and values or their gradients, in one message."""
+
+    def __init__(self, like: Tensor, max_rows: int, dtype: torch.dtype) -> None:
+        self._batch, _, *self._heads = like.shape
+        self._row = self._batch * like.shape[2] * like.shape[3]
+        self._storage = like.new_empty(2 * max_rows * self._row, dtype=dtype)
+
+    def message(self, rows: int) -> Tensor:
+        """The storage of both tensors of `rows` rows: one contiguous vector."""
+        return self._storage[: 2 * rows * self._row]
+
+    def pair(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Both tensors, as views."""
+        first, second = self.message(rows).view(2, self._batch, rows, *self._heads).unbind(0)
+        return first, second
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _KVRing:
+    """The KV that visits this rank, hop by hop, in two rotating buffers."""
+
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport = plan, transport
+        self._own = (k, v)
+        rows = max(plan.layout.lengths)
+        self._buffers = [_PairBuffer(k, rows, k.dtype) for _ in range(2)] if plan.world_size > 1 else []
+        if plan.hops[0].send_kv:
+            for target, source in zip(self._buffers[0].pair(k.shape[1]), self._own, strict=True):
+                target.copy_(source)
+
+    def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """Keys and values at `hop`."""
+        return self._own if hop.index == 0 else self._buffers[hop.index % 2].pair(self._plan.layout.length(hop.owner))
+
+    def start(self, hop: Hop) -> object:
+        """Sends this hop's KV on and receives the next hop's."""
+        layout, messages = self._plan.layout, []
+        if hop.send_kv:
+            buffer = self._buffers[hop.index % 2].message(layout.length(hop.owner))
+            messages.append(Message(self._plan.next_rank, buffer, _KV, sends=True))
+        if hop.receive_kv:
+            following = self._plan.hops[hop.index + 1]
+            buffer = self._buffers[following.index % 2].message(layout.length(following.owner))
+            messages.append(Message(self._plan.previous_rank, buffer, _KV, sends=False))
+        return self._transport.start(messages)
+
+
+class _GradientRing:
+    """dK and dV in float32, which follow their KV one hop behind and return home from its last stop."""
+
+    def __init__(self, k: Tensor, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport, self._like = plan, transport, k
+        self._dtype = k.dtype if plan.world_size == 1 else _accumulation_dtype(k)
+        rows = max(plan.layout.lengths)
+        self._travelling = [_PairBuffer(k, rows, self._dtype) for _ in range(2)] if plan.world_size > 1 else []
+        self._own: tuple[Tensor, Tensor] | None = None
+        if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
+            dk, dv = (k.new_empty(k.shape, dtype=self._dtype) for _ in range(2))
+            self._own = dk, dv
+
+    def _message(self, hop: Hop) -> Tensor:
+        return self._travelling[hop.index % 2].message(self._plan.layout.length(hop.owner))
+
+    def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """dK and dV of the KV at `hop`: not written yet at hop 0, what the ranks before have added from then on."""
+        if hop.index == 0 and self._own is not None:
+            return self._own
+        return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
+
+    def start_after(self, done: Hop) -> object:
+        """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
+        plan, messages = self._plan, []
+        if done.send_kv:
+            messages.append(Message(plan.next_rank, self._message(done), _GRADIENT, sends=True))
+        if done.receive_kv:
+            following = plan.hops[done.index + 1]
+            messages.append(Message(plan.previous_rank, self._message(following), _GRADIENT, sends=False))
+        if done.send_grad_home:
+            messages.append(Message(done.owner, self._message(done), _GRADIENT_HOME, sends=True))
+        if done.grad_comes_home is not None:
+            rows = self._like.shape[1]
+            home = _PairBuffer(self._like, rows, self._dtype)
+            self._own = home.pair(rows)
+            messages.append(Message(done.grad_comes_home, home.message(rows), _GRADIENT_HOME, sends=False))
+        return self._transport.start(messages)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The finished gradient of this rank's keys and values, in their dtype, each in storage of its own."""
+        assert self._own is not None
+        dk, dv = (gradient.to(self._like.dtype) for gradient in self._own)
+        return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """Attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        q: (batch, seqlen_local, nheads, headdim).
+        k: (batch, seqlen_local, nheads_kv, headdim).
+        v: as k.
+        plan: this rank's hops.
+        tiles: kernels and scale.
+        transport: joins this rank to the others of the plan.
+
+    Returns:
+        out as q, in its dtype, and lse (batch, nheads, seqlen_local), natural logarithm, float32 (float64 for float64).
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
+    """
+    batch, seqlen, nheads, headdim = q.shape
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, nheads, seqlen), dtype=_accumulation_dtype(q))
+    computed = [hop.index for hop in plan.hops if hop.meets]
+    if not computed:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    state = None
+    if len(computed) > 1:
+        state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=q.device, dtype=lse.dtype)
+    kv = _KVRing(k, v, plan, transport)
+    for hop in plan.hops:
+        moving_kv = kv.start(hop)
+        if hop.meets:
+            tiles.kernels.forward(
+                q,
+                *kv.visiting(hop),
+                q_chunks=plan.q_chunks,
+                k_chunks=plan.owner_chunks(hop),
+                mask=plan.mask,
+                softmax_scale=tiles.softmax_scale,
+                state=state,
+                out=out,
+                lse=lse,
+                first=hop.index == computed[0],
+                last=hop.index == computed[-1],
+            )
+        yield
+        transport.finish(moving_kv)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """Gradients of `forward`, with `lse` of the whole ring: dq as q, dk and dv as k and v.
+
+    dq stays here in float32. At each hop its kernel hides the arrival of the gradient that follows the visiting KV;
+    the dK/dV kernel then adds to it.
+    """
+    kernels = tiles.kernels
+    delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
+    alone = plan.world_size == 1
+    dq = q.new_empty(q.shape, dtype=q.dtype if alone else _accumulation_dtype(q))
+    kv = _KVRing(k, v, plan, transport)
+    gradients = _GradientRing(k, plan, transport)
+    moving_gradients = None
+    dq_written = False
+    for hop in plan.hops:
+        if hop.index > 0:
+            moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
+        moving_kv = kv.start(hop)
+        problem: dict[str, Any] = {
+            "q_chunks": plan.q_chunks,
+            "k_chunks": plan.owner_chunks(hop),
+            "mask": plan.mask,
+            "softmax_scale": tiles.softmax_scale,
+        }
+        inputs = (dout, q, *kv.visiting(hop), lse, delta)
+        if hop.meets:
+            kernels.backward_dq(*inputs, dq, **problem, accumulate=dq_written)
+            dq_written = True
+        if hop.index > 0:
+            yield
+            transport.finish(moving_gradients)
+        if hop.meets:
+            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), **problem, accumulate=hop.index > 0)
+        elif hop.index == 0:
+            for gradient in gradients.visiting(hop):
+                gradient.zero_()
+        yield
+        transport.finish(moving_kv)
+    moving_gradients = gradients.start_after(plan.hops[-1])
+    yield
+    transport.finish(moving_gradients)
+    if not dq_written:
+        dq.zero_()
+    return dq.to(q.dtype), *gradients.own()

@@ -1,0 +1,80 @@
+"""The online-softmax state (m, l, O): a commutative monoid that partial attention results live in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LN2 = math.log(2.0)
+LOG2E = 1.0 / LN2
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Partial attention of some queries over some keys.
+
+    With s_ij = softmax_scale * log2(e) * q_i . k_j over the keys j seen so far:
+    m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i), O_i = sum_j 2^(s_ij - m_i) v_j.
+
+    Args:
+        m: row maximum in base 2, (batch, nheads, seqlen), float32 (float64 for float64 inputs).
+        l: row sum, the same shape and dtype.
+        o: unnormalised output, (batch, seqlen, nheads, headdim), the same dtype.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741 - the paper's name
+    o: Tensor
+
+    @staticmethod
+    def allocate(
+        batch: int, seqlen: int, nheads: int, headdim: int, *, device: torch.device | str, dtype: torch.dtype
+    ) -> AttentionState:
+        """A state whose storage is not initialised: for a first hop, which writes and never reads it."""
+        m = torch.empty(batch, nheads, seqlen, device=device, dtype=dtype)
+        return AttentionState(m, torch.empty_like(m), m.new_empty(batch, seqlen, nheads, headdim))
+
+    @staticmethod
+    def empty(
+        batch: int,
+        seqlen: int,
+        nheads: int,
+        headdim: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> AttentionState:
+        """The identity of `merge`: m = -inf, l = 0, O = 0; attention over no keys."""
+        state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=device, dtype=dtype)
+        state.m.fill_(-math.inf)
+        state.l.zero_()
+        state.o.zero_()
+        return state
+
+    def merge(self, other: AttentionState) -> AttentionState:
+        """Attention of the same queries over both key sets; associative and commutative.
+
+        m = max(m1, m2), l = l1 2^(m1-m) + l2 2^(m2-m), O likewise. Where neither side saw a key, the identity remains.
+        """
+        m = torch.maximum(self.m, other.m)
+        origin = m.masked_fill(m == -math.inf, 0.0)  # -inf minus -inf would be NaN
+        weight1, weight2 = torch.exp2(self.m - origin), torch.exp2(other.m - origin)
+        row_sum = self.l * weight1 + other.l * weight2
+        o = self.o * weight1.transpose(1, 2)[..., None] + other.o * weight2.transpose(1, 2)[..., None]
+        return AttentionState(m, row_sum, o)
+
+    def finalize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """out = O / l in `dtype` (the state's own by default) and lse = ln sum exp(scale q.k).
+
+        Returns out (batch, seqlen, nheads, headdim) and lse (batch, nheads, seqlen); 0 and -inf where no key was seen.
+        """
+        seen = self.l > 0
+        divisor = self.l.masked_fill(~seen, 1.0)
+        out = self.o / divisor.transpose(1, 2)[..., None]
+        lse = (self.m.double() + torch.log2(divisor.double())) * LN2  # float64: the backward's exponent, rounded once
+        return out.to(dtype or out.dtype), lse.masked_fill(~seen, -math.inf).to(self.m.dtype)

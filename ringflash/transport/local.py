@@ -1,0 +1,93 @@
+"""Ring messages between virtual ranks of one process: every schedule runs with no distributed start-up.
+
+All virtual ranks run in lockstep in one thread. Each is a generator that yields before it finishes messages; once all
+have yielded, what they started is delivered, and they go on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from ringflash.transport.base import Message
+
+T = TypeVar("T")
+
+
+class LocalNetwork:
+    """Joins the virtual ranks of one ring."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        self._awaited: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+
+    def transport(self, rank: int) -> LocalTransport:
+        """The end of the network at `rank`."""
+        return LocalTransport(self, rank)
+
+    def post(self, rank: int, message: Message) -> None:
+        """Takes note of a message; nothing is copied yet."""
+        if message.sends:
+            self._sent[rank, message.peer, message.channel].append(message.buffer)
+        else:
+            self._awaited[message.peer, rank, message.channel].append(message.buffer)
+
+    def deliver(self) -> None:
+        """Copies every message whose two ends are posted."""
+        for route, awaited in self._awaited.items():
+            sent = self._sent[route]
+            while awaited and sent:
+                awaited.popleft().copy_(sent.popleft())
+
+    def check_drained(self) -> None:
+        """No end of a message may be left over when all ranks are done."""
+        ends = (("nobody receives", self._sent), ("nobody sends", self._awaited))
+        left = [
+            f"{source} -> {target}: {what}" for what, table in ends for (source, target, _), q in table.items() if q
+        ]
+        assert not left, f"plans do not match: {left}"
+
+
+class LocalTransport:
+    """One virtual rank's end of a `LocalNetwork`."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        self._network, self._rank = network, rank
+
+    def start(self, messages: Sequence[Message]) -> None:
+        """Posts all messages."""
+        for message in messages:
+            self._network.post(self._rank, message)
+
+    def finish(self, handle: None) -> None:
+        """Nothing to wait for: the network delivered while all ranks had yielded."""
+
+
+def run_alone(rank: Generator[None, None, T]) -> T:
+    """Runs one rank to its end; its transport does the waiting."""
+    while True:
+        try:
+            next(rank)
+        except StopIteration as stop:
+            return stop.value
+
+
+def run_lockstep(ranks: Sequence[Generator[None, None, T]], network: LocalNetwork) -> list[T]:
+    """Runs all virtual ranks, from yield to yield, and returns what each returned.
+
+    Their plans have the same number of steps, so they all end in the same round.
+    """
+    results: list[T] = []
+    while not results:
+        for rank in ranks:
+            try:
+                next(rank)
+            except StopIteration as stop:
+                results.append(stop.value)
+        network.deliver()
+    assert len(results) == len(ranks), "virtual ranks of one ring took different numbers of steps"
+    network.check_drained()
+    return results

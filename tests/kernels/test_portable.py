@@ -1,0 +1,120 @@
+"""The Triton kernels within the bars: in the interpreter without a GPU, else on it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from tests.accuracy import Problem, assert_accurate
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+MASKS = [None, rf.Causal()]
+LENGTHS = [(1, 1), (3, 3), (64, 128), (113, 203), (239, 1), (203, 113)]
+GPU_LENGTHS = [(108, 256), (256, 512), (512, 256), (640, 128), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048)]
+HEADDIMS = [16, 40, 64, 128, 256]
+
+
+def problem(**given: Any) -> Problem:
+    return Problem.random(device=DEVICE, **{"batch": 1, "heads": (2, 1), **given})
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seqlen", [*LENGTHS, *(GPU_LENGTHS if GPU else [])])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths(dtype: torch.dtype, seqlen: tuple[int, int], mask: rf.Causal | None) -> None:
+    given = problem(seqlen=seqlen, dtype=dtype, mask=mask)
+    assert_accurate(given.flash(backend="triton"), given)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("headdim", [*HEADDIMS, *([80, 96, 192] if GPU else [])])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_headdims(dtype: torch.dtype, headdim: int, mask: rf.Causal | None) -> None:
+    given = problem(seqlen=513 if GPU else 70, headdim=headdim, dtype=dtype, mask=mask)
+    assert_accurate(given.flash(backend="triton"), given)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    given = problem(seqlen=150, heads=heads, batch=2, dtype=dtype, mask=rf.Causal())
+    assert_accurate(given.flash(backend="triton"), given)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("world", "layout"), [(1, "zigzag"), (2, "zigzag"), (3, "contiguous"), (4, "zigzag")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rings(dtype: torch.dtype, world: int, layout: str, mask: rf.Causal | None) -> None:
+    given = problem(seqlen=1531 if GPU else 203, dtype=dtype, mask=mask)
+    assert_accurate(given.ring(rf.ContextParallel.local(world, layout), backend="triton"), given)
+
+
+def test_lse_and_its_gradient() -> None:
+    given = problem(seqlen=(90, 70), mask=rf.Causal())
+    results = []
+    for backend in ("triton", "eager"):
+        options = rf.AttentionOptions(return_lse=True, backend=backend)
+        q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
+        result = rf.flash_attention(q, k, v, mask=given.mask, options=options)
+        assert isinstance(result, tuple)
+        out, lse = result
+        dlse = torch.linspace(-1, 1, lse.numel(), device=lse.device).view_as(lse)
+        results.append([lse, *torch.autograd.grad((out, lse), (q, k, v), (given.dout, dlse))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_do_not_matter() -> None:
+    given = problem(seqlen=70, heads=(4, 2), mask=rf.Causal())
+    transposed = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    innermost = lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)  # noqa: E731
+    for change in (transposed, innermost):
+        changed = given.mapped(change)
+        for a, b in zip(given.flash(backend="triton"), changed.flash(backend="triton"), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_an_expanded_gradient() -> None:
+    given = problem(seqlen=40)
+    ones = Problem(given.q, given.k, given.v, torch.ones((), device=DEVICE).expand_as(given.dout), None)
+    assert_accurate(ones.flash(backend="triton"), ones)
+
+
+@pytest.mark.parametrize("repeats", [250 if GPU else 2])
+def test_repeats_are_bitwise_equal(repeats: int) -> None:
+    given = problem(seqlen=1024 if GPU else 150, dtype=torch.float16, mask=rf.Causal())
+    first = given.flash(backend="triton")
+    for _ in range(repeats):
+        assert all(torch.equal(a, b) for a, b in zip(given.flash(backend="triton"), first, strict=True))
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
+def test_the_interpreter_refuses_bfloat16() -> None:
+    given = problem(seqlen=8, dtype=torch.bfloat16)
+    with pytest.raises(
+        ArgumentError, match=r"backend: expected one of .* for Triton's interpreter, got torch.bfloat16"
+    ):
+        given.flash(backend="triton")
+
+
+def test_float64_goes_to_eager_and_triton_refuses_it() -> None:
+    given = problem(seqlen=8, dtype=torch.float64)
+    assert_accurate(given.flash(backend="auto"), given)
+    with pytest.raises(ArgumentError, match=r"backend: expected one of .*got torch.float64"):
+        given.flash(backend="triton")
+
+
+@pytest.mark.skipif(not GPU, reason="needs more memory and time than the interpreter has")
+def test_offsets_beyond_int32() -> None:
+    """One row of 2^31 elements into the storage: the last heads of a long sequence."""
+    storage = torch.zeros(1, 2**17 + 64, 128, 128, device="cuda", dtype=torch.bfloat16)
+    far = storage[:, -64:]
+    far.normal_()
+    q = far[:, :, :2]
+    given = Problem(q, far[:, :, 2:4], far[:, :, 4:6], torch.randn_like(q), rf.Causal())
+    assert storage.numel() > 2**31
+    assert_accurate(given.flash(backend="triton"), given)

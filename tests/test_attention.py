@@ -1,0 +1,169 @@
+"""flash_attention on the CPU: exact, honest about what it cannot do, and a proper torch operator."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from ringflash import reference
+from ringflash.errors import ArgumentError
+from tests.accuracy import Problem, as_tensor, assert_accurate
+
+MASKS = [None, rf.Causal()]
+LENGTHS = [(1, 1), (3, 3), (64, 128), (113, 203), (239, 1), (300, 256), (799, 3), (257, 1025)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seqlen", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_accuracy(dtype: torch.dtype, seqlen: tuple[int, int], mask: rf.Causal | None) -> None:
+    problem = Problem.random(seqlen=seqlen, dtype=dtype, mask=mask)
+    assert_accurate(problem.flash(), problem)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("headdim", [16, 40, 96, 256])
+def test_heads(heads: tuple[int, int], headdim: int) -> None:
+    problem = Problem.random(seqlen=70, heads=heads, headdim=headdim, mask=rf.Causal())
+    assert_accurate(problem.flash(), problem)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradcheck(mask: rf.Causal | None) -> None:
+    options = rf.AttentionOptions(return_lse=True)
+    q = torch.randn(1, 5, 2, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 7, 1, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    call = lambda q, k, v: rf.flash_attention(q, k, v, mask=mask, options=options)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+def test_lse() -> None:
+    problem = Problem.random(seqlen=33, dtype=torch.float64, mask=rf.Causal())
+    result = rf.flash_attention(
+        problem.q, problem.k, problem.v, mask=problem.mask, options=rf.AttentionOptions(return_lse=True)
+    )
+    assert isinstance(result, tuple)
+    expected = reference.attention(problem.q, problem.k, problem.v, mask=problem.mask)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
+
+
+def test_rows_that_see_nothing() -> None:
+    problem = Problem.random(seqlen=(9, 4), mask=rf.Causal())
+    out, dq, _, _ = problem.flash()
+    assert torch.equal(out[:, :5], torch.zeros_like(out[:, :5]))
+    assert torch.equal(dq[:, :5], torch.zeros_like(dq[:, :5]))
+    result = rf.flash_attention(
+        problem.q, problem.k, problem.v, mask=rf.Causal(), options=rf.AttentionOptions(return_lse=True)
+    )
+    assert (result[1][..., :5] == -math.inf).all()
+
+
+def test_large_scores_stay_finite() -> None:
+    problem = Problem.random(seqlen=50, dtype=torch.float64, mask=rf.Causal())
+    large = Problem(problem.q * 1e4, problem.k, problem.v, problem.dout, problem.mask)
+    assert all(torch.isfinite(x).all() for x in large.flash())
+
+
+def _strided(x: Tensor) -> Tensor:
+    storage = torch.full((*x.shape, 3), math.nan, dtype=x.dtype)
+    storage[..., 1] = x
+    return storage[..., 1]
+
+
+def test_strides_do_not_matter() -> None:
+    problem = Problem.random(seqlen=40, mask=rf.Causal())
+    transposed = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    for change in (_strided, transposed):
+        changed = problem.mapped(change)
+        for a, b in zip(problem.flash(), changed.flash(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_expanded_inputs() -> None:
+    problem = Problem.random(seqlen=20, heads=(4, 1), mask=rf.Causal())
+    k, v = (x.expand(-1, -1, 4, -1) for x in (problem.k, problem.v))
+    expanded = as_tensor(rf.flash_attention(problem.q, k, v, mask=rf.Causal()))
+    assert torch.equal(expanded, as_tensor(rf.flash_attention(problem.q, k.clone(), v.clone(), mask=rf.Causal())))
+
+
+def test_an_input_changed_after_the_forward_is_noticed() -> None:
+    problem = Problem.random(seqlen=8)
+    q = problem.q.requires_grad_()
+    k = problem.k.clone()
+    out = as_tensor(rf.flash_attention(q, k, problem.v))
+    k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_uninitialised_memory_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.random(seqlen=(9, 4), mask=rf.Causal())
+    expected = problem.flash()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        got = problem.flash()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_opcheck(mask: str) -> None:
+    q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, "", mask, 0.25, "auto"))
+
+
+def test_autocast_leaves_the_inputs_dtype() -> None:
+    q = torch.randn(1, 6, 2, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert as_tensor(rf.flash_attention(q, q, q)).dtype == torch.bfloat16
+
+
+def test_softmax_scale() -> None:
+    problem = Problem.random(seqlen=12, dtype=torch.float64)
+    got = rf.flash_attention(problem.q, problem.k, problem.v, softmax_scale=0.3)
+    torch.testing.assert_close(got, reference.attention(problem.q, problem.k, problem.v, softmax_scale=0.3)[0])
+
+
+def qkv(headdim: int = 16, nheads: int = 2, nheads_kv: int = 2, seqlen: int = 4, dtype: torch.dtype = torch.float32):
+    q = torch.zeros(1, seqlen, nheads, headdim, dtype=dtype)
+    return (
+        q,
+        torch.zeros(1, seqlen, nheads_kv, headdim, dtype=dtype),
+        torch.zeros(1, seqlen, nheads_kv, headdim, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"q: expected 4 dimensions, got shape \(4, 2, 16\)"),
+        (lambda q, k, v: (q, k.half(), v), r"k: expected as q: torch.float32 on cpu, got torch.float16 on cpu"),
+        (lambda q, k, v: (q, k, v.to("meta")), "v: expected as q: torch.float32 on cpu, got torch.float32 on meta"),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), "q: expected one of .*float16.* got torch.int64"),
+        (lambda q, k, v: qkv(headdim=8), "headdim: expected 16 to 256, got 8"),
+        (lambda q, k, v: qkv(headdim=512), "headdim: expected 16 to 256, got 512"),
+        (lambda q, k, v: qkv(nheads=3), "nheads: expected a multiple of nheads_kv = 2, got 3"),
+        (lambda q, k, v: qkv(nheads_kv=0), "nheads: expected a multiple of nheads_kv = 0, got 2"),
+        (lambda q, k, v: qkv(seqlen=0), "q, k: expected at least one row and head"),
+        (lambda q, k, v: (q, k[..., :8], v), "k, v: expected k and v alike"),
+        (lambda q, k, v: (q, k, v[:, :3]), "k, v: expected k and v alike"),
+    ],
+)
+def test_bad_tensors(change, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        rf.flash_attention(*change(*qkv()))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_bad_scale(scale: float) -> None:
+    with pytest.raises(ArgumentError, match="softmax_scale: expected positive and finite"):
+        rf.flash_attention(*qkv(), softmax_scale=scale)
+
+
+def test_bad_backend() -> None:
+    with pytest.raises(ArgumentError, match="backend: expected one of .*got 'cuda'"):
+        rf.flash_attention(*qkv(), options=rf.AttentionOptions(backend="cuda"))

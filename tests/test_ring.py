@@ -1,0 +1,133 @@
+"""ring_attention on virtual ranks: every layout, mask and world size gives the single-device result."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringflash as rf
+from ringflash import ring
+from ringflash.errors import ArgumentError
+from ringflash.layout import LAYOUTS
+from tests.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
+
+MASKS = [None, rf.Causal()]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_accuracy(dtype: torch.dtype, world: int, layout: str, mask: rf.Causal | None) -> None:
+    problem = Problem.random(seqlen=203, dtype=dtype, mask=mask)
+    assert_accurate(problem.ring(rf.ContextParallel.local(world, layout)), problem)
+
+
+@settings(deadline=None, max_examples=40)
+@given(world=st.integers(1, 6), extra=st.integers(0, 40), layout=st.sampled_from(LAYOUTS), mask=st.sampled_from(MASKS))
+def test_any_length(world: int, extra: int, layout: str, mask: rf.Causal | None) -> None:
+    problem = Problem.random(seqlen=world + extra, dtype=torch.float64, batch=1, headdim=16, mask=mask)
+    assert_accurate(problem.ring(rf.ContextParallel.local(world, layout)), problem)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_world_of_one_is_the_single_device_bitwise(mask: rf.Causal | None) -> None:
+    problem = Problem.random(seqlen=150, mask=mask)
+    for a, b in zip(problem.ring(rf.ContextParallel.local(1)), problem.flash(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_error_does_not_grow_with_the_world(dtype: torch.dtype) -> None:
+    problem = Problem.random(seqlen=512, dtype=dtype, mask=rf.Causal())
+    exact = problem.exact()
+    errors = {
+        world: [
+            rms_of(g.double() - e) for g, e in zip(problem.ring(rf.ContextParallel.local(world)), exact, strict=True)
+        ]
+        for world in (1, 2, 4, 16)
+    }
+    for world, error in errors.items():
+        for name, got, alone in zip(NAMES, error, errors[1], strict=True):
+            assert got <= 1.03 * alone, f"{name} at world {world}: {got:.3g} against {alone:.3g}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeats_are_bitwise_equal(layout: str) -> None:
+    problem = Problem.random(seqlen=101, mask=rf.Causal())
+    context = rf.ContextParallel.local(3, layout)
+    first = problem.ring(context)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(problem.ring(context), first, strict=True))
+
+
+def test_gradcheck() -> None:
+    context = rf.ContextParallel.local(3)
+    q = torch.randn(1, 7, 2, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 7, 1, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    options = rf.AttentionOptions(return_lse=True)
+    call = lambda q, k, v: rf.ring_attention(q, k, v, context, mask=rf.Causal(), options=options)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.random(seqlen=41, mask=rf.Causal())
+    context = rf.ContextParallel.local(4, layout)
+    expected = problem.ring(context)
+
+    original = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **kw: original(x, *a, **kw).fill_(math.nan))
+    assert all(torch.equal(a, b) for a, b in zip(problem.ring(context), expected, strict=True))
+
+
+def test_buffers_are_two_and_the_state_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank holds beside its own tensors does not grow with the world."""
+    allocated: list[int] = []
+    original = ring._PairBuffer.__init__
+
+    def counting(self, like: torch.Tensor, max_rows: int, dtype: torch.dtype) -> None:
+        original(self, like, max_rows, dtype)
+        allocated.append(max_rows)
+
+    monkeypatch.setattr(ring._PairBuffer, "__init__", counting)
+    problem = Problem.random(seqlen=64, mask=rf.Causal())
+    problem.ring(rf.ContextParallel.local(8))
+    per_rank = 2 + 2 + 2 + 1  # KV forward, KV backward, gradients travelling, gradient coming home
+    assert allocated == [8] * len(allocated)
+    assert len(allocated) == 8 * per_rank
+
+
+def test_extreme_scores() -> None:
+    problem = Problem.random(seqlen=50, dtype=torch.float64, mask=rf.Causal())
+    large = Problem(problem.q * 1e4, problem.k, problem.v, problem.dout, problem.mask)
+    for a, b in zip(large.ring(rf.ContextParallel.local(4)), large.exact(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_opcheck() -> None:
+    context = rf.ContextParallel.local(2)
+    q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, context.name, "causal", 0.25, "auto"))
+
+
+def test_what_is_no_context() -> None:
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(ArgumentError, match="context: expected a rf.ContextParallel, got 'zigzag'"):
+        rf.ring_attention(q, q, q, "zigzag")  # type: ignore[arg-type]
+
+
+def test_queries_and_keys_of_different_lengths() -> None:
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 6, 1, 16)
+    with pytest.raises(ArgumentError, match="k: expected as many local keys as queries, got 4 and 6"):
+        rf.ring_attention(q, k, k, rf.ContextParallel.local(2))
+
+
+def test_a_dead_context_in_the_backward_is_none() -> None:
+    """The context may go out of scope between forward and backward."""
+    q = torch.randn(1, 8, 1, 16, requires_grad=True)
+    out = as_tensor(rf.ring_attention(q, q, q, rf.ContextParallel.local(2), mask=rf.Causal()))
+    out.sum().backward()
+    assert q.grad is not None

@@ -1,0 +1,157 @@
+"""The ring over gloo processes: the same bits as virtual ranks, and agreement before any data moves."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringflash as rf
+from ringflash.errors import ArgumentError, RankMismatch
+from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.distributed import RankFailure, run_ranks, try_ranks
+
+PROBLEMS = [
+    Problem.random(seqlen=seqlen, dtype=dtype, mask=mask, batch=1)
+    for seqlen, dtype in ((37, torch.float64), (96, torch.float32), (50, torch.bfloat16))
+    for mask in (None, rf.Causal())
+]
+
+
+def _rings(layout: str) -> list[list[Tensor]]:
+    context = rf.ContextParallel(dist.group.WORLD, layout)
+    results = []
+    for problem in PROBLEMS:
+        out, *grads = problem.ring(context)
+        for grad in grads:  # q, k and v are the same leaves on every rank
+            dist.all_reduce(grad)
+        results.append([out, *(grad / context.world_size for grad in grads)])  # so are the ranks' losses
+    return results
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (4, "contiguous")])
+def test_accuracy(world: int, layout: str) -> None:
+    for results in run_ranks(world, _rings, layout):
+        for got, problem in zip(results, PROBLEMS, strict=True):
+            if problem.q.dtype != torch.bfloat16:  # summed over ranks in bfloat16 above; see the test below
+                assert_accurate(got, problem)
+
+
+def _shards(layout: str) -> list[Tensor]:
+    """This rank's shard of out, dq, dk and dv."""
+    context = rf.ContextParallel(dist.group.WORLD, layout)
+    results = []
+    for problem in PROBLEMS:
+        q, k, v = (context.shard(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
+        out = as_tensor(rf.ring_attention(q, k, v, context, mask=problem.mask))
+        results += [out.detach(), *torch.autograd.grad(out, (q, k, v), context.shard(problem.dout))]
+    return results
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag")])
+def test_same_bits_as_virtual_ranks(world: int, layout: str) -> None:
+    by_rank = run_ranks(world, _shards, layout)
+    context = rf.ContextParallel.local(world, layout)
+    expected = [x for problem in PROBLEMS for x in problem.ring(context)]
+    for parts, whole in zip(zip(*by_rank, strict=True), expected, strict=True):
+        assert torch.equal(context.unshard(torch.cat(parts, dim=1)), whole)
+
+
+def _unshard() -> tuple[Tensor, Tensor]:
+    context = rf.ContextParallel(dist.group.WORLD)
+    whole = torch.arange(22.0).view(2, 11)
+    shard = context.shard(whole).requires_grad_()
+    again = context.unshard(shard)
+    (again * (context.rank + 1) * whole).sum().backward()
+    assert torch.equal(again, whole)
+    assert shard.grad is not None
+    return context.unshard(shard.grad), whole
+
+
+def test_unshard_gathers_and_its_gradient_sums_over_ranks() -> None:
+    for grad, whole in run_ranks(3, _unshard):
+        assert torch.equal(grad, whole * (1 + 2 + 3))
+
+
+def _mesh() -> tuple[int, int, Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
+    with pytest.raises(ArgumentError, match="mesh: expected one dimension, got dimensions"):
+        rf.ContextParallel(mesh)
+    context = rf.ContextParallel(mesh["context"], "contiguous")
+    return context.rank, context.world_size, context.positions(5)
+
+
+def test_a_mesh_dimension() -> None:
+    results = run_ranks(2, _mesh)
+    assert [(rank, world) for rank, world, _ in results] == [(0, 2), (1, 2)]
+    assert [positions.tolist() for *_, positions in results] == [[0, 1, 2], [3, 4]]
+
+
+def _excluded() -> str:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return str(rf.ContextParallel(group).world_size)
+    with pytest.raises(ArgumentError, match="mesh_or_group: expected .*got a group without this rank on rank 1"):
+        rf.ContextParallel(group)  # type: ignore[arg-type]
+    return "excluded"
+
+
+def test_a_group_that_excludes_this_rank() -> None:
+    assert run_ranks(2, _excluded) == ["1", "excluded"]
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(ArgumentError, match=r"ContextParallel.local\(n\)"):
+        rf.ContextParallel(None)  # type: ignore[arg-type]
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("seqlen", {"seqlen": 5}),
+    ("seqlen", {"seqlen": 9}),
+    ("dtype", {"dtype": torch.bfloat16}),
+    ("nheads", {"nheads": 4}),
+    ("nheads_kv", {"nheads_kv": 1}),
+    ("headdim", {"headdim": 32}),
+    ("batch", {"batch": 2}),
+    ("mask", {"mask": rf.Causal()}),
+    ("layout", {"layout": "contiguous"}),
+    ("softmax_scale", {"scale": 0.5}),
+]
+
+
+def _call(change: dict[str, Any]) -> None:
+    """Rank 1 calls with `change`, the others without."""
+    given: dict[str, Any] = {"layout": "zigzag", "seqlen": 6, "nheads": 2, "nheads_kv": 2, "headdim": 16, "batch": 1}
+    given |= {"dtype": torch.float32, "mask": None, "scale": None} | (change if dist.get_rank() == 1 else {})
+    context = rf.ContextParallel(dist.group.WORLD, given["layout"])
+    q, k = (torch.zeros(given["batch"], given["seqlen"], given[n], given["headdim"]) for n in ("nheads", "nheads_kv"))
+    q, k = q.to(given["dtype"]), k.to(given["dtype"])
+    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"])
+
+
+def _calls() -> list[str]:
+    """What each change raises, one after another: after a mismatch the group is as good as before."""
+    raised = []
+    for _, change in CHANGES:
+        with pytest.raises(RankMismatch) as caught:
+            _call(change)
+        raised.append(str(caught.value))
+    _call({})
+    return raised
+
+
+def test_ranks_that_differ_all_raise() -> None:
+    for raised in run_ranks(3, _calls):
+        for (field, _), text in zip(CHANGES, raised, strict=True):
+            assert f"ranks disagree on {field}: rank 1 against the rest" in text
+
+
+def test_a_rank_that_raises_first_brings_the_others_down() -> None:
+    first, second, third = try_ranks(3, _call, {"headdim": 8})
+    assert second.kind == "ArgumentError"
+    for failure in (first, third):
+        assert isinstance(failure, RankFailure)
+        assert failure.kind == "PeerFailed"
+        assert "rank 1: ArgumentError: headdim: expected 16 to 256, got 8" in failure.text
