@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringflash.kernels.config import dkdv_config, dq_config, padded_headdim
 from ringflash.kernels.tiles import (
+    SIZES,
     chunk_table,
     count_tiles,
     find_tile,
@@ -89,7 +90,7 @@ def _dq_over_keys(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
     dout,
     q,
@@ -227,7 +228,7 @@ def _dkdv_over_queries(
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
     dout,
     q,
@@ -323,7 +324,7 @@ def _dkdv_kernel(
     store_rows(dv_pointers, dv_acc, left, HEADDIM, BLOCK_N, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _delta_kernel(
     out,
     dout,

@@ -42,26 +42,26 @@ def _config(headdim: int, dtype: torch.dtype, table: dict[tuple[bool, int], tupl
     return TileConfig(block_m, block_n, block_d, num_warps, num_stages)
 
 
-# (is float32, headdim up to) -> block_m, block_n, num_warps, num_stages
+# (is float32, headdim up to) -> block_m, block_n, num_warps, num_stages; bfloat16 to 128 by a sweep on an H200
 _FORWARD = {
-    (False, 64): (128, 128, 8, 2),
-    (False, 128): (128, 128, 8, 2),
+    (False, 64): (64, 64, 4, 3),
+    (False, 128): (128, 64, 8, 3),
     (False, 256): (128, 64, 8, 2),
     (True, 64): (64, 32, 4, 1),
     (True, 128): (32, 32, 4, 1),
     (True, 256): (32, 16, 4, 1),
 }
 _DQ = {
-    (False, 64): (128, 64, 8, 2),
-    (False, 128): (128, 64, 8, 2),
+    (False, 64): (64, 64, 4, 3),
+    (False, 128): (128, 64, 8, 3),
     (False, 256): (64, 32, 8, 1),
     (True, 64): (32, 32, 4, 1),
     (True, 128): (32, 32, 4, 1),
     (True, 256): (16, 16, 4, 1),
 }
 _DKDV = {
-    (False, 64): (64, 128, 8, 2),
-    (False, 128): (64, 128, 8, 2),
+    (False, 64): (64, 64, 4, 3),
+    (False, 128): (32, 64, 4, 3),
     (False, 256): (32, 64, 8, 1),
     (True, 64): (32, 32, 4, 1),
     (True, 128): (32, 32, 4, 1),

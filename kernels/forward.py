@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringflash.kernels.config import forward_config
 from ringflash.kernels.tiles import (
+    SIZES,
     chunk_table,
     count_tiles,
     find_tile,
@@ -87,7 +88,7 @@ def _attend(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     q,
     k,

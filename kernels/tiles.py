@@ -21,6 +21,10 @@ from torch import Tensor
 from ringflash.layout import Chunk
 
 
+# Arguments that take any value from call to call: a kernel is not compiled anew for their multiples of 16.
+SIZES = ["nq_chunks", "nk_chunks", "ntiles", "seqlen_q", "nheads", "nheads_kv", "group"]
+
+
 @lru_cache(maxsize=1024)
 def chunk_table(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
     """The chunk table of `chunks` on `device`."""

@@ -1,4 +1,4 @@
-"""Runs a function on N gloo processes and collects what each rank returns."""
+"""Runs a function on N processes, over gloo or NCCL, and collects what each rank returns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.multiprocessing.spawn import start_processes
 
 
-def _entry(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _entry(
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60))
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, device_id=device, rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60)
+    )
     try:
         result: Any = function(*args)
     except BaseException as error:  # carried to the parent, which decides what a failure means
@@ -40,22 +47,22 @@ class RankFailure:
         self.kind, self.text, self.trace = kind, text, trace
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Calls `function(*args)` on every rank of a fresh gloo world; a rank that raises fails the caller.
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """Calls `function(*args)` on every rank of a fresh world; a rank that raises fails the caller.
 
     `function` must be importable (module level); what it returns must be picklable.
     """
-    results = try_ranks(world_size, function, *args)
+    results = try_ranks(world_size, function, *args, backend=backend)
     for rank, result in enumerate(results):
         if isinstance(result, RankFailure):
             raise AssertionError(f"rank {rank} of {world_size} raised\n{result.trace}")
     return results
 
 
-def try_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """As `run_ranks`, but a rank's exception comes back as a `RankFailure` in its place."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(["torch", "ringflash", __name__])  # a process starts in milliseconds
-        arguments = (world_size, folder, function, args)
+        arguments = (world_size, folder, backend, function, args)
         start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world_size)]

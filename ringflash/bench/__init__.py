@@ -1,0 +1,1 @@
+"""Measurements, peers beside us in the same run; run as commands, never as timed tests."""
