@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ringflash.layout import Chunk
 
-
 # Arguments that take any value from call to call: a kernel is not compiled anew for their multiples of 16.
 SIZES = ["nq_chunks", "nk_chunks", "ntiles", "seqlen_q", "nheads", "nheads_kv", "group"]
 

@@ -1,5 +1,8 @@
 """ringflash: exact attention for sequences longer than one GPU can hold, and the trainer that uses it."""
 
+from importlib import import_module
+
+from ringflash import train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel
 from ringflash.masks import Causal
@@ -15,3 +18,14 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def _train_name(name: str) -> object:
+    """Finds `ringflash.train.RingAttentionStrategy` and its like: a folder without __init__ has no names of its own."""
+    modules = {"RingAttentionStrategy": "strategy", "LanguageModel": "module", "TextDataModule": "data"}
+    if name not in modules:
+        raise AttributeError(f"module 'ringflash.train' has no attribute {name!r}")
+    return getattr(import_module(f"ringflash.train.{modules[name]}"), name)
+
+
+train.__getattr__ = _train_name  # pyright: ignore[reportAttributeAccessIssue] - Lightning is imported when asked for

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dist.get_rank() == 0:
             _print(rows, mesh)
             if options.json is not None:
-                _write(options.json, rows, mesh)
+                _write(options.json, sys.argv[1:] if argv is None else list(argv), rows, mesh)
     finally:
         dist.destroy_process_group()
     return 0
@@ -191,9 +191,10 @@ def _print(rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
             console.print(f"{row['seqlen']}: errors over plain {row['dtype']} attention's: {row['errors_over_plain']}")
 
 
-def _write(path: Path, rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
+def _write(path: Path, arguments: list[str], rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
+    shown = " ".join(arguments).replace(str(path), path.name)  # where it was written says nothing about the run
     record = {
-        "command": "torchrun --nproc-per-node " + f"{mesh.size()} -m ringflash.bench.ring " + " ".join(sys.argv[1:]),
+        "command": f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench.ring {shown}",
         "date": datetime.now(UTC).date().isoformat(),
         "device": f"{mesh.size()} x {_device_name(mesh)}",
         "versions": {name: version(name) for name in ("ringflash", "torch", "triton")},
