@@ -1,0 +1,109 @@
+"""The `ringflash` command: trains, generates, measures, and looks at the installation."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+
+from ringflash import __version__
+from ringflash.errors import ArgumentError, RingflashError
+
+# Everything else is imported by the command that needs it: Lightning alone takes seconds.
+
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for an error of usage, 1 for any other of the library's errors."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
+        "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
+        "generate": (_generate, "continue a prompt with a trained model"),
+        "bench": (_bench, "measure ring attention on this machine"),
+        "doctor": (_doctor, "show what is installed and what attention would run on"),
+    }
+    name = args[0] if args else "--help"
+    if name in commands:
+        try:
+            return commands[name][0](args[1:])
+        except RingflashError as error:
+            if "--debug" in args:
+                raise
+            print(f"ringflash: {error}", file=sys.stderr)
+            return EXIT_USAGE if isinstance(error, ArgumentError) else EXIT_FAILURE
+    if name in ("-h", "--help"):
+        rows = "\n".join(f"  {command:<10}{text}" for command, (_, text) in commands.items())
+        print(f"usage: ringflash COMMAND [ARGUMENTS] [--debug]\n\n{rows}\n\n  --version\n  --debug   show tracebacks")
+        return 0 if args else EXIT_USAGE
+    if name == "--version":
+        print(f"ringflash {__version__}")
+        return 0
+    near = difflib.get_close_matches(name, commands, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"Commands are {', '.join(commands)}."
+    print(f"ringflash: no command {name!r}. {hint}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _train(args: list[str]) -> int:
+    from ringflash.train.cli import main as train
+
+    return train(args)
+
+
+def _bench(args: list[str]) -> int:
+    from ringflash.bench.ring import main as bench
+
+    return bench([arg for arg in args if arg != "--debug"])
+
+
+def _generate(args: list[str]) -> int:
+    parser = argparse.ArgumentParser("ringflash generate", description="Continues a prompt with a trained model.")
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
+    parser.add_argument("--max-new-tokens", type=int, default=400, help="bytes to add (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(args)
+
+    import torch
+
+    from ringflash.train.checkpoint import load_decoder
+    from ringflash.train.corpus import decode, encode
+    from ringflash.train.generate import generate
+
+    if not options.prompt:
+        raise ArgumentError("--prompt", expected="at least one character", got="none", remedy='Try "def ".')
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        got = f"{device}, without a CUDA device here" if device == "cuda" else device
+        raise ArgumentError("--device", expected="auto, cpu or cuda", got=got, remedy="Leave --device out.")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokens = generate(
+        load_decoder(options.checkpoint, dtype=dtype).to(device),
+        torch.tensor(encode(options.prompt)),
+        options.max_new_tokens,
+        temperature=options.temperature,
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    print(options.prompt + decode(tokens))
+    return 0
+
+
+def _doctor(args: list[str]) -> int:
+    argparse.ArgumentParser("ringflash doctor", description="Shows what is installed and what would run.").parse_args(
+        [arg for arg in args if arg != "--debug"]
+    )
+    from ringflash.doctor import report
+
+    report()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

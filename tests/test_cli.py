@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ringflash import __version__
+from ringflash.cli import main
+from ringflash.doctor import facts
+
+
+def test_help_is_quick_to_come() -> None:
+    code = (
+        "import sys; from ringflash.cli import main; main(['--help']); "
+        "sys.exit(any(m in sys.modules for m in ('lightning', 'jsonargparse', 'matplotlib', 'triton')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {command} " in done.stdout for command in ("train", "generate", "bench", "doctor"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ringflash {__version__}\n"
+
+
+@pytest.mark.parametrize(("command", "hint"), [("trian", "Did you mean train?"), ("xyz", "Commands are train,")])
+def test_unknown_command(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: ringflash" in capsys.readouterr().out
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out
+    assert "attention on cpu" in out
+    assert facts()["attention on cpu"] == "eager kernels (float32)"
+    assert "MISSING" not in facts().values()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--checkpoint", "nowhere"], "no such folder"),
+        (["--checkpoint", "nowhere", "--prompt", ""], "--prompt"),
+        (["--checkpoint", "nowhere", "--device", "tpu"], "--device"),
+    ],
+)
+def test_generate_with_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *args]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err

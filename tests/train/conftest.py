@@ -1,0 +1,84 @@
+"""Training runs that several tests look at, made once: each world size costs a start of its processes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.train.runs import MODEL, Outcome, Run, attempt, train
+
+RESUMED = Run(epoch_batches=5, micro_batches=2, dtype="float64")
+RUNS = {
+    "float64": Run(steps=100, dtype="float64"),
+    "float32": Run(steps=100),
+    "uneven": Run(masked="tail", layout="contiguous"),
+    "uneven float64": Run(masked="tail", layout="contiguous", dtype="float64"),
+    "accumulate": Run(micro_batches=3, masked="tail", layout="contiguous"),
+    "accumulate after nothing": Run(micro_batches=2, masked="first micro-batch"),
+    "short window": Run(micro_batches=3, epoch_batches=2),
+    "all masked": Run(micro_batches=2, masked="all"),
+    "clip norm": Run(max_norm=0.3),
+    "clip value": Run(max_value=1e-3),
+    "tied": Run(model=replace(MODEL, tie_embeddings=True)),
+    "activation checkpointing": Run(checkpointing=True),
+    "evaluate": Run(steps=4, epoch_batches=2, validate=True, dtype="float64"),
+}
+
+
+def _all_runs(folder: str) -> dict[str, Any]:
+    world_size = dist.get_world_size()
+    outcomes: dict[str, Any] = {name: train(run) for name, run in RUNS.items()}
+    # Two ranks save after the first epoch, three go on from there, one ends the run and also does all of it at once.
+    saved = {2: (None, "two", 1), 3: ("two", "three", 2), 1: ("three", "one", 3)}
+    source, target, epochs = saved[world_size]
+    outcomes["resumed"] = train(
+        replace(RESUMED, resume=source and f"{folder}/{source}", save=f"{folder}/{target}", max_epochs=epochs)
+    )
+    if world_size == 1:
+        outcomes["straight"] = train(replace(RESUMED, max_epochs=3))
+    if world_size == 2:
+        outcomes["data parallel"] = train(Run(data_parallel=2, masked="tail"))
+        outcomes["poisoned"] = attempt(Run(steps=3, poison=1))
+        outcomes["other model"] = attempt(
+            Run(resume=f"{folder}/two", dtype="float64", model=replace(MODEL, ffn_dim=128, tie_embeddings=True))
+        )
+        damaged = Path(folder) / "damaged"
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{folder}/two", damaged)
+            with (damaged / "__1_0.distcp").open("r+b") as stream:
+                stream.seek(100)
+                byte = stream.read(1)
+                stream.seek(100)
+                stream.write(bytes([byte[0] ^ 1]))
+        dist.barrier()
+        outcomes["damaged"] = attempt(Run(resume=str(damaged), dtype="float64"))
+        outcomes["missing"] = attempt(Run(resume=f"{folder}/nowhere", dtype="float64"))
+    return outcomes
+
+
+class Worlds:
+    """Outcomes of `RUNS` by world size; `worlds[3]["float64"]` is rank 0's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ranks: dict[int, list[dict[str, Any]]] = {n: run_ranks(n, _all_runs, str(folder)) for n in (2, 3, 1)}
+
+    def __getitem__(self, world_size: int) -> dict[str, Outcome]:
+        return self.ranks[world_size][0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(400))  # the first of them pays for all runs
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("checkpoints"))

@@ -1,0 +1,226 @@
+"""Small training runs through the real Trainer, for tests that call them on every rank of a gloo world."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.module import ComputeDtype, LanguageModel, OptimizerConfig
+from ringflash.train.strategy import RingAttentionStrategy
+
+MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
+SEQLEN = 53
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; global batches hold `batch_size` sequences, divided over the data-parallel ranks."""
+
+    steps: int = 1
+    micro_batches: int = 1
+    batch_size: int = 2
+    epoch_batches: int = 100
+    dtype: ComputeDtype = "float32"
+    model: ModelConfig = MODEL
+    masked: str = "some"
+    data_parallel: int = 1
+    layout: str = "zigzag"
+    max_norm: float | None = None
+    max_value: float | None = None
+    checkpointing: bool = False
+    validate: bool = False
+    poison: int | None = None
+    resume: str | None = None
+    save: str | None = None
+    max_epochs: int = -1
+
+
+@dataclass
+class Outcome:
+    """What a run logged, the whole gradients of its first optimizer step, and its final weights."""
+
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def sequences(run: Run) -> list[dict[str, Tensor]]:
+    """Every sequence of an epoch, the same on all ranks: noisy arithmetic progressions, some labels masked."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index in range(run.epoch_batches * run.batch_size):
+        start, stride = torch.randint(0, 60, (2,), generator=generator)
+        tokens = (start + (stride % 7 + 1) * torch.arange(SEQLEN + 1)) % run.model.vocab_size
+        noise = torch.rand(SEQLEN + 1, generator=generator) < 0.1
+        tokens = torch.where(noise, torch.randint(0, 60, (SEQLEN + 1,), generator=generator), tokens)
+        labels = tokens[1:].clone()
+        if run.masked == "some":
+            labels[: 5 * (index % 4)] = -100
+        elif run.masked == "tail":  # the last ranks of a contiguous layout have no valid token
+            labels[SEQLEN // 4 + index :] = -100
+        elif (
+            run.masked == "first micro-batch" and (index // run.batch_size) % run.micro_batches == 0
+        ) or run.masked == "all":
+            labels[:] = -100
+        rows.append({"input_ids": tokens[:-1], "labels": labels})
+    return rows
+
+
+class Data(pl.LightningDataModule):
+    """The sequences of a run in order, sharded over data-parallel ranks, and a counter as state."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run, self.epochs_seen = run, 0
+
+    def _loader(self, rows: list[dict[str, Tensor]]) -> DataLoader[Any]:
+        assert self.trainer is not None
+        strategy = self.trainer.strategy
+        ranks = strategy.distributed_sampler_kwargs if isinstance(strategy, RingAttentionStrategy) else {}
+        mine = rows[ranks.get("rank", 0) :: ranks.get("num_replicas", 1)]
+        dataset = cast("Any", mine)
+        return DataLoader(dataset, batch_size=self.run.batch_size // self.run.data_parallel, num_workers=0)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(sequences(self.run))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(sequences(replace(self.run, epoch_batches=3)))
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs_seen": self.epochs_seen + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs_seen = state_dict["epochs_seen"]
+
+
+class Recorded(LanguageModel):
+    """Keeps what Lightning's own metrics would round to float32."""
+
+    def __init__(self, run: Run, outcome: Outcome) -> None:
+        optimizer = OptimizerConfig(lr=3e-3, warmup_steps=3, max_steps=120)
+        super().__init__(run.model, optimizer, run.dtype, activation_checkpointing=run.checkpointing, seed=5)
+        self.run, self.outcome = run, outcome
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.outcome.logged.setdefault(name, []).append(float(value))
+        super().log(name, value, *args, **kwargs)
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+        if not self.outcome.gradients:
+            named = self.decoder.named_parameters()
+            self.outcome.gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, num_valid = super()._loss(batch)
+        if self.run.poison == self.trainer.global_rank and self.trainer.global_step == 1:
+            loss = loss * torch.nan
+        return loss, num_valid
+
+
+def train(run: Run, strategy: Any = None) -> Outcome:
+    """Runs `run` on the ranks of the default process group."""
+    # spawned ranks turn warnings into errors; the first is Lightning's advice on loader processes for a toy data set
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    # Lightning's own use of a name that PyTorch has moved
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    outcome = Outcome()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=strategy
+        or RingAttentionStrategy(data_parallel_size=run.data_parallel, layout=cast("Any", run.layout)),
+        max_steps=run.steps if run.max_epochs == -1 else -1,
+        max_epochs=run.max_epochs,
+        accumulate_grad_batches=run.micro_batches,
+        gradient_clip_val=run.max_norm or run.max_value,
+        gradient_clip_algorithm="value" if run.max_value else "norm",
+        limit_val_batches=3 if run.validate else 0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module, data = Recorded(run, outcome), Data(run)
+    trainer.fit(module, data, ckpt_path=run.resume)
+    if run.validate:
+        trainer.validate(module, data, verbose=False)
+        trainer.test(module, data, verbose=False)
+    if run.save is not None:
+        trainer.save_checkpoint(run.save)
+    outcome.weights = {name: whole(p) for name, p in module.decoder.named_parameters()}
+    outcome.extra = {"epochs_seen": data.epochs_seen, "random": torch.rand(()).item(), "step": trainer.global_step}
+    return outcome
+
+
+def attempt(run: Run, strategy: Any = None) -> tuple[str, str] | None:
+    """Class and text of what the run raised on this rank, None when it ended well."""
+    try:
+        train(run, strategy)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def reference_gradients(run: Run, decoder: Decoder | None = None) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the first optimizer step, from one unsharded decoder on the whole window at once."""
+    decoder = decoder or Decoder(run.model, seed=5)
+    rows = sequences(run)[: run.batch_size * run.micro_batches]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    logits = decoder(batch["input_ids"], torch.arange(SEQLEN))
+    loss = token_loss(logits, batch["labels"]) / count_valid(batch["labels"]).clamp(min=1)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+def train_alone(run: Run) -> list[float]:
+    """Losses of the plain loop: one decoder, whole windows, AdamW and the schedule written out."""
+
+    with torch.device("meta"):
+        decoder = Decoder(run.model, seed=5).double()
+    decoder.to_empty(device="cpu")
+    for module in decoder.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    matrices = [p for p in decoder.parameters() if p.ndim > 1]
+    vectors = [p for p in decoder.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    rows, size = sequences(run), run.batch_size * run.micro_batches
+    windows = [rows[i : i + size] for i in range(0, len(rows), size)]
+    losses = []
+    for step in range(run.steps):
+        window = windows[step % len(windows)]
+        batch = {name: torch.stack([row[name] for row in window]) for name in window[0]}
+        scale = (step + 1) / 3 if step < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 117)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * scale
+        logits = decoder(batch["input_ids"], torch.arange(SEQLEN))
+        loss = token_loss(logits, batch["labels"]) / count_valid(batch["labels"])
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses

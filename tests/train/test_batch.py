@@ -1,0 +1,87 @@
+"""What a batch must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash.errors import ArgumentError, RingflashError
+from ringflash.train.batch import agree_on_batch, check_batch
+from tests.distributed import run_ranks
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def batch(**changes: Any) -> dict[str, Any]:
+    return {"input_ids": ids(2, 8), "labels": torch.ones(2, 8, dtype=torch.int64)} | changes
+
+
+def test_a_good_batch() -> None:
+    check_batch(batch(documents=None), 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(2, 8), "batch: expected a mapping"),
+        ({"input_ids": batch()["input_ids"]}, "batch['labels']: expected an int64 tensor (batch, seqlen), got no such"),
+        (batch(input_ids=[1, 2]), "batch['input_ids']: expected an int64 tensor (batch, seqlen), got list"),
+        (batch(input_ids=ids(8)), "got torch.int64 (8,)"),
+        (batch(labels=torch.zeros(2, 8)), "got torch.float32 (2, 8)"),
+        (batch(labels=ids(2, 7)), "the shape of input_ids, (2, 8), got (2, 7)"),
+        (
+            batch(input_ids=ids(2, 3), labels=ids(2, 3)),
+            "4 tokens",
+        ),
+        (batch(input_ids=ids(0, 8), labels=ids(0, 8)), "one seq"),
+    ],
+)
+def test_bad_batches(value: Any, text: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        check_batch(value, 4)
+    assert text in str(raised.value)
+
+
+def _agree(context_parallel_size: int) -> list[Any]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+
+    def ask(value: Any) -> Any:
+        try:
+            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"))
+        except RingflashError as error:
+            return type(error).__name__, str(error).splitlines()[0]
+
+    labels: Tensor = torch.full((1, 8), -100)
+    labels[0, : rank + 1] = 3
+    swapped = torch.arange(8)[None] if rank else torch.arange(8).flip(0)[None]
+    return [
+        ask(batch(labels=labels, input_ids=labels)),
+        ask(batch(input_ids=swapped, labels=torch.ones_like(swapped))),
+        ask(batch() if rank == 0 else {"input_ids": 1}),
+        ask(batch()),
+    ]
+
+
+def test_ranks_of_one_sequence() -> None:
+    first, second = run_ranks(2, _agree, 2)
+    assert first[0][0] == second[0][0] == "RankMismatch"
+    assert "ranks disagree on valid tokens" in first[0][1]
+    assert first[1][0] == second[1][0] == "RankMismatch"
+    assert "tokens (checksum)" in first[1][1]
+    assert first[2][0] == "PeerFailed"
+    assert second[2][0] == "ArgumentError"
+    assert first[3] == second[3] == 16
+
+
+def test_ranks_of_different_sequences() -> None:
+    first, second = run_ranks(2, _agree, 1)
+    assert first[0] == second[0] == 3
+    assert first[1] == second[1] == 16
+    assert first[3] == second[3] == 32

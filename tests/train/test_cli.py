@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import ringflash
+from ringflash.errors import ConfigError
+from ringflash.train import cli
+
+# Lightning's use of a jsonargparse method that has a new name.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+CONFIGS = Path(ringflash.__file__).parents[1] / "configs"
+CONFIG: dict[str, Any] = {
+    "model": {
+        "model": {"vocab_size": 257, "dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 48},
+        "optimizer": {"lr": 0.01, "warmup_steps": 2, "max_steps": 12},
+    },
+    "data": {"corpus": "text.txt", "context_length": 128, "batch_size": 2, "cache_dir": "cache"},
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": {
+            "class_path": "ringflash.train.strategy.RingAttentionStrategy",
+            "init_args": {"layout": "contiguous"},
+        },
+        "max_steps": 12,
+        "max_epochs": -1,
+        "log_every_n_steps": 2,
+        "val_check_interval": 6,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+    },
+    "summary": {"sample_tokens": 8},
+    "throughput": {"warmup_steps": 2},
+    "run_dir": "runs/test",
+}
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "ringflash.cli", *args]
+
+
+def environment() -> dict[str, str]:
+    """Without what an enclosing distributed run would leave there."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"COLUMNS": "120"}
+
+
+def children(folder: Path) -> list[int]:
+    """Living processes whose working directory is `folder`."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if (process / "cwd").resolve() == folder.resolve() and (process / "stat").read_text().split()[2] != "Z":
+                    found.append(int(process.name))
+            except OSError:
+                continue
+    return found
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "text.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(400)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run of twelve steps on two processes, and one that goes on with it to the sixteenth."""
+
+    folder: Path
+    first: subprocess.CompletedProcess[str]
+    resumed: subprocess.CompletedProcess[str]
+    left_over: list[int]
+
+
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
+    folder = tmp_path_factory.mktemp("fit")
+    config = str(write_config(folder, CONFIG))
+    options: dict[str, Any] = {"cwd": folder, "env": environment(), "capture_output": True, "text": True, "timeout": 90}
+    first = subprocess.run(command("train", "fit", "--config", config), **options)
+    left_over = children(folder)
+    more = ["--trainer.max_steps=16", "--trainer.devices=1", "--ckpt_path", "runs/test/checkpoints/last"]
+    resumed = subprocess.run(command("train", "fit", "--config", config, *more), **options)
+    return Fit(folder, first, resumed, left_over)
+
+
+def losses(log: Path) -> dict[int, float]:
+    with log.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+
+
+@pytest.mark.timeout(200)
+def test_a_run_on_two_processes(fit: Fit) -> None:
+    assert fit.first.returncode == 0, fit.first.stderr
+    run = fit.folder / "runs" / "test"
+    out = fit.first.stdout
+    for text in ("first loss", "last loss", "held-out loss", "tokens/s", "sample", "def "):
+        assert text in out
+    for path in ("runs/test/checkpoints/last", "runs/test/metrics.csv", "runs/test/loss.png"):
+        assert path in out
+        assert (fit.folder / path).exists()
+    logged = losses(run / "metrics.csv")
+    assert list(logged) == [1, 3, 5, 7, 9, 11]
+    assert logged[11] < logged[1]
+    with Image.open(run / "loss.png") as image:
+        assert image.format == "PNG"
+    assert list((run / "tensorboard").iterdir())
+    assert fit.left_over == []
+    assert out.count("first loss") == 1
+    assert "Traceback" not in fit.first.stderr
+
+
+def test_resume_at_another_world_size(fit: Fit) -> None:
+    assert fit.resumed.returncode == 0, fit.resumed.stderr
+    assert list(losses(fit.folder / "runs" / "test-2" / "metrics.csv")) == [13, 15]
+    first = fit.first.stdout.split("first loss")[1].split()[0]
+    assert fit.resumed.stdout.split("first loss")[1].split()[0] == first
+
+
+def test_generate_from_the_run(fit: Fit) -> None:
+    assert fit.first.returncode == 0
+    args = ["generate", "--checkpoint", "runs/test/checkpoints/last", "--prompt", "def f", "--max-new-tokens", "5"]
+    done = subprocess.run(
+        command(*args, "--device", "cpu"), cwd=fit.folder, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def f")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "suggestion"),
+    [
+        ("data", "contxt_length", "Did you mean data.context_length?"),
+        ("model.optimizer", "warmup_step", "Did you mean warmup_steps?"),
+        ("model.model", "n_layer", "Did you mean model.model.n_layers?"),
+        ("trainer", "max_stepss", "Did you mean trainer.max_steps?"),
+        ("trainer.strategy.init_args", "layouts", "Did you mean layout?"),
+        ("", "sumary", "Did you mean summary"),
+    ],
+)
+def test_misspelt_key(
+    tmp_path: Path, section: str, key: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(yaml.safe_dump(CONFIG))
+    target = config
+    for name in filter(None, section.split(".")):
+        target = target[name]
+    target[key] = {"prompt": "x"} if key == "sumary" else 3
+    assert cli.main(["fit", "--config", str(write_config(tmp_path, config))]) == 2
+    captured = capsys.readouterr()
+    assert suggestion in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_misspelt_option_and_subcommand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    assert cli.main(["fit", "--config", config, "--trainer.max_step=3"]) == 2
+    assert "Did you mean trainer.max_steps?" in capsys.readouterr().err
+    assert cli.main(["ift"]) == 2
+    assert "Did you mean fit?" in capsys.readouterr().err
+    assert cli.main(["fit", "--config", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_model_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    assert cli.main(["fit", "--config", config, "--model.model.n_heads=3"]) == 2
+    assert "a multiple of n_heads=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "message"), [("", "all of them empty"), ("short", "lower data.context_length")])
+def test_bad_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(write_config(tmp_path, CONFIG))
+    (tmp_path / "text.txt").write_text(content)
+    assert cli.main(["fit", "--config", config, "--trainer.strategy=auto", "--trainer.devices=1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    (tmp_path / "text.txt").unlink()
+    done = subprocess.run(
+        command("train", "fit", "--config", config),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "does not exist" in done.stderr
+    assert done.stderr.count("ringflash: corpus") == 1
+    assert "Traceback" not in done.stderr
+    assert children(tmp_path) == []
+
+
+@pytest.mark.timeout(120)
+def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    args = command("train", "fit", "--config", config, "--trainer.max_steps=100000")
+    log = tmp_path / "log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT) as process,
+    ):
+        while "step 1/" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        time.sleep(1)
+        for _ in range(4):  # Python drops an interrupt that falls into a finalizer, and users press twice
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(10)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 1, log.read_text()
+    deadline = time.monotonic() + 10
+    while children(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children(tmp_path) == []
+
+
+@pytest.mark.parametrize(("gpus", "name", "devices"), [(0, "tiny-cpu", 2), (1, "h200-1", 1), (3, "h200-4", 3)])
+def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch, gpus: int, name: str, devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    fit, flag, path, *rest = cli.auto_arguments()
+    assert (fit, flag, Path(path).stem) == ("fit", "--config", name)
+    config = yaml.safe_load(Path(path).read_text())
+    assert rest == ([f"--trainer.devices={gpus}"] if gpus else [])
+    assert gpus or config["trainer"]["devices"] == devices
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.RingCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    monkeypatch.setattr(cli.RingCLI, "after_instantiate_classes", lambda self: None)
+    config = cli.RingCLI(["fit", "--config", str(path)], []).config.fit
+    assert config.model.optimizer.max_steps == config.trainer.max_steps
+    assert config.trainer.strategy == "ring_attention"
+    assert config.trainer.use_distributed_sampler is False
+    assert config.data.corpus == "stdlib"
+
+
+def test_free_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert cli.free_folder(folder) == folder
+    for name in ("run", "run-2"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    assert cli.free_folder(folder) == tmp_path / "run-3"
+
+
+def test_explain_lists_the_names_when_none_is_near() -> None:
+    message = "Problem with given class_path 'ringflash.train.module.OptimizerConfig':\n  Option 'xyz' is not accepted"
+    error = cli.explain(message, [])
+    assert isinstance(error, ConfigError)
+    assert "betas, lr" in str(error)

@@ -1,0 +1,101 @@
+"""Training on a ring of ranks is training on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.train.conftest import RUNS, Worlds
+from tests.train.runs import Outcome, Run, reference_gradients, train, train_alone
+
+WINDOWS = [
+    "uneven",
+    "accumulate",
+    "accumulate after nothing",
+    "short window",
+    "tied",
+    "activation checkpointing",
+]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) -> None:
+    """The whole gradient within `bar`, each weight's, where rounding weighs more, within three times that."""
+    assert outcome.gradients.keys() == expected.keys()
+    errors = {name: relative_error(outcome.gradients[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= 3 * bar, errors
+    whole, reference = (torch.cat([g[name].flatten() for name in expected]) for g in (outcome.gradients, expected))
+    assert relative_error(whole, reference) <= bar
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("name", "bar"), [("float64", 1e-8), ("float32", 1e-4)])
+def test_loss_curve_does_not_depend_on_the_number_of_ranks(
+    worlds: Worlds, world_size: int, name: str, bar: float
+) -> None:
+    one, many = (worlds[n][name].logged["train/loss"] for n in (1, world_size))
+    assert len(one) == len(many) == 100
+    assert max(abs(a - b) / b for a, b in zip(many, one, strict=True)) <= bar
+    assert sum(one[-10:]) < 0.8 * sum(one[:10])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_gradients_are_an_unsharded_model_s(worlds: Worlds, world_size: int, name: str) -> None:
+    loss, gradients = reference_gradients(RUNS[name])
+    outcome = worlds[world_size][name]
+    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-6)
+    assert_gradients(outcome, gradients, 1e-6)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert outcome.logged["train/grad_norm"][0] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_float64(worlds: Worlds, world_size: int) -> None:
+    name = "uneven float64"
+    assert_gradients(worlds[world_size][name], worlds[1][name].gradients, 1e-13)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_window_without_valid_tokens(worlds: Worlds, world_size: int) -> None:
+    outcome = worlds[world_size]["all masked"]
+    assert outcome.logged["train/loss"] == [0.0]
+    assert all((gradient == 0).all() for gradient in outcome.gradients.values())
+    assert all(weight.isfinite().all() for weight in outcome.weights.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping(worlds: Worlds, world_size: int) -> None:
+    _, gradients = reference_gradients(RUNS["clip norm"])
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert norm > 0.3
+    assert_gradients(worlds[world_size]["clip norm"], {n: g * 0.3 / norm for n, g in gradients.items()}, 1e-6)
+    clipped = {n: g.clamp(-1e-3, 1e-3) for n, g in gradients.items()}
+    assert_gradients(worlds[world_size]["clip value"], clipped, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_validation_and_test_loss(worlds: Worlds, world_size: int) -> None:
+    one, many = (worlds[n]["evaluate"].logged for n in (1, world_size))
+    assert len(many["val/loss"]) == 3  # after both epochs of fit, and in validate
+    assert many["val/loss"] == pytest.approx(one["val/loss"], rel=1e-12)
+    assert many["test/loss"] == pytest.approx([one["val/loss"][-1]], rel=1e-12)
+    assert many["train/loss"] == pytest.approx(train_alone(RUNS["evaluate"]), rel=1e-10)
+
+
+def test_data_parallel_ranks(worlds: Worlds) -> None:
+    loss, gradients = reference_gradients(Run(masked="tail"))
+    assert worlds[2]["data parallel"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert_gradients(worlds[2]["data parallel"], gradients, 1e-6)
+
+
+def test_two_by_two() -> None:
+    run = Run(steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64")
+    outcome, *_ = run_ranks(4, train, run)
+    reference = train_alone(run)
+    assert outcome.logged["train/loss"] == pytest.approx(reference, rel=1e-10)

@@ -1,0 +1,161 @@
+"""Decoder: shapes, positions, cache, initial weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.model import Decoder, KVCache, ModelConfig, rotary_angles
+
+CONFIG = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
+
+
+def tokens(batch: int, seqlen: int) -> torch.Tensor:
+    return torch.randint(0, CONFIG.vocab_size, (batch, seqlen), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matches_transformers_llama(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = replace(CONFIG, tie_embeddings=tied, rope_theta=10000.0)
+    decoder = Decoder(config).double()
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=61,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=tied,
+        )
+    ).double()
+    state = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in decoder.state_dict().items()}
+    assert not llama.load_state_dict(state, strict=False).unexpected_keys
+    x = tokens(2, 33)
+    # transformers forms its angles in float32
+    torch.testing.assert_close(decoder(x, torch.arange(33)), llama(x).logits, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_virtual_ranks_give_the_same_logits(world_size: int, layout: str) -> None:
+    decoder = Decoder(CONFIG).double()
+    context = rf.ContextParallel.local(world_size, layout)
+    x = tokens(2, 37)
+    sharded = decoder(context.shard(x), context.positions(37), context)
+    torch.testing.assert_close(context.unshard(sharded), decoder(x, torch.arange(37)), atol=1e-12, rtol=0)
+
+
+def test_positions_a_row_each() -> None:
+    decoder = Decoder(CONFIG).double()
+    x = tokens(2, 9)
+    whole = decoder(x, torch.arange(9).expand(2, 9))
+    torch.testing.assert_close(whole, decoder(x, torch.arange(9)), atol=0, rtol=0)
+
+
+def test_attention_sees_relative_positions_only() -> None:
+    decoder = Decoder(CONFIG).double()
+    x = tokens(1, 20)
+    far = decoder(x, torch.arange(20) + 1_000_000)
+    torch.testing.assert_close(far, decoder(x, torch.arange(20)), atol=1e-8, rtol=0)
+
+
+def test_angles_are_exact_far_out() -> None:
+    positions = torch.tensor([999_983])
+    cos, sin = rotary_angles(CONFIG, positions, torch.float32)
+    expected = positions.double() * CONFIG.rope_theta ** (-torch.arange(0, 16, 2).double() / 16)
+    torch.testing.assert_close(cos.flatten(), expected.cos().float(), atol=1e-7, rtol=0)
+    torch.testing.assert_close(sin.flatten(), expected.sin().float(), atol=1e-7, rtol=0)
+
+
+def test_cache_decodes_token_by_token() -> None:
+    decoder = Decoder(CONFIG).double()
+    x = tokens(2, 24)
+    cache = KVCache.empty(CONFIG, 2, 24, "cpu", torch.float64)
+    with torch.no_grad():
+        parts = [decoder(x[:, :11], torch.arange(11), cache=cache)]
+        parts += [decoder(x[:, i : i + 1], torch.arange(i, i + 1), cache=cache) for i in range(11, 24)]
+        torch.testing.assert_close(torch.cat(parts, 1), decoder(x, torch.arange(24)), atol=1e-12, rtol=0)
+        with pytest.raises(ArgumentError, match="max_seqlen=24"):
+            decoder(x[:, :1], torch.arange(24, 25), cache=cache)
+
+
+def test_cache_is_for_one_rank() -> None:
+    cache = KVCache.empty(CONFIG, 1, 8, "cpu", torch.float32)
+    with pytest.raises(ArgumentError, match="Generate on one rank"):
+        Decoder(CONFIG)(tokens(1, 8), torch.arange(8), rf.ContextParallel.local(2), cache)
+
+
+def test_wrong_positions() -> None:
+    with pytest.raises(ArgumentError, match=r"position_ids: expected \(8,\)"):
+        Decoder(CONFIG)(tokens(1, 8), torch.arange(7))
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    torch.manual_seed(1)
+    first = Decoder(CONFIG, seed=3).state_dict()
+    torch.manual_seed(2)
+    second = Decoder(replace(CONFIG, n_layers=2), seed=3).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], Decoder(CONFIG, seed=4).state_dict()["lm_head.weight"])
+    draws = {tuple(w.flatten()[:4].tolist()) for name, w in first.items() if "norm" not in name}
+    assert len(draws) == sum("norm" not in name for name in first)
+
+
+def test_initial_spread() -> None:
+    config = replace(CONFIG, dim=256, n_heads=4, n_layers=8, ffn_dim=512)
+    state = Decoder(config).state_dict()
+    clipped = 0.9866  # standard deviation of a normal cut at three
+    assert state["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02 * clipped, rel=0.01)
+    assert state["layers.7.mlp.down_proj.weight"].std().item() == pytest.approx(0.02 * clipped / 4, rel=0.01)
+    assert state["layers.7.self_attn.o_proj.weight"].std().item() == pytest.approx(0.02 * clipped / 4, rel=0.02)
+    assert state["lm_head.weight"].abs().max() <= 0.06 + 1e-6
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        decoder = Decoder(CONFIG, seed=3)
+    assert all(p.is_meta for p in decoder.parameters())
+    assert not list(decoder.buffers())
+    decoder.to_empty(device="cpu")
+    for module in decoder.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    expected = Decoder(CONFIG, seed=3).state_dict()
+    assert all(torch.equal(w, expected[name]) for name, w in decoder.state_dict().items())
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    x, gradients = tokens(1, 16), []
+    for enabled in (False, True):
+        decoder = Decoder(CONFIG).double()
+        decoder.set_activation_checkpointing(enabled)
+        decoder(x, torch.arange(16)).square().sum().backward()
+        gradients.append([p.grad for p in decoder.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dim": 66}, "dim"),
+        ({"n_kv_heads": 3}, "n_kv_heads"),
+        ({"dim": 32}, "headdim"),
+        ({"dim": 68}, "headdim"),
+        ({"dim": 2048}, "headdim"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+    ],
+)
+def test_impossible_shapes(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        replace(CONFIG, **change)
+    assert raised.value.argument == field

@@ -1,0 +1,127 @@
+"""LanguageModel: one device, its optimizer and schedule, non-finite losses, configuration errors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import DoublePrecision
+
+from ringflash.errors import ConfigError
+from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.strategy import RingAttentionStrategy
+from tests.distributed import run_ranks
+from tests.train.conftest import RUNS, Worlds
+from tests.train.runs import MODEL, Data, Outcome, Recorded, Run
+
+
+def trainer(**arguments: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **(quiet | arguments))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of a name PyTorch has moved
+def test_one_device_without_the_strategy(worlds: Worlds) -> None:
+    run, outcome = RUNS["evaluate"], Outcome()
+    module, data = Recorded(run, outcome), Data(run)
+    one = trainer(max_steps=run.steps, limit_val_batches=3, num_sanity_val_steps=0)
+    one.fit(module, data)
+    assert module.context is None
+    assert outcome.logged["train/loss"] == pytest.approx(worlds[1]["evaluate"].logged["train/loss"], rel=1e-12)
+    assert outcome.logged["val/loss"] == pytest.approx(worlds[1]["evaluate"].logged["val/loss"][:2], rel=1e-12)
+
+
+def test_a_poisoned_rank_stops_all(worlds: Worlds) -> None:
+    errors = [rank["poisoned"] for rank in worlds.ranks[2]]
+    assert errors[0] == errors[1]
+    kind, text = errors[0]
+    assert kind == "NonFiniteError"
+    assert text.startswith(
+        "step 1, batch 1: loss nan, gradient norm nan, first seen on ranks [1]. The optimizer has not"
+    )
+
+
+def test_schedule() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, max_steps=14, min_lr_ratio=0.2)
+    scales = [config.lr_scale(step) for step in range(20)]
+    assert scales[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert scales[9] == pytest.approx(0.6)
+    assert scales[14:] == [pytest.approx(0.2)] * 6
+    assert OptimizerConfig(warmup_steps=0).lr_scale(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"warmup_steps": 10, "max_steps": 10}, "warmup_steps"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
+    ],
+)
+def test_impossible_schedules(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        OptimizerConfig(**arguments)
+    assert raised.value.argument == field
+
+
+def test_norms_do_not_decay() -> None:
+    module = LanguageModel(MODEL)
+    module.trainer = trainer()
+    module.configure_model()
+    configured: Any = module.configure_optimizers()
+    matrices, vectors = configured["optimizer"].param_groups
+    assert matrices["weight_decay"] == 0.1
+    assert vectors["weight_decay"] == 0
+    assert {p.ndim for p in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(module.parameters()))
+
+
+def test_before_configure_model() -> None:
+    with pytest.raises(RuntimeError, match="only after configure_model"):
+        _ = LanguageModel(MODEL).decoder
+
+
+def _refused() -> list[str]:
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    texts = []
+    cases: list[dict[str, Any]] = [
+        {"strategy": RingAttentionStrategy(), "plugins": [DoublePrecision()]},
+        {"strategy": RingAttentionStrategy(), "precision": "bf16-mixed"},
+        {"strategy": "ddp"},
+        {"strategy": RingAttentionStrategy(context_parallel_size=3)},
+    ]
+    for arguments in cases:
+        both = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_steps=1,
+            **arguments,
+        )
+        run = Run()
+        try:
+            both.fit(Recorded(run, Outcome()), Data(run))
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_refused_configurations() -> None:
+    for texts in run_ranks(2, _refused):
+        double, mixed, ddp, sizes = texts
+        assert "precision: expected 32-true, the Trainer's default, got 64-true" in double
+        assert "got bf16-mixed" in mixed
+        assert 'strategy: expected "ring_attention" with several ranks, got DDPStrategy' in ddp
+        assert "data_parallel_size x context_parallel_size == 2 ranks, got auto x 3" in sizes
+
+
+def test_float64_keeps_its_weights_in_float64(worlds: Worlds) -> None:
+    assert {w.dtype for w in worlds[2]["float64"].weights.values()} == {torch.float64}
+    assert {w.dtype for w in worlds[2]["float32"].weights.values()} == {torch.float32}

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringflash
+
+SCRIPT = Path(ringflash.__file__).parents[1] / "train" / "plain.py"
+
+
+def run(tmp_path: Path, world_size: int) -> list[float]:
+    (tmp_path / "text.txt").write_text("ring attention over a long context\n" * 400)
+    corpus = ["--corpus", str(tmp_path / "text.txt"), "--cache-dir", str(tmp_path / "cache")]
+    shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--context-length", "257", "--steps", "6"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = subprocess.run(
+        [*command, SCRIPT, *corpus, *shape, "--lr", "1e-2"], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+@pytest.mark.timeout(180)
+def test_plain_training(tmp_path: Path) -> None:
+    one, two = (run(tmp_path, world_size) for world_size in (1, 2))
+    assert len(one) == 6
+    assert one == pytest.approx(two, abs=2e-4)
+    assert one[-1] < 0.98 * one[0]
+
+
+def test_it_is_short() -> None:
+    assert len(SCRIPT.read_text().splitlines()) < 150
+    assert "lightning" not in "".join(line for line in SCRIPT.read_text().splitlines() if "import" in line)

@@ -1,0 +1,247 @@
+"""`ringflash train`: LightningCLI over LanguageModel and TextDataModule on a ring of ranks."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from argparse import ArgumentError as ParserError
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+import ringflash
+from ringflash.errors import ArgumentError, ConfigError, RingflashError
+from ringflash.train.callbacks import LastCheckpoint, LossPlot, RingProgressBar, RunSummary
+from ringflash.train.data import TextDataModule
+from ringflash.train.module import LanguageModel
+from ringflash.train.throughput import Throughput
+
+CALLBACKS = {"throughput": Throughput, "loss_plot": LossPlot, "summary": RunSummary}
+STRATEGY = "ring_attention"
+CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
+# A child that fails waits this long before it says so: rank 0 fails with the same error and speaks for all.
+CHILD_GRACE_SECONDS = 3.0
+CHILD_EXIT_SECONDS = 20.0
+HELP = "See `ringflash train fit --help`."
+
+
+class RingCLI(LightningCLI):
+    """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts."""
+
+    def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
+        self._trainers = trainers
+        # Errors come back as exceptions instead of a usage text of two hundred options.
+        options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+        super().__init__(
+            LanguageModel,
+            TextDataModule,
+            args=list(args),
+            # Children of one run must draw the same seed, so there is a fixed default.
+            seed_everything_default=0,
+            trainer_defaults={"strategy": STRATEGY, "use_distributed_sampler": False},
+            parser_kwargs=options | {name: dict(options) for name in self.subcommands()},
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            # Checkpoints hold no pickled arguments to rebuild a module from.
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that this module and data have a use for."""
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if name != "predict"}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the run's folder and the callbacks that every run has."""
+        parser.add_argument(
+            "--run_dir",
+            default="runs/ringflash",
+            help="Folder of the run's logs, checkpoint and picture; a number is appended if there is a run in it.",
+        )
+        parser.add_class_arguments(LastCheckpoint, "checkpoint")
+        for name, callback in CALLBACKS.items():
+            parser.add_class_arguments(callback, name)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses `args`; not Lightning's own, which warns when there is a sys.argv beside them.
+
+        Raises:
+            ConfigError: a name that nothing accepts, with the nearest one, or a value that does not fit.
+        """
+        try:
+            self.config = parser.parse_args(args)
+        except ParserError as error:
+            raise explain(str(error), self._known_names(args)) from error
+
+    def before_instantiate_classes(self) -> None:
+        """Saves the configuration beside the logs of a run, if it has them."""
+        if self.subcommand != "fit" or self._get(self.config, "trainer.logger") is False:
+            self.save_config_callback = None
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them."""
+        config = self._get(self.config_init, "trainer")
+        fit = self.subcommand == "fit"
+        callbacks = config.get("callbacks") or []
+        callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
+        callbacks += [self._get(self.config_init, name) for name in CALLBACKS]
+        if config.get("enable_checkpointing") is not False:
+            callbacks.append(self._get(self.config_init, "checkpoint"))
+        if config.get("enable_progress_bar") is not False:
+            callbacks.append(RingProgressBar())
+        kwargs["callbacks"] = callbacks
+        if config.get("logger") in (None, True):
+            kwargs["logger"] = make_loggers(free_folder(Path(self._get(self.config_init, "run_dir")))) if fit else False
+        # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
+        kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
+        return super().instantiate_trainer(**kwargs)
+
+    def after_instantiate_classes(self) -> None:
+        """Hands the trainer out."""
+        self._trainers.append(self.trainer)
+
+    def _known_names(self, args: Sequence[str]) -> list[str]:
+        parsers = self._subcommand_parsers
+        used = parsers.get(args[0], None) if args else None
+        return [action.dest for action in used._actions] if used else [*parsers]
+
+
+def free_folder(folder: Path) -> Path:
+    """`folder`, or the first of folder-2, folder-3, ... without a run in it."""
+    number, candidate = 1, folder
+    while any((candidate / name).exists() for name in ("metrics.csv", "checkpoints", "config.yaml")):
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def make_loggers(folder: Path) -> list[Logger]:
+    """A CSV log in `folder`, and TensorBoard's where that is installed."""
+    # Empty names: Lightning's versions would nest a run's files three folders deep.
+    loggers: list[Logger] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=10)]
+    if importlib.util.find_spec("tensorboard") is not None:
+        loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))
+    elif local_rank() == 0:
+        print("No TensorBoard log: install ringflash[logging] to have one. The CSV log is complete.", file=sys.stderr)
+    return loggers
+
+
+def explain(message: str, known: Iterable[str]) -> ConfigError:
+    """An error of jsonargparse as the library's own, naming what an unknown name was perhaps meant to be."""
+    accepted = {name.replace("-", "_") for name in known}
+    if match := re.search(r"given class_path '([\w.]+)':\s+Option '([^']+)' is not accepted", message):
+        name, accepted = match[2], {*_parameters(match[1])}
+    elif match := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.-]+)", message):
+        name = match[1].replace("-", "_")
+    elif match := re.search(r"argument subcommand: invalid choice: '([^']+)'", message):
+        name = match[1]
+    else:
+        return ConfigError(
+            "configuration",
+            expected="names and values that the components accept",
+            got=message.rstrip("."),
+            remedy=HELP,
+        )
+    few, names = len(accepted) <= 12, ", ".join(sorted(accepted))
+    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
+    return ConfigError(
+        name,
+        expected="a known name",
+        got="one that nothing accepts",
+        remedy=f"Did you mean {near[0]}?" if near else f"Known are {names}." if few else HELP,
+    )
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+
+
+def auto_arguments() -> list[str]:
+    """Arguments of `ringflash train auto`: all GPUs of this machine, or two processes on its CPU.
+
+    Raises:
+        ConfigError: the configurations are not there.
+    """
+    gpus = torch.cuda.device_count()
+    name = CONFIGS["cpu" if gpus == 0 else "one gpu" if gpus == 1 else "gpus"]
+    package = Path(ringflash.__file__).parent
+    folders = (package / "configs", package.parent / "configs", Path("configs"))
+    for folder in folders:
+        if (folder / name).is_file():
+            return ["fit", "--config", str(folder / name), *([f"--trainer.devices={gpus}"] if gpus else [])]
+    raise ConfigError(
+        "auto",
+        expected=f"{name} in one of {[str(f) for f in folders]}",
+        got="no such file",
+        remedy="Run it in the repository, or pass a file: `ringflash train fit --config FILE`.",
+    )
+
+
+def local_rank() -> int:
+    """0 in the process that the user started, and in torchrun's first one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `ringflash train ...` and returns its exit code: 2 for an error of usage, 1 for one of the run."""
+    args = [arg for arg in argv if arg != "--debug"]
+    debug = len(args) < len(argv)
+    if not debug:
+        quieten()
+    trainers: list[pl.Trainer] = []
+    failed = True
+    try:
+        RingCLI([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
+        for trainer in trainers:
+            # Ranks leave together: one that is gone breaks off what its peers have not finished.
+            trainer.strategy.barrier()
+        failed = False
+    except (RingflashError, MisconfigurationException) as error:
+        if debug:
+            raise
+        rank = local_rank()
+        if rank:
+            time.sleep(CHILD_GRACE_SECONDS)
+        print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ArgumentError | MisconfigurationException) else 1
+    finally:
+        for trainer in trainers:
+            stop_children(getattr(trainer.strategy.launcher, "procs", []), at_once=failed)
+    return 0
+
+
+def stop_children(processes: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """Waits until the processes that Lightning launched have ended, or ends them."""
+    deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def quieten() -> None:
+    """Silences what Lightning says about itself at every start."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Advice on loader workers: slices of a memory-mapped file need none.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning's own use of a name that PyTorch has moved.
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)

@@ -1,0 +1,290 @@
+"""Lightning strategy: the sequence over a ring of ranks, the weights sharded over all of them."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import ringflash as rf
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train import checkpoint as sharded
+from ringflash.train.batch import agree_on_batch
+
+DATA, CONTEXT = "data_parallel", "context_parallel"
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class RingAttentionStrategy(ModelParallelStrategy):
+    """Context parallelism x data parallelism, with FSDP2 over both.
+
+    A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
+    `batch_to_device` leaves this rank's shard of them. `training_step` returns local sum of token losses /
+    `num_valid_tokens`; gradients are summed over all ranks, and over an accumulation window weighted by its
+    micro-batches' valid tokens, so that an optimizer step sees the gradient of
+
+        sum of the window's token losses / number of the window's valid tokens.
+
+    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must
+    be sharded. With micro-batches the gradients are reduced each time, which keeps them sharded.
+
+    Args:
+        context_parallel_size: ranks that share a sequence; "auto": all that `data_parallel_size` leaves.
+        data_parallel_size: sequences in flight; "auto": all that `context_parallel_size` leaves, 1 when both are auto.
+        layout: how a sequence is cut, "zigzag" (even causal work) or "contiguous".
+        transport: how keys and values travel, as in `rf.ContextParallel`.
+        process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
+        timeout: of collectives; a timedelta or seconds.
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        transport: str = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+    ) -> None:
+        for name, size in ((CONTEXT, context_parallel_size), (DATA, data_parallel_size)):
+            if size != "auto" and (not isinstance(size, int) or size < 1):
+                raise ConfigError(
+                    f"{name}_size", expected='"auto" or a positive integer', got=size, remedy="Set the number of ranks."
+                )
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        )
+        self._context_parallel_size: Literal["auto"] | int = context_parallel_size
+        self._layout: Literal["zigzag", "contiguous"] = layout
+        self._transport = transport
+        self._context: rf.ContextParallel | None = None
+        self._shard_mesh: DeviceMesh | None = None
+        self._window: list[Tensor] = []
+
+    @property
+    def context(self) -> rf.ContextParallel:
+        """The context-parallel group and layout; there once the processes have met."""
+        if self._context is None:
+            raise RuntimeError("The context exists only after the strategy has set up its environment.")
+        return self._context
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of all ranks, data x context parallel, that weights are sharded over."""
+        if self._shard_mesh is None:
+            raise RuntimeError("The mesh exists only after the strategy has set up its environment.")
+        return self._shard_mesh
+
+    def setup_environment(self) -> None:
+        """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
+        # Not ModelParallelStrategy's own, which asserts data x tensor == world.
+        super(ModelParallelStrategy, self).setup_environment()
+        if not dist.is_initialized():
+            # At exit and not at teardown: `fit` is followed by `validate` or `test` on the same sharded weights.
+            atexit.register(_destroy_process_group)
+        self._setup_distributed()
+        shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
+        self._data_parallel_size, self._context_parallel_size = shape
+        if self._device_mesh is None:
+            device_type = self.root_device.type
+            self._device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
+            self._shard_mesh = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+            self._context = rf.ContextParallel(
+                self._device_mesh[CONTEXT], layout=self._layout, transport=self._transport
+            )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Materialises the weights, makes the optimizer, and gives each rank random numbers of its own."""
+        self._window = []
+        assert self.model is not None
+        reshard(self.model)
+        sum_gradients(self.model)
+        super().setup(trainer)
+        # Lightning seeds all ranks alike. Dropout must differ between the shards of a sequence; the order of the data,
+        # which must not, comes from samplers with a seed of their own.
+        torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
+
+    def teardown(self) -> None:
+        """Leaves the weights sharded, and the process group for the next stage; it goes when the process exits."""
+        if self.model is not None:
+            reshard(self.model)
+        super().teardown()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The rank's shard of a batch of whole sequences.
+
+        {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
+        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; other entries are only moved.
+
+        Raises:
+            ArgumentError: the batch is not of this form, or shorter than the context-parallel group.
+            PeerFailed: another rank's batch is not of this form.
+            RankMismatch: ranks of one context-parallel group hold different sequences.
+        """
+        device = device or self.root_device
+        num_valid = agree_on_batch(batch, self.shard_mesh.get_group(), self.context.world_size, device)
+        moved = dict(cast("Mapping[str, Any]", super().batch_to_device(batch, device, dataloader_idx)))
+        seqlen = moved["input_ids"].shape[1]
+        for name in ("input_ids", "labels"):
+            moved[name] = self.context.shard(moved[name], dim=1)
+        moved["position_ids"] = self.context.positions(seqlen, device=device)
+        moved["num_valid_tokens"] = torch.tensor(num_valid, device=device)
+        return moved
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step and notes the micro-batch's valid tokens."""
+        batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        assert self.lightning_module is not None
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
+            self._window = []
+        self._window.append(batch["num_valid_tokens"])
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of a micro-batch, weighted by its valid tokens in units of the window's first micro-batch."""
+        assert self.lightning_module is not None
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+        if micro_batches > 1 and self.lightning_module.automatic_optimization:
+            valid = self._window[-1].to(closure_loss.dtype)
+            # Lightning has divided by the number of micro-batches, which is not how tokens are averaged.
+            closure_loss = closure_loss * (micro_batches * valid / self._reference().to(closure_loss.dtype))
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps on the window's token mean; gradients are final before any hook or clipping sees them."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+
+        def closure_then_rescale() -> Any:
+            result = closure()
+            if micro_batches > 1:  # and the window may still hold just one, at the end of an epoch
+                self._rescale(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder of sharded tensors, complete or not at all; see `ringflash.train.checkpoint`."""
+        if storage_options is not None:
+            raise ArgumentError(
+                "storage_options", expected="None", got=storage_options, remedy="Checkpoints go to a file system."
+            )
+        sharded.save(checkpoint, Path(self.broadcast(str(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""
+        assert self.model is not None
+        if weights_only is False:
+            raise ArgumentError(
+                "weights_only",
+                expected="None or True",
+                got=False,
+                remedy="A checkpoint of this strategy holds no objects: leave weights_only out.",
+            )
+        config = getattr(self.lightning_module, "model_config", None)
+        fields = asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here
+        return sharded.load(Path(self.broadcast(str(checkpoint_path))), self.model, optimizers, fields)
+
+    def _reference(self) -> Tensor:
+        return self._window[0].clamp(min=1)
+
+    def _rescale(self, optimizer: Optimizer) -> None:
+        total = torch.stack(self._window).sum().clamp(min=1)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                gradient.mul_(self._reference().to(gradient.dtype) / total.to(gradient.dtype))
+
+
+def resolve_sizes(
+    data_parallel_size: Literal["auto"] | int, context_parallel_size: Literal["auto"] | int, world_size: int
+) -> tuple[int, int]:
+    """(data, context) parallel sizes whose product is `world_size`; context parallelism takes what is free.
+
+    Raises:
+        ConfigError: no such sizes.
+    """
+    if context_parallel_size == "auto":
+        data = 1 if data_parallel_size == "auto" else data_parallel_size
+        context = world_size // data
+    else:
+        context = context_parallel_size
+        data = world_size // context if data_parallel_size == "auto" else data_parallel_size
+    if data * context != world_size:
+        raise ConfigError(
+            "context_parallel_size",
+            expected=f"data_parallel_size x context_parallel_size == {world_size} ranks",
+            got=f"{data_parallel_size} x {context_parallel_size}",
+            remedy='Leave one of them "auto", or change the number of devices.',
+        )
+    return data, context
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    """Makes FSDP add gradients over the ranks; its default divides by their number.
+
+    Raises:
+        ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and break norm clipping.
+    """
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ConfigError(
+            "configure_model",
+            expected="every parameter sharded with fully_shard",
+            got=f"{len(plain)} that are not, the first {plain[0]}",
+            remedy="Call fully_shard(module, mesh=self.trainer.strategy.shard_mesh) on the module that holds it.",
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # the factor alone is PREMUL_SUM, which gloo lacks
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Frees gathered weights; FSDP leaves the root's gathered after a forward that no backward follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+StrategyRegistry.register(
+    "ring_attention",
+    RingAttentionStrategy,
+    description="Ring attention over the sequence, FSDP2 over all ranks",
+    override=True,
+)
