@@ -49,7 +49,8 @@ def flash_attention(
         q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.
         k: (batch, seqlen_k, nheads_kv, headdim), nheads a multiple of nheads_kv (GQA, MQA).
         v: as k.
-        mask: None for all keys, or `Causal()`, under which the queries are the last `seqlen_q` positions.
+        mask: which keys a query sees; None is all. Masks compose: `Causal() & SlidingWindow(4096)`. The queries are
+            the last `seqlen_q` positions.
         softmax_scale: positive; 1 / sqrt(headdim) by default.
         options: an `AttentionOptions`.
 
@@ -61,8 +62,9 @@ def flash_attention(
 
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
     """
-    scale = _validate(q, k, v, softmax_scale, options)
-    out, lse = autograd.attention(q, k, v, "", as_mask(mask).name, scale, options.backend)
+    mask = as_mask(mask)
+    scale = _validate(q, k, v, mask, softmax_scale, options)
+    out, lse = autograd.attention(q, k, v, "", *mask.spec, scale, options.backend)
     return (out, lse) if options.return_lse else out
 
 
@@ -100,8 +102,8 @@ def ring_attention(
         remedy = "Make one from a mesh or group, or use flash_attention on one device."
         raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
-        scale = _validate(q, k, v, softmax_scale, options)
         mask = as_mask(mask)
+        scale = _validate(q, k, v, mask, softmax_scale, options)
         if q.shape[1] != k.shape[1]:
             remedy = "Shard queries and keys of the same sequence with context.shard."
             got = f"{q.shape[1]} and {k.shape[1]}"
@@ -109,11 +111,13 @@ def ring_attention(
     except ArgumentError as error:
         context.announce_failure(error)
         raise
-    out, lse = autograd.attention(q, k, v, context.name, mask.name, scale, options.backend)
+    out, lse = autograd.attention(q, k, v, context.name, *mask.spec, scale, options.backend)
     return (out, lse) if options.return_lse else out
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, options: AttentionOptions) -> float:
+def _validate(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None, options: AttentionOptions
+) -> float:
     """Checks what any attention needs, and returns the scale."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -140,6 +144,9 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, opti
     if 0 in (batch, seqlen_q, nheads, k.shape[1]):
         got = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         raise ArgumentError("q, k", expected="at least one row and head", got=got, remedy="Skip empty sequences.")
+    if mask.batch not in (1, batch):
+        remedy = "Give it one entry a sequence."
+        raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
     if options.backend not in BACKENDS:
         remedy = "Choose one of these."
         raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(options.backend), remedy=remedy)
