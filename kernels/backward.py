@@ -9,31 +9,34 @@ dv = P^T dout. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two so
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.config import dkdv_config, dq_config, padded_headdim
+from ringflash.kernels.config import dkdv_config, dq_config
 from ringflash.kernels.tiles import (
     SIZES,
     chunk_table,
     count_tiles,
     find_tile,
+    keys_seen,
     load_rows,
+    masked_tile,
+    masked_tiles,
     row_pointers,
     store_rows,
     wide,
     with_unit_stride,
 )
+from ringflash.kernels.visibility import TABLE, row_bounds, rows_met
 from ringflash.layout import Chunk
-from ringflash.masks import Causal, Mask
+from ringflash.masks import Mask
 from ringflash.state import LOG2E
 
 
@@ -56,13 +59,16 @@ def _dq_over_keys(
     stride_ks,
     stride_vs,
     begin,
+    full_begin,
+    full_end,
     end,
-    length,
+    lo,
+    hi,
     position,
     k_start,
     scale,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,22 +76,28 @@ def _dq_over_keys(
     BLOCK_N: tl.constexpr,
 ):
     """Adds dS k over the keys [begin, end) of one chunk; MASKED where not every row sees every key."""
-    for n in tl.range(begin, end, BLOCK_N):
+    STEP: tl.constexpr = 1 if MASKED else BLOCK_N
+    first = 0 if MASKED else full_begin
+    stop = masked_tiles(begin, full_begin, full_end, end, BLOCK_N) if MASKED else full_end
+    for i in tl.range(first, stop, STEP):
+        n = masked_tile(i, begin, full_begin, full_end, BLOCK_N) if MASKED else i
         k_tile = load_rows(
-            row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+            row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
         v_tile = load_rows(
-            row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+            row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
         p = tl.exp2(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale - lse2[:, None])
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < length)[None, :]
-            if CAUSAL:
+            visible = (columns < end)[None, :]
+            if MASK == 1:
                 visible &= (k_start + columns)[None, :] <= (position + tl.arange(0, BLOCK_M))[:, None]
-            p = tl.where(visible, p, 0.0)
-        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds = p * (dp - delta_row[:, None])
+            if MASK == 2:
+                visible &= ((k_start + columns)[None, :] >= lo[:, None]) & ((k_start + columns)[None, :] < hi[:, None])
+        ds = p * (tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION) - delta_row[:, None])
+        if MASKED:  # not p: rows that see nothing may hold anything, NaN too
+            ds = tl.where(visible, ds, 0.0)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
@@ -101,6 +113,9 @@ def _dq_kernel(
     dq,
     q_chunks,
     k_chunks,
+    lo_bounds,
+    hi_bounds,
+    stride_bounds,
     nq_chunks,
     nk_chunks,
     ntiles,
@@ -122,7 +137,7 @@ def _dq_kernel(
     stride_vs,
     stride_vh,
     ACCUMULATE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -149,26 +164,31 @@ def _dq_kernel(
     head_kv = head // group
     k_base = k + batch * stride_kb + head_kv * stride_kh
     v_base = v + batch * stride_vb + head_kv * stride_vh
+    lo = rows  # with MASK 2, what each row sees; otherwise not read
+    hi = rows
+    if MASK == 2:
+        number_in_batch = batch * stride_bounds + row + rows
+        lo = tl.load(lo_bounds + number_in_batch, mask=rows < left, other=0)
+        hi = tl.load(hi_bounds + number_in_batch, mask=rows < left, other=0)
+    last_row = position + tl.minimum(left, BLOCK_M) - 1
     chunk_row = 0
     for c in range(nk_chunks):
         k_start = tl.load(k_chunks + 2 * c)
         length = tl.load(k_chunks + 2 * c + 1)
-        end = length
-        full = length
-        if CAUSAL:
-            last_row = position + tl.minimum(left, BLOCK_M) - 1
-            end = tl.minimum(tl.maximum(last_row + 1 - k_start, 0), length)
-            full = tl.minimum(tl.maximum(position + 1 - k_start, 0), length)
-        full = full // BLOCK_N * BLOCK_N
+        begin, full_begin, full_end, end = keys_seen(
+            lo, hi, rows, rows < left, position, last_row, k_start, length, MASK, BLOCK_N
+        )
         k_chunk = k_base + wide(chunk_row) * stride_ks
         v_chunk = v_base + wide(chunk_row) * stride_vs
         acc = _dq_over_keys(
-            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, 0, full, length,
-            position, k_start, scale, False, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, begin,
+            full_begin, full_end, end, lo, hi, position, k_start, scale,
+            False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc = _dq_over_keys(
-            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, full, end, length,
-            position, k_start, scale, True, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, begin,
+            full_begin, full_end, end, lo, hi, position, k_start, scale,
+            True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         chunk_row += length
 
@@ -191,41 +211,87 @@ def _dkdv_over_queries(
     lse,
     delta,
     number,
+    lo_bounds,
+    hi_bounds,
     stride_qs,
     stride_dos,
     begin,
+    full_begin,
+    full_end,
     end,
     length,
     position,
     q_start,
     scale,
     MASKED: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds dS^T q and P^T dout over the queries [begin, end) of one chunk; MASKED where the causal diagonal passes."""
-    for i in tl.range(begin, end, BLOCK_M):
+    """Adds dS^T q and P^T dout over queries of one chunk; MASKED where a row does not see every key of the tile."""
+    STEP: tl.constexpr = 1 if MASKED else BLOCK_M
+    first = 0 if MASKED else full_begin
+    stop = masked_tiles(begin, full_begin, full_end, end, BLOCK_M) if MASKED else full_end
+    for step in tl.range(first, stop, STEP):
+        i = masked_tile(step, begin, full_begin, full_end, BLOCK_M) if MASKED else step
         rows = i + tl.arange(0, BLOCK_M)
+        lse2 = _load_lse(lse, number + rows, rows < length)
+        delta_row = tl.load(delta + number + rows, mask=rows < length, other=0.0)
         q_tile = load_rows(
             row_pointers(q_base, i, stride_qs, BLOCK_M, BLOCK_D), length - i, HEADDIM, BLOCK_M, BLOCK_D, True
         )
         dout_tile = load_rows(
             row_pointers(dout_base, i, stride_dos, BLOCK_M, BLOCK_D), length - i, HEADDIM, BLOCK_M, BLOCK_D, True
         )
-        lse2 = _load_lse(lse, number + rows, rows < length)
-        delta_row = tl.load(delta + number + rows, mask=rows < length, other=0.0)
+        if MASKED:  # rows that see nothing may hold anything, NaN too
+            live = (lse2 != float("inf"))[:, None]
+            q_tile = tl.where(live, q_tile, 0.0).to(q_tile.dtype)
+            dout_tile = tl.where(live, dout_tile, 0.0).to(dout_tile.dtype)
+            delta_row = tl.where(lse2 != float("inf"), delta_row, 0.0)
         p = tl.exp2(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale - lse2[None, :])
+        ds = p * (tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION) - delta_row[None, :])
         if MASKED:
-            columns = position + tl.arange(0, BLOCK_N)
-            p = tl.where(columns[:, None] <= (q_start + rows)[None, :], p, 0.0)
+            columns = (position + tl.arange(0, BLOCK_N))[:, None]
+            visible = columns <= (q_start + rows)[None, :]
+            if MASK == 2:
+                lo = tl.load(lo_bounds + rows, mask=rows < length, other=0)
+                hi = tl.load(hi_bounds + rows, mask=rows < length, other=0)
+                visible = (columns >= lo[None, :]) & (columns < hi[None, :])
+            p = tl.where(visible, p, 0.0)
+            ds = tl.where(visible, ds, 0.0)
         dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
-        ds = p * (dp - delta_row[None, :])
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
+
+
+@triton.jit
+def _queries_meeting(
+    met, position, left, q_start, length, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Which queries of a chunk see a tile of keys: (begin, full_begin, full_end, end), as in `keys_seen`.
+
+    The rows past the chunk's end in its last tile count as full: their lse makes their probabilities 0.
+    """
+    begin = 0
+    full_begin = 0
+    full_end = length
+    end = length
+    if MASK == 1:
+        last_key = position + tl.minimum(left, BLOCK_N) - 1
+        begin = tl.minimum(tl.maximum(position - q_start, 0), length) // BLOCK_M * BLOCK_M
+        full_begin = tl.minimum(tl.maximum(last_key - q_start, 0), length)
+        full_begin = tl.cdiv(full_begin, BLOCK_M) * BLOCK_M
+    if MASK == 2:
+        begin = tl.load(met) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.load(met + 1), BLOCK_M) * BLOCK_M
+        full_end = tl.load(met + 2)
+        full_end = tl.where(full_end == length, length, full_end // BLOCK_M * BLOCK_M)
+        end = tl.load(met + 3)
+        full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
+    return begin, full_begin, tl.maximum(full_end, full_begin), end
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -240,6 +306,11 @@ def _dkdv_kernel(
     dv,
     q_chunks,
     k_chunks,
+    lo_bounds,
+    hi_bounds,
+    stride_bounds,
+    met,
+    stride_met,
     nq_chunks,
     nk_chunks,
     ntiles,
@@ -264,7 +335,7 @@ def _dkdv_kernel(
     stride_dkb,
     stride_dvb,
     ACCUMULATE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -283,6 +354,7 @@ def _dkdv_kernel(
     v_pointers = row_pointers(v + batch * stride_vb + head_kv * stride_vh, row, stride_vs, BLOCK_N, BLOCK_D)
     v_tile = load_rows(v_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
 
+    met_tile = met + batch * stride_met + tile * nq_chunks * 4
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(group):
@@ -293,23 +365,24 @@ def _dkdv_kernel(
         for c in range(nq_chunks):
             q_start = tl.load(q_chunks + 2 * c)
             length = tl.load(q_chunks + 2 * c + 1)
-            begin = 0
-            full = 0
-            if CAUSAL:
-                last_key = position + tl.minimum(left, BLOCK_N) - 1
-                begin = tl.minimum(tl.maximum(position - q_start, 0), length) // BLOCK_M * BLOCK_M
-                full = tl.minimum(tl.cdiv(tl.maximum(last_key - q_start, 0), BLOCK_M) * BLOCK_M, length)
+            begin, full_begin, full_end, end = _queries_meeting(
+                met_tile + 4 * c, position, left, q_start, length, MASK, BLOCK_M, BLOCK_N
+            )
             number = (batch * nheads + head) * seqlen_q + chunk_row
+            lo_chunk = lo_bounds + batch * stride_bounds + chunk_row
+            hi_chunk = hi_bounds + batch * stride_bounds + chunk_row
             q_chunk = q_base + wide(chunk_row) * stride_qs
             dout_chunk = dout_base + wide(chunk_row) * stride_dos
-            if CAUSAL:
+            if MASK != 0:
                 dk_acc, dv_acc = _dkdv_over_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, stride_qs, stride_dos,
-                    begin, full, length, position, q_start, scale, True, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, lo_chunk, hi_chunk,
+                    stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start, scale,
+                    True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             dk_acc, dv_acc = _dkdv_over_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, stride_qs, stride_dos,
-                full, length, length, position, q_start, scale, False, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, lo_chunk, hi_chunk,
+                stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start, scale,
+                False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             chunk_row += length
 
@@ -322,63 +395,6 @@ def _dkdv_kernel(
         dv_acc += load_rows(dv_pointers, left, HEADDIM, BLOCK_N, BLOCK_D, True)
     store_rows(dk_pointers, dk_acc, left, HEADDIM, BLOCK_N, BLOCK_D)
     store_rows(dv_pointers, dv_acc, left, HEADDIM, BLOCK_N, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _delta_kernel(
-    out,
-    dout,
-    dlse,
-    delta,
-    ntiles,
-    seqlen_q,
-    nheads,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_lb,
-    stride_lh,
-    stride_ls,
-    HAS_DLSE: tl.constexpr,
-    HEADDIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    program = tl.program_id(0)
-    row = program % ntiles * BLOCK_M
-    batch_head = program // ntiles
-    batch = (batch_head // nheads).to(tl.int64)
-    head = (batch_head % nheads).to(tl.int64)
-    left = seqlen_q - row
-    rows = tl.arange(0, BLOCK_M)
-    out_pointers = row_pointers(out + batch * stride_ob + head * stride_oh, row, stride_os, BLOCK_M, BLOCK_D)
-    dout_pointers = row_pointers(dout + batch * stride_dob + head * stride_doh, row, stride_dos, BLOCK_M, BLOCK_D)
-    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    x = tl.sum(out_tile * dout_tile, 1)
-    if HAS_DLSE:
-        dlse_row = dlse + batch * stride_lb + head * stride_lh + wide(row) * stride_ls
-        x -= tl.load(dlse_row + rows * stride_ls, mask=rows < left, other=0.0)
-    tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
-
-
-def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
-    batch, seqlen_q, nheads, headdim = out.shape
-    result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
-    block_m, block_d = 64, padded_headdim(headdim)
-    ntiles = triton.cdiv(seqlen_q, block_m)
-    dout = with_unit_stride(dout)
-    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    _delta_kernel[(ntiles * batch * nheads,)](
-        out, dout, result if dlse is None else dlse, result, ntiles, seqlen_q, nheads,
-        *out.stride()[:3], *dout.stride()[:3], *dlse_strides,
-        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m,
-    )  # fmt: skip
-    return result
 
 
 def backward_dq(
@@ -399,14 +415,16 @@ def backward_dq(
     """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config = dq_config(headdim, q.dtype)
+    bounds = row_bounds(mask, q_chunks, q.device)
     ntiles = count_tiles(q_chunks, config.block_m)
     dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
     _dq_kernel[(ntiles * batch * nheads,)](
         dout, q, k, v, lse, delta, dq,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), len(q_chunks), len(k_chunks),
+        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
+        len(q_chunks), len(k_chunks),
         ntiles, seqlen_q, nheads, nheads // k.shape[2], softmax_scale, softmax_scale * LOG2E,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        ACCUMULATE=accumulate, CAUSAL=isinstance(mask, Causal), PRECISION=config.precision,
+        ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -432,14 +450,19 @@ def backward_dkdv(
     batch, seqlen_q, nheads, headdim = q.shape
     nheads_kv = k.shape[2]
     config = dkdv_config(headdim, q.dtype)
+    bounds = row_bounds(mask, q_chunks, q.device)
     ntiles = count_tiles(k_chunks, config.block_n)
+    met = bounds.lo[None]  # not read
+    if bounds.kind == TABLE:
+        met = rows_met(mask, q_chunks, k_chunks, config.block_n, q.device)
     dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
     _dkdv_kernel[(ntiles * batch * nheads_kv,)](
         dout, q, k, v, lse, delta, dk, dv,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), len(q_chunks), len(k_chunks),
+        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
+        met, 0 if met.shape[0] == 1 else met.stride(0), len(q_chunks), len(k_chunks),
         ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv, softmax_scale, softmax_scale * LOG2E,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], dk.stride(0), dv.stride(0),
-        ACCUMULATE=accumulate, CAUSAL=isinstance(mask, Causal), PRECISION=config.precision,
+        ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

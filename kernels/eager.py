@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringflash.layout import Chunk
 from ringflash.masks import Mask
-from ringflash.state import LN2, LOG2E, AttentionState
+from ringflash.state import LOG2E, AttentionState
 
 BLOCK_Q = 256
 BLOCK_K = 1024
@@ -66,26 +66,48 @@ def _unfold(x: Tensor, block: _Block, nheads: int) -> Tensor:
 
 
 class _Visibility:
-    """What the rows of one block of queries see; a block of keys is skipped, whole, or masked."""
+    """What the rows of one block of queries see."""
 
     def __init__(self, mask: Mask, block: _Block, seqlen_k: int, group: int, device: torch.device) -> None:
         rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
         lo, hi = mask.bounds(rows, seqlen_k)
+        lo, hi = torch.broadcast_tensors(lo, hi)
+        self._none = not bool((hi > lo).any())
         self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
         self._hi_min, self._hi_max = int(hi.min()), int(hi.max())
-        self._lo, self._hi = lo.repeat(group)[:, None], hi.repeat(group)[:, None]
+        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
+        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
+        live = hi > lo
+        self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
+        self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
 
-    def skips(self, keys: _Block) -> bool:
-        stop = keys.position + keys.end - keys.begin
-        return stop <= self._lo_min or keys.position >= self._hi_max
+    def of(self, keys: _Block) -> _Block | None:
+        """The keys of a block that any row may see, None when there are none; the rest is never read."""
+        skip = max(self._lo_min - keys.position, 0)
+        length = min(keys.end - keys.begin, self._hi_max - keys.position)
+        if self._none or length <= skip:
+            return None
+        return _Block(keys.begin + skip, keys.begin + length, keys.position + skip)
 
-    def hide(self, scores: Tensor, keys: _Block) -> Tensor:
-        """Scores (batch, nheads_kv, group * rows, cols) with unseen keys at -inf."""
+    def rows(self, x: Tensor, keys: _Block) -> Tensor:
+        """Rows of a KV-side tensor as `_rows` gives them, zeros where a sequence's rows see none of them."""
+        rows = _rows(x, keys)
+        if self._first is None or self._last is None:
+            return rows
+        columns = torch.arange(keys.position, keys.position + keys.end - keys.begin, device=x.device)[:, None]
+        return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
+
+    def hide(self, x: Tensor, keys: _Block, value: float) -> Tensor:
+        """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
         stop = keys.position + keys.end - keys.begin
         if self._lo_max <= keys.position and stop <= self._hi_min:
-            return scores
-        columns = torch.arange(keys.position, stop, device=scores.device)
-        return scores.masked_fill_((columns < self._lo) | (columns >= self._hi), -math.inf)
+            return x
+        columns = torch.arange(keys.position, stop, device=x.device)
+        return x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
+
+    def over(self, chunks: Sequence[Chunk]) -> list[_Block]:
+        """Blocks of the keys of `chunks` that any row may see."""
+        return [seen for keys in _blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
 
 
 def _last_key(chunks: Sequence[Chunk]) -> int:
@@ -117,10 +139,10 @@ def forward(
     group = nheads // nheads_kv
     for queries in _blocks(q_chunks, BLOCK_Q):
         sees = _Visibility(mask, queries, _last_key(k_chunks), group, q.device)
-        seen = [keys for keys in _blocks(k_chunks, BLOCK_K) if not sees.skips(keys)]
+        seen = sees.over(k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
-        q_block = _fold(q, queries, nheads_kv) * (softmax_scale * LOG2E)
+        q_block = _fold(q, queries, nheads_kv)
         if first:
             m = q_block.new_full(q_block.shape[:3], -math.inf)
             row_sum, acc = torch.zeros_like(m), torch.zeros_like(q_block)
@@ -129,13 +151,14 @@ def forward(
             m, row_sum = _fold_rows(state.m, queries, nheads_kv), _fold_rows(state.l, queries, nheads_kv)
             acc = _fold(state.o, queries, nheads_kv)
         for keys in seen:
-            scores = sees.hide(q_block @ _rows(k, keys).transpose(-1, -2), keys)
+            scores = (q_block @ sees.rows(k, keys).transpose(-1, -2)).mul_(softmax_scale * LOG2E)
+            scores = sees.hide(scores, keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
             origin = m_new.masked_fill(m_new == -math.inf, 0.0)
             weights = scores.sub_(origin[..., None]).exp2_()
             rescale = torch.exp2(m - origin)
             row_sum = row_sum * rescale + weights.sum(dim=-1)
-            acc = acc * rescale[..., None] + weights @ _rows(v, keys)
+            acc = acc * rescale[..., None] + weights @ sees.rows(v, keys)
             m = m_new
         rows = slice(queries.begin, queries.end)
         shape = (batch, nheads, queries.end - queries.begin)
@@ -158,29 +181,32 @@ class _Queries:
     """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
 
     sees: _Visibility
-    q: Tensor  # softmax_scale * log2(e) * q
+    q: Tensor
     dout: Tensor
     lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
     delta: Tensor
+    scale: float  # softmax_scale * log2(e)
 
     def probabilities_and_gradient(self, keys: _Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """P = 2^(s - lse) and dS = P * (dout v^T - delta) over one block of keys."""
-        scores = self.sees.hide(self.q @ _rows(k, keys).transpose(-1, -2), keys)
-        p = scores.sub_(self.lse[..., None]).exp2_()
-        ds = (self.dout @ _rows(v, keys).transpose(-1, -2)).sub_(self.delta[..., None]).mul_(p)
-        return p, ds
+        scores = (self.q @ self.sees.rows(k, keys).transpose(-1, -2)).mul_(self.scale)
+        p = self.sees.hide(scores, keys, -math.inf).sub_(self.lse[..., None]).exp2_()
+        ds = (self.dout @ self.sees.rows(v, keys).transpose(-1, -2)).sub_(self.delta[..., None]).mul_(p)
+        return p, self.sees.hide(ds, keys, 0.0)  # rows that see nothing may hold anything, NaN too
 
 
 def _queries(
     block: _Block, sees: _Visibility, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, nheads_kv: int, scale: float
 ) -> _Queries:
     lse_rows = _fold_rows(lse, block, nheads_kv)
+    blind = lse_rows == -math.inf
     return _Queries(
         sees,
-        _fold(q, block, nheads_kv) * (scale * LOG2E),
-        _fold(dout, block, nheads_kv),
-        (lse_rows.double() * LOG2E).to(lse.dtype).masked_fill(lse_rows == -math.inf, math.inf),
+        _fold(q, block, nheads_kv).masked_fill(blind[..., None], 0.0),
+        _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
+        (lse_rows.double() * LOG2E).to(lse.dtype).masked_fill(blind, math.inf),
         _fold_rows(delta, block, nheads_kv),
+        scale * LOG2E,
     )
 
 
@@ -205,10 +231,9 @@ def backward_dq(
         sees = _Visibility(mask, queries, _last_key(k_chunks), nheads // nheads_kv, q.device)
         rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
         acc = torch.zeros_like(rows.q)
-        for keys in _blocks(k_chunks, BLOCK_K):
-            if not sees.skips(keys):
-                _, ds = rows.probabilities_and_gradient(keys, k, v)
-                acc += ds @ _rows(k, keys)
+        for keys in sees.over(k_chunks):
+            _, ds = rows.probabilities_and_gradient(keys, k, v)
+            acc += ds @ sees.rows(k, keys)
         update = _unfold(acc * softmax_scale, queries, nheads)
         target = dq[:, queries.begin : queries.end]
         target.copy_(target + update if accumulate else update)
@@ -237,16 +262,18 @@ def backward_dkdv(
         (queries, _Visibility(mask, queries, seqlen_k, nheads // nheads_kv, q.device))
         for queries in _blocks(q_chunks, BLOCK_Q)
     ]
-    for keys in _blocks(k_chunks, BLOCK_K):
-        dk_acc, dv_acc = torch.zeros_like(_rows(k, keys)), torch.zeros_like(_rows(v, keys))
+    for block in _blocks(k_chunks, BLOCK_K):
+        dk_acc, dv_acc = torch.zeros_like(_rows(k, block)), torch.zeros_like(_rows(v, block))
         for queries, sees in queries_and_masks:
-            if sees.skips(keys):
+            keys = sees.of(block)
+            if keys is None:
                 continue
             rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
-            dv_acc += p.transpose(-1, -2) @ rows.dout
-            dk_acc += ds.transpose(-1, -2) @ rows.q
-        for total, acc in ((dk, dk_acc * LN2), (dv, dv_acc)):  # rows.q carries the scale and log2(e)
-            target = total[:, keys.begin : keys.end]
+            seen = slice(keys.begin - block.begin, keys.end - block.begin)
+            dv_acc[:, :, seen] += p.transpose(-1, -2) @ rows.dout
+            dk_acc[:, :, seen] += ds.transpose(-1, -2) @ rows.q
+        for total, acc in ((dk, dk_acc * softmax_scale), (dv, dv_acc)):
+            target = total[:, block.begin : block.end]
             update = acc.transpose(1, 2)
             target.copy_(target + update if accumulate else update)

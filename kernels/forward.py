@@ -9,7 +9,7 @@ O' = O 2^(m-m') + 2^(s-m') v. Source: FlashAttention-2 (Dao 2023), algorithm 1, 
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from ringflash.kernels.tiles import (
     chunk_table,
     count_tiles,
     find_tile,
+    keys_seen,
     load_rows,
+    masked_tile,
+    masked_tiles,
     row_pointers,
     store_rows,
     wide,
     with_unit_stride,
 )
+from ringflash.kernels.visibility import row_bounds
 from ringflash.layout import Chunk
-from ringflash.masks import Causal, Mask
+from ringflash.masks import Mask
 from ringflash.state import LN2, LOG2E, AttentionState
 
 
@@ -47,13 +51,16 @@ def _attend(
     stride_ks,
     stride_vs,
     begin,
+    full_begin,
+    full_end,
     end,
-    length,
+    lo,
+    hi,
     position,
     k_start,
     scale,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -61,16 +68,22 @@ def _attend(
     BLOCK_N: tl.constexpr,
 ):
     """Takes the keys [begin, end) of one chunk into (acc, m, l); MASKED where not every row sees every key."""
-    for n in tl.range(begin, end, BLOCK_N):
+    STEP: tl.constexpr = 1 if MASKED else BLOCK_N
+    first = 0 if MASKED else full_begin
+    stop = masked_tiles(begin, full_begin, full_end, end, BLOCK_N) if MASKED else full_end
+    for i in tl.range(first, stop, STEP):
+        n = masked_tile(i, begin, full_begin, full_end, BLOCK_N) if MASKED else i
         k_tile = load_rows(
-            row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+            row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < length)[None, :]
-            if CAUSAL:
+            visible = (columns < end)[None, :]
+            if MASK == 1:
                 visible &= (k_start + columns)[None, :] <= (position + tl.arange(0, BLOCK_M))[:, None]
+            if MASK == 2:
+                visible &= ((k_start + columns)[None, :] >= lo[:, None]) & ((k_start + columns)[None, :] < hi[:, None])
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         origin = m_new
@@ -81,7 +94,7 @@ def _attend(
         l = l * rescale + tl.sum(p, 1)  # noqa: E741
         acc = acc * rescale[:, None]
         v_tile = load_rows(
-            row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), length - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
+            row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m = m_new
@@ -100,6 +113,9 @@ def _forward_kernel(
     lse,
     q_chunks,
     k_chunks,
+    lo_bounds,
+    hi_bounds,
+    stride_bounds,
     nq_chunks,
     nk_chunks,
     ntiles,
@@ -119,7 +135,7 @@ def _forward_kernel(
     stride_vh,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -151,26 +167,29 @@ def _forward_kernel(
     head_kv = head // group
     k_base = k + batch * stride_kb + head_kv * stride_kh
     v_base = v + batch * stride_vb + head_kv * stride_vh
+    lo = rows  # with MASK 2, what each row sees; otherwise not read
+    hi = rows
+    if MASK == 2:
+        number_in_batch = batch * stride_bounds + row + rows
+        lo = tl.load(lo_bounds + number_in_batch, mask=rows < left, other=0)
+        hi = tl.load(hi_bounds + number_in_batch, mask=rows < left, other=0)
+    last_row = position + tl.minimum(left, BLOCK_M) - 1
     chunk_row = 0
     for c in range(nk_chunks):
         k_start = tl.load(k_chunks + 2 * c)
         length = tl.load(k_chunks + 2 * c + 1)
-        end = length
-        full = length
-        if CAUSAL:
-            last_row = position + tl.minimum(left, BLOCK_M) - 1
-            end = tl.minimum(tl.maximum(last_row + 1 - k_start, 0), length)
-            full = tl.minimum(tl.maximum(position + 1 - k_start, 0), length)
-        full = full // BLOCK_N * BLOCK_N
+        begin, full_begin, full_end, end = keys_seen(
+            lo, hi, rows, rows < left, position, last_row, k_start, length, MASK, BLOCK_N
+        )
         k_chunk = k_base + wide(chunk_row) * stride_ks
         v_chunk = v_base + wide(chunk_row) * stride_vs
         acc, m, l = _attend(  # noqa: E741
-            acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, 0, full, length, position, k_start, scale,
-            False, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, begin, full_begin, full_end, end,
+            lo, hi, position, k_start, scale, False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc, m, l = _attend(  # noqa: E741
-            acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, full, end, length, position, k_start, scale,
-            True, CAUSAL, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, begin, full_begin, full_end, end,
+            lo, hi, position, k_start, scale, True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         chunk_row += length
 
@@ -206,15 +225,17 @@ def forward(
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config = forward_config(headdim, q.dtype)
+    bounds = row_bounds(mask, q_chunks, q.device)
     ntiles = count_tiles(q_chunks, config.block_m)
     q, k, v = map(with_unit_stride, (q, k, v))
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     _forward_kernel[(ntiles * batch * nheads,)](
         q, k, v, m, l, o, out, lse,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), len(q_chunks), len(k_chunks),
+        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
+        len(q_chunks), len(k_chunks),
         ntiles, seqlen_q, nheads, nheads // k.shape[2], softmax_scale * LOG2E, LN2,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        FIRST=first, LAST=last, CAUSAL=isinstance(mask, Causal), PRECISION=config.precision,
+        FIRST=first, LAST=last, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -7,7 +7,8 @@ from torch import Tensor
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.backward import backward_dkdv, backward_dq, delta
+from ringflash.kernels.backward import backward_dkdv, backward_dq
+from ringflash.kernels.delta import delta
 from ringflash.kernels.forward import forward
 
 __all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward"]

@@ -27,7 +27,7 @@ SIZES = ["nq_chunks", "nk_chunks", "ntiles", "seqlen_q", "nheads", "nheads_kv", 
 @lru_cache(maxsize=1024)
 def chunk_table(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
     """The chunk table of `chunks` on `device`."""
-    return torch.tensor([(chunk.start, chunk.length) for chunk in chunks], dtype=torch.int32).to(device)
+    return torch.tensor([(chunk.start, chunk.length) for chunk in chunks], dtype=torch.int32, device="cpu").to(device)
 
 
 def count_tiles(chunks: Sequence[Chunk], block: int) -> int:
@@ -64,6 +64,47 @@ def find_tile(chunks, nchunks, tile, BLOCK: tl.constexpr):
         tile -= tiles
         chunk_row += length
     return row, left, position
+
+
+@triton.jit
+def keys_seen(lo, hi, rows, inside, position, last_row, k_start, length, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which keys of a chunk the rows of a tile see: (begin, full_begin, full_end, end), counted in the chunk.
+
+    Some row sees each key of [begin, end), every row those of [full_begin, full_end); all but `end` are multiples of
+    BLOCK_N.
+    """
+    begin = 0
+    full_begin = 0
+    full_end = length
+    end = length
+    if MASK == 1:
+        full_end = tl.minimum(tl.maximum(position + 1 - k_start, 0), length)
+        end = tl.minimum(tl.maximum(last_row + 1 - k_start, 0), length)
+    if MASK == 2:
+        some = inside & (hi > lo)
+        least = tl.min(tl.where(some, lo, 2147483647), 0)
+        most = tl.max(tl.where(some, hi, 0), 0)
+        begin = tl.minimum(tl.maximum(least - k_start, 0), length) // BLOCK_N * BLOCK_N
+        end = tl.maximum(tl.minimum(tl.maximum(most - k_start, 0), length), begin)
+        full_begin = tl.maximum(tl.max(tl.where(inside, lo, 0), 0) - k_start, 0)
+        full_begin = tl.minimum(tl.cdiv(full_begin, BLOCK_N) * BLOCK_N, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+        full_begin = tl.maximum(full_begin, begin)
+        full_end = tl.minimum(tl.maximum(tl.min(tl.where(inside, hi, 2147483647), 0) - k_start, 0), length)
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def masked_tile(i, begin, full_begin, full_end, BLOCK: tl.constexpr):
+    """Where the i-th tile that needs its mask begins: those before the full ones, then those after."""
+    before = (full_begin - begin) // BLOCK
+    return tl.where(i < before, begin + i * BLOCK, full_end + (i - before) * BLOCK)
+
+
+@triton.jit
+def masked_tiles(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
+    """How many tiles need their mask."""
+    return (full_begin - begin) // BLOCK + tl.cdiv(tl.maximum(end - full_end, 0), BLOCK)
 
 
 @triton.jit

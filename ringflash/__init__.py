@@ -5,7 +5,7 @@ from importlib import import_module
 from ringflash import train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel
-from ringflash.masks import Causal
+from ringflash.masks import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
 from ringflash.state import AttentionState
 
 __all__ = [
@@ -14,6 +14,10 @@ __all__ = [
     "AttentionOptions",
     "AttentionState",
     "Causal",
+    "SlidingWindow",
+    "Documents",
+    "KeyPadding",
+    "PrefixLM",
     "ContextParallel",
 ]
 

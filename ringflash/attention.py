@@ -11,7 +11,7 @@ from torch import Tensor
 from ringflash import autograd
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
-from ringflash.kernels.backend import BACKENDS
+from ringflash.kernels.backend import choose
 from ringflash.masks import Mask, as_mask
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
@@ -49,7 +49,8 @@ def flash_attention(
         q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.
         k: (batch, seqlen_k, nheads_kv, headdim), nheads a multiple of nheads_kv (GQA, MQA).
         v: as k.
-        mask: None for all keys, or `Causal()`, under which the queries are the last `seqlen_q` positions.
+        mask: which keys a query sees; None is all. Masks compose: `Causal() & SlidingWindow(4096)`. The queries are
+            the last `seqlen_q` positions.
         softmax_scale: positive; 1 / sqrt(headdim) by default.
         options: an `AttentionOptions`.
 
@@ -61,8 +62,9 @@ def flash_attention(
 
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
     """
-    scale = _validate(q, k, v, softmax_scale, options)
-    out, lse = autograd.attention(q, k, v, "", as_mask(mask).name, scale, options.backend)
+    mask = as_mask(mask)
+    scale = _validate(q, k, v, mask, softmax_scale, options)
+    out, lse = autograd.attention(q, k, v, "", *mask.spec, scale, options.backend)
     return (out, lse) if options.return_lse else out
 
 
@@ -100,22 +102,29 @@ def ring_attention(
         remedy = "Make one from a mesh or group, or use flash_attention on one device."
         raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
-        scale = _validate(q, k, v, softmax_scale, options)
         mask = as_mask(mask)
+        scale = _validate(q, k, v, mask, softmax_scale, options)
+        if q.is_meta:
+            remedy = "A ring needs real tensors on every rank."
+            raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
         if q.shape[1] != k.shape[1]:
             remedy = "Shard queries and keys of the same sequence with context.shard."
             got = f"{q.shape[1]} and {k.shape[1]}"
             raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
-    except ArgumentError as error:
-        context.announce_failure(error)
+    except Exception as error:
+        context.announce_failure(error)  # the others are about to wait for this rank
         raise
-    out, lse = autograd.attention(q, k, v, context.name, mask.name, scale, options.backend)
+    out, lse = autograd.attention(q, k, v, context.name, *mask.spec, scale, options.backend)
     return (out, lse) if options.return_lse else out
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, options: AttentionOptions) -> float:
+def _validate(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None, options: AttentionOptions
+) -> float:
     """Checks what any attention needs, and returns the scale."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
         if x.ndim != 4:
             remedy = "Pass (batch, seqlen, nheads, headdim)."
             raise ArgumentError(name, expected="4 dimensions", got=f"shape {tuple(x.shape)}", remedy=remedy)
@@ -136,13 +145,19 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, opti
     nheads_kv = k.shape[2]
     if nheads_kv == 0 or nheads % nheads_kv:
         remedy = "Query heads share KV heads in equal groups."
-        raise ArgumentError("nheads", expected=f"a multiple of nheads_kv = {nheads_kv}", got=nheads, remedy=remedy)
+        raise ArgumentError(
+            "nheads",
+            expected=f"a positive multiple of nheads_kv = {max(nheads_kv, 1)}",
+            got=f"{nheads} and {nheads_kv}",
+            remedy=remedy,
+        )
     if 0 in (batch, seqlen_q, nheads, k.shape[1]):
         got = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         raise ArgumentError("q, k", expected="at least one row and head", got=got, remedy="Skip empty sequences.")
-    if options.backend not in BACKENDS:
-        remedy = "Choose one of these."
-        raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(options.backend), remedy=remedy)
+    if mask.batch not in (1, batch):
+        remedy = "Give it one entry a sequence."
+        raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
+    choose(options.backend, q)
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:
         remedy = "Flip the sign of q for a negative scale."

@@ -1,7 +1,7 @@
 """Attention as torch.library custom ops, forward and backward, returning (out, lse).
 
-A custom op takes tensors and plain values, so a mask and a context cross its boundary by name; the empty name is no
-context, a single device.
+A custom op takes tensors and plain values, so a context crosses its boundary by name, and a mask as words and tensors.
+The empty name is no context, a single device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ringflash import ring
 from ringflash.context import ContextParallel, context_by_name
 from ringflash.kernels import backend as backends
-from ringflash.masks import mask_by_name
+from ringflash.masks import Mask, mask_from_spec
 from ringflash.plan import Plan, single_device_plan
 from ringflash.ring import Tiles
 from ringflash.transport.base import Transport
@@ -27,14 +27,14 @@ T = TypeVar("T")
 class _Ranks:
     """The ranks that one call runs in this process: one, or all virtual ones."""
 
-    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, mask: str, softmax_scale: float) -> None:
+    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, mask: Mask, softmax_scale: float) -> None:
         self._context: ContextParallel | None = context_by_name(context) if context else None
         self._network = LocalNetwork()
         if self._context is None:
-            self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask_by_name(mask))]
+            self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
         else:
             seqlen = self._context.agree(operation, q, k, mask=mask, softmax_scale=softmax_scale)
-            self.plans = [self._context.plan(mask_by_name(mask), seqlen, rank) for rank in self._context.local_ranks]
+            self.plans = [self._context.plan(mask, seqlen, rank) for rank in self._context.local_ranks]
 
     @property
     def transports(self) -> list[Transport]:
@@ -62,11 +62,18 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 @torch.library.custom_op("ringflash::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: str, mask: str, softmax_scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries of this process over the keys of all ranks of the named context."""
     tiles = Tiles(backends.choose(backend, q), softmax_scale)
-    ranks = _Ranks("attention", context, q, k, mask, softmax_scale)
+    ranks = _Ranks("attention", context, q, k, mask_from_spec(mask, mask_tensors), softmax_scale)
     shards = zip(ranks.plans, ranks.transports, *map(ranks.shards, (q, k, v)), strict=True)
     results = ranks.run([ring.forward(q, k, v, plan, tiles, transport) for plan, transport, q, k, v in shards])
     outs, lses = zip(*results, strict=True)
@@ -75,7 +82,14 @@ def attention(
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, context: str, mask: str, softmax_scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
@@ -92,12 +106,13 @@ def attention_backward(
     lse: Tensor,
     context: str,
     mask: str,
+    mask_tensors: Sequence[Tensor],
     softmax_scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this process's part of the sequence."""
     tiles = Tiles(backends.choose(backend, q), softmax_scale)
-    ranks = _Ranks("attention backward", context, q, k, mask, softmax_scale)
+    ranks = _Ranks("attention backward", context, q, k, mask_from_spec(mask, mask_tensors), softmax_scale)
     dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
     shards = zip(ranks.plans, ranks.transports, dlses, *map(ranks.shards, (dout, q, k, v, out)), strict=True)
     results = ranks.run(
@@ -121,6 +136,7 @@ def _(
     lse: Tensor,
     context: str,
     mask: str,
+    mask_tensors: Sequence[Tensor],
     softmax_scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,11 +149,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    return (*attention_backward(dout, dlse, q, k, v, out, lse, *ctx.values), None, None, None, None)
+    _, _, mask_tensors, _, _ = ctx.values
+    none = (None, None, [None] * len(mask_tensors), None, None)  # one for each further input, as they are nested
+    return (*attention_backward(dout, dlse, q, k, v, out, lse, *ctx.values), *none)
 
 
 attention.register_autograd(_backward, setup_context=_save)

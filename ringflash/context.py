@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class ContextParallel:
         """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it."""
         return make_plan(self._cut(seqlen), as_mask(mask), self.rank if rank is None else rank)
 
-    def agree(self, operation: str, q: Tensor, k: Tensor, *, mask: str, softmax_scale: float) -> int:
+    def agree(self, operation: str, q: Tensor, k: Tensor, *, mask: Mask, softmax_scale: float) -> int:
         """Checks that all ranks call `operation` alike, and returns the tokens in the whole sequence.
 
         Raises:
@@ -129,12 +130,13 @@ class ContextParallel:
             return q.shape[1]
         fields = {
             "operation": operation,
+            "device": q.device.type,
             "batch": q.shape[0],
             "nheads": q.shape[2],
             "nheads_kv": k.shape[2],
             "headdim": q.shape[3],
             "dtype": str(q.dtype),
-            "mask": mask,
+            "mask": _described(mask),
             "layout": self.layout,
             "softmax_scale": softmax_scale,
         }
@@ -176,6 +178,14 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
             names = mesh_or_group.mesh_dim_names
             remedy = 'Pass one dimension of it, as in mesh["context_parallel"].'
             raise ArgumentError("mesh", expected="one dimension", got=f"dimensions {names}", remedy=remedy)
+        if mesh_or_group.get_coordinate() is None:
+            raise ArgumentError(
+                "mesh",
+                expected="a mesh that this rank belongs to",
+                got=f"ranks {mesh_or_group.mesh.tolist()}",
+                remedy="Create the context only on ranks of the mesh.",
+                rank=dist.get_rank(),
+            )
         return mesh_or_group.get_group()
     if not isinstance(mesh_or_group, dist.ProcessGroup):
         excluded = mesh_or_group == dist.GroupMember.NON_GROUP_MEMBER
@@ -201,3 +211,10 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
 def context_by_name(name: str) -> ContextParallel:
     """The context with this `.name`."""
     return _CONTEXTS[name]
+
+
+def _described(mask: Mask) -> str:
+    """A mask in words that differ when any of its values does."""
+    words, tensors = mask.spec
+    digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))
+    return f"{mask!r} (checksum {digest:08x})" if tensors else words or "full"

@@ -88,7 +88,7 @@ class Plan:
     def __str__(self) -> str:
         """A table, a line a hop."""
         layout = self.layout
-        lines = [f"rank {self.rank} of {self.world_size}, {layout.name}, {self.mask.name}, {layout.seqlen} tokens"]
+        lines = [f"rank {self.rank} of {self.world_size}, {layout.name}, {self.mask!r}, {layout.seqlen} tokens"]
         for hop in self.hops:
             doing = "compute" if hop.meets else ("pass on" if hop.present else "idle")
             moves = f"send -> {self.next_rank}  " if hop.send_kv else ""

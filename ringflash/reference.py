@@ -31,9 +31,9 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     positions_q = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)
-    visible = as_mask(mask).dense(positions_q, torch.arange(seqlen_k, device=q.device))
+    visible = as_mask(mask).dense(positions_q, torch.arange(seqlen_k, device=q.device))[:, None]
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k).masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    blind = ~visible.any(dim=-1)
-    weights = torch.softmax(scores.masked_fill(blind[:, None], 0.0), dim=-1).masked_fill(blind[:, None], 0.0)
+    blind = ~visible.any(dim=-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse

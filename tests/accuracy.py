@@ -24,14 +24,15 @@ class Bar:
         max_absolute: absolute, for results of size 1 (in proportion for larger ones: they have larger ulps).
         max_ratio: as a multiple of plain attention's largest error in the same dtype.
         rms_ratio: the same of RMS errors.
-        rounding: what may always be, in eps of the result's size; where plain attention is exact by luck, as with one
-            key, the flash backward still rounds dP and delta apart.
+        rounding: what may always be, in eps of the result's size. Rows that see a key or two make plain attention
+            exact by luck, while any flash backward rounds dP and delta apart, so in float32 the largest error, which
+            such rows dominate, is not asked to be below this.
     """
 
     max_absolute: float = math.inf
     max_ratio: float = math.inf
     rms_ratio: float = math.inf
-    rounding: float = 1.0
+    rounding: float = 0.0
 
 
 BARS = {
@@ -125,7 +126,8 @@ def assert_accurate(got: Sequence[Tensor], problem: Problem) -> None:
         error, plain_error = (g.double() - e).abs(), (p.double() - e).abs()
         size = max(1.0, e.abs().max().item())
         terms = problem.q.shape[1] * problem.q.shape[2] / problem.k.shape[2] if name in ("dk", "dv") else 1.0
-        rounding = bar.rounding * torch.finfo(g.dtype).eps * max(size, math.sqrt(terms) / 4)
+        few_keys = 1.0 if problem.k.shape[1] <= 3 else 0.0
+        rounding = max(bar.rounding, few_keys) * torch.finfo(g.dtype).eps * max(size, math.sqrt(terms) / 4)
         largest = min(bar.max_absolute * size, _multiple(bar.max_ratio, plain_error.max().item(), rounding))
         rms_limit = _multiple(bar.rms_ratio, rms_of(plain_error), rounding / 4)
         assert error.max().item() <= largest, f"{name}: max error {error.max().item():.3g}, bar {largest:.3g}"

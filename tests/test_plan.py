@@ -57,7 +57,7 @@ def test_bytes_count_keys_and_values() -> None:
 def test_a_plan_prints_its_hops() -> None:
     text = str(plans_of(3, "contiguous", rf.Causal(), seqlen=12)[1])
     assert text.splitlines() == [
-        "rank 1 of 3, contiguous, causal, 12 tokens",
+        "rank 1 of 3, contiguous, Causal(), 12 tokens",
         "  hop 0: KV of rank 1 [4, 8): compute  send -> 2  receive <- 0",
         "  hop 1: KV of rank 0 [0, 4): compute  send -> 2",
         "  hop 2: KV of rank 2 [8, 12): idle",

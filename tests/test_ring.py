@@ -110,7 +110,7 @@ def test_extreme_scores() -> None:
 def test_opcheck() -> None:
     context = rf.ContextParallel.local(2)
     q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, context.name, "causal", 0.25, "auto"))
+    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, context.name, "causal", [], 0.25, "auto"))
 
 
 def test_what_is_no_context() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
@@ -116,6 +116,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("headdim", {"headdim": 32}),
     ("batch", {"batch": 2}),
     ("mask", {"mask": rf.Causal()}),
+    ("mask", {"mask": rf.Documents([0, 9, 18])}),
     ("layout", {"layout": "contiguous"}),
     ("softmax_scale", {"scale": 0.5}),
 ]
@@ -124,11 +125,14 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 def _call(change: dict[str, Any]) -> None:
     """Rank 1 calls with `change`, the others without."""
     given: dict[str, Any] = {"layout": "zigzag", "seqlen": 6, "nheads": 2, "nheads_kv": 2, "headdim": 16, "batch": 1}
-    given |= {"dtype": torch.float32, "mask": None, "scale": None} | (change if dist.get_rank() == 1 else {})
+    given |= {"dtype": torch.float32, "mask": None, "scale": None, "device": "cpu"} | (
+        change if dist.get_rank() == 1 else {}
+    )
+    given["options"] = rf.AttentionOptions(backend=given.get("backend", "auto"))
     context = rf.ContextParallel(dist.group.WORLD, given["layout"])
     q, k = (torch.zeros(given["batch"], given["seqlen"], given[n], given["headdim"]) for n in ("nheads", "nheads_kv"))
-    q, k = q.to(given["dtype"]), k.to(given["dtype"])
-    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"])
+    q, k = (x.to(given["device"], given["dtype"]) for x in (q, k))
+    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"], options=given["options"])
 
 
 def _calls() -> list[str]:
@@ -146,6 +150,40 @@ def test_ranks_that_differ_all_raise() -> None:
     for raised in run_ranks(3, _calls):
         for (field, _), text in zip(CHANGES, raised, strict=True):
             assert f"ranks disagree on {field}: rank 1 against the rest" in text
+
+
+def _documents_differ() -> str:
+    q = torch.zeros(1, 6, 2, 16)
+    ends = [0, 9, 18] if dist.get_rank() else [0, 8, 18]
+    with pytest.raises(RankMismatch) as caught:
+        rf.ring_attention(q, q, q, rf.ContextParallel(dist.group.WORLD), mask=rf.Documents(ends))
+    return str(caught.value)
+
+
+def test_values_of_cu_seqlens_that_differ() -> None:
+    for text in run_ranks(3, _documents_differ):
+        assert "ranks disagree on mask: rank 0 against the rest" in text
+        assert "Documents([0, 8, 18])" in text
+
+
+def _mesh_without_a_rank() -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        return str(rf.ContextParallel(mesh).world_size)
+    with pytest.raises(ArgumentError, match="mesh: expected a mesh that this rank belongs to, got ranks"):
+        rf.ContextParallel(mesh)
+    return "excluded"
+
+
+def test_a_mesh_that_excludes_this_rank() -> None:
+    assert run_ranks(3, _mesh_without_a_rank) == ["2", "2", "excluded"]
+
+
+@pytest.mark.parametrize("change", [{"backend": "cuda"}, {"scale": "x"}, {"device": "meta"}])
+def test_any_failure_before_the_exchange_is_told(change: dict[str, Any]) -> None:
+    kinds = [failure.kind for failure in try_ranks(2, _call, change)]
+    assert kinds[0] == "PeerFailed"
+    assert kinds[1] in ("ArgumentError", "ValueError")
 
 
 def test_a_rank_that_raises_first_brings_the_others_down() -> None:

@@ -1,0 +1,97 @@
+"""Both backends under every mask: drawn compositions, padding that holds NaN, tiles that see nothing."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ringflash as rf
+from ringflash.layout import LAYOUTS
+from ringflash.masks import Mask
+from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.kernels.test_portable import DEVICE, DTYPES, GPU
+from tests.strategies import masks
+
+SEQLEN = 70
+INTERPRETED = settings(deadline=None, max_examples=100 if GPU else 6, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES: list[Mask] = [
+    rf.SlidingWindow(20, 5),
+    rf.Causal() & rf.SlidingWindow(33),
+    rf.Causal() & rf.Documents([0, 1, 1, 40, 90, 190]),
+    rf.KeyPadding([203, 64]),
+    rf.PrefixLM([100, 3]) & rf.KeyPadding([190, 140]),
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(mask=masks(SEQLEN), seqlen_q=st.integers(1, SEQLEN + 10))
+def test_eager_is_exact(mask: Mask, seqlen_q: int) -> None:
+    problem = Problem.random(seqlen=(seqlen_q, SEQLEN), headdim=16, dtype=torch.float64, mask=mask)
+    assert_accurate(problem.flash(), problem)
+
+
+@settings(deadline=None, max_examples=60)
+@given(mask=masks(SEQLEN), world=st.integers(1, 5), layout=st.sampled_from(LAYOUTS))
+def test_rings_are_exact(mask: Mask, world: int, layout: str) -> None:
+    problem = Problem.random(seqlen=SEQLEN, headdim=16, dtype=torch.float64, mask=mask)
+    assert_accurate(problem.ring(rf.ContextParallel.local(world, layout)), problem)
+
+
+@INTERPRETED
+@given(mask=masks(SEQLEN), world=st.integers(1, 3), layout=st.sampled_from(LAYOUTS))
+def test_triton_agrees_with_eager(mask: Mask, world: int, layout: str) -> None:
+    problem = Problem.random(seqlen=SEQLEN, heads=(2, 1), headdim=16, mask=mask, device=DEVICE)
+    context = rf.ContextParallel.local(world, layout)
+    for got, expected in zip(problem.ring(context, backend="triton"), problem.ring(context), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", EXAMPLES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_within_the_bars(dtype: torch.dtype, mask: Mask) -> None:
+    problem = Problem.random(seqlen=203, heads=(2, 1), dtype=dtype, mask=mask, device=DEVICE)
+    assert_accurate(problem.flash(backend="triton"), problem)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("value", [math.nan, 3e38])
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+def test_padding_is_never_read(backend: str, value: float) -> None:
+    """Keys past their sequence's end, and rows past the last document, may hold anything."""
+    mask = rf.KeyPadding([70, 21]) & rf.Documents([0, 30, 66])
+    clean = Problem.random(seqlen=70, heads=(2, 1), headdim=16, mask=mask, device=DEVICE)
+    expected = clean.flash(backend=backend)
+    dirty = clean.mapped(torch.clone)
+    dirty.k[1, 21:] = value
+    dirty.v[1, 21:] = value
+    for x in (dirty.q, dirty.k, dirty.v, dirty.dout):
+        x[:, 66:] = value
+    for got, want in zip(dirty.flash(backend=backend), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_rows_that_see_nothing(backend: str) -> None:
+    options = rf.AttentionOptions(return_lse=True, backend=backend)
+    mask = rf.Documents([0, 20]) & rf.SlidingWindow(3, 3)
+    problem = Problem.random(seqlen=70, heads=(2, 1), headdim=16, mask=mask, device=DEVICE)
+    result = rf.flash_attention(problem.q, problem.k, problem.v, mask=mask, options=options)
+    assert isinstance(result, tuple)
+    assert (result[1][..., 20:] == -math.inf).all()
+    for tensor in problem.flash(backend=backend):
+        assert torch.equal(tensor[:, 20:], torch.zeros_like(tensor[:, 20:]))
+
+
+def test_masks_compile_without_breaks() -> None:
+    """A mask's values are tensors of the call: other documents do not compile anew."""
+    problem = Problem.random(seqlen=24, headdim=16, heads=(2, 1))
+    compiled = torch.compile(
+        lambda q, k, v, ends: rf.flash_attention(q, k, v, mask=rf.Causal() & rf.Documents(ends)), backend="eager"
+    )
+    for ends in ([0, 9, 24], [0, 12, 20]):
+        got = as_tensor(compiled(problem.q, problem.k, problem.v, torch.tensor(ends)))
+        assert torch.equal(
+            got, as_tensor(rf.flash_attention(problem.q, problem.k, problem.v, mask=rf.Causal() & rf.Documents(ends)))
+        )
