@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -53,9 +55,21 @@ def _train(args: list[str]) -> int:
 
 
 def _bench(args: list[str]) -> int:
+    args = [arg for arg in args if arg != "--debug"]
+    if "RANK" not in os.environ and not {"-h", "--help"} & {*args}:
+        import torch
+
+        processes = torch.cuda.device_count() or 2
+        command = ["torchrun", "--nproc-per-node", str(processes), "-m", "ringflash.bench.ring", *args]
+        raise ArgumentError(
+            "bench",
+            expected="a process a GPU, started by torchrun",
+            got="one without torchrun",
+            remedy=f"Run it as\n\n    {shlex.join(command)}\n",
+        )
     from ringflash.bench.ring import main as bench
 
-    return bench([arg for arg in args if arg != "--debug"])
+    return bench(args)
 
 
 def _generate(args: list[str]) -> int:
@@ -72,7 +86,7 @@ def _generate(args: list[str]) -> int:
     import torch
 
     from ringflash.train.checkpoint import load_decoder
-    from ringflash.train.corpus import decode, encode
+    from ringflash.train.corpus import VOCAB_SIZE, decode, encode
     from ringflash.train.generate import generate
 
     if not options.prompt:
@@ -90,6 +104,7 @@ def _generate(args: list[str]) -> int:
         options.max_new_tokens,
         temperature=options.temperature,
         generator=torch.Generator().manual_seed(options.seed),
+        vocab_size=VOCAB_SIZE,
     )
     print(options.prompt + decode(tokens))
     return 0

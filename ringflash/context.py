@@ -49,7 +49,9 @@ class ContextParallel:
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
-        self._control: ControlPlane | None = ControlPlane(group)
+        same = next((context for context in _CONTEXTS.values() if context.group is group), None)
+        # A group keeps its control plane: making one is a collective, and may make a gloo group.
+        self._control: ControlPlane | None = ControlPlane(group) if same is None else same._control
         self.transport: Transport | None = ProcessGroupTransport(group)
         self.group: dist.ProcessGroup | None = group
         self._set(dist.get_rank(group), dist.get_world_size(group), layout, f"group {group.group_name} nccl")

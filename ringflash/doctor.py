@@ -14,7 +14,11 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels import backend, eager
 
 PACKAGES = ("ringflash", "torch", "triton", "lightning", "jsonargparse", "numpy", "safetensors", "matplotlib")
-OPTIONAL = {"tensorboard": "logging", "transformers": "hf", "ring-flash-attn": "bench"}
+OPTIONAL = {
+    "tensorboard": "extra logging: event files beside the CSV log",
+    "transformers": "extra hf: tests compare the decoder with its Llama",
+    "ring-flash-attn": "extra bench: to compare with; nothing here uses it yet",
+}
 
 
 def report(console: Console | None = None) -> None:
@@ -31,7 +35,7 @@ def facts() -> dict[str, str]:
     """The rows of the table."""
     rows = {"python": platform.python_version()}
     rows |= {name: _version(name) or "MISSING" for name in PACKAGES}
-    rows |= {name: _version(name) or f"not installed (extra: {extra})" for name, extra in OPTIONAL.items()}
+    rows |= {name: _version(name) or f"not installed ({use})" for name, use in OPTIONAL.items()}
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     described = [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, sm_{g.major}{g.minor}" for g in gpus]
     rows["GPUs"] = "\n".join(described) or "none"
@@ -39,7 +43,7 @@ def facts() -> dict[str, str]:
     rows["NCCL"] = _nccl_version() if dist.is_nccl_available() and gpus else "unavailable"
     rows["gloo"] = "available" if dist.is_gloo_available() else "unavailable"
     for device, dtype in (("cpu", torch.float32), *([("cuda", torch.bfloat16)] if gpus else [])):
-        rows[f"attention on {device}"] = f"{_backend(device, dtype)} kernels ({str(dtype).removeprefix('torch.')})"
+        rows[f"attention on {device}"] = f"{_backend(device, dtype)} ({str(dtype).removeprefix('torch.')})"
     return rows
 
 
@@ -60,5 +64,5 @@ def _backend(device: str, dtype: torch.dtype) -> str:
     try:
         chosen = backend.choose("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype))
     except ArgumentError as error:
-        return f"no {error}:"
-    return "eager" if chosen is eager else "Triton"
+        return f"none: {error}"
+    return "eager kernels" if chosen is eager else "Triton kernels"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,7 +55,6 @@ class Layout:
         return tuple(self.length(rank) for rank in range(self.world_size))
 
 
-@lru_cache(maxsize=1024)
 def make_layout(name: str, seqlen: int, world_size: int) -> Layout:
     """Cuts `seqlen` tokens over `world_size` ranks.
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ringflash import __version__
 from ringflash.cli import main
@@ -34,6 +35,14 @@ def test_unknown_command(command: str, hint: str, capsys: pytest.CaptureFixture[
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: ringflash" in capsys.readouterr().out
+
+
+def test_bench_says_how_it_is_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert main(["bench", "--seqlens", "4096", "--json", "my file"]) == 2
+    command = "\n    torchrun --nproc-per-node 4 -m ringflash.bench.ring --seqlens 4096 --json 'my file'\n"
+    assert command in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

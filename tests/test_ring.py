@@ -107,12 +107,6 @@ def test_extreme_scores() -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_opcheck() -> None:
-    context = rf.ContextParallel.local(2)
-    q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, context.name, "causal", [], 0.25, "auto"))
-
-
 def test_what_is_no_context() -> None:
     q = torch.zeros(1, 4, 1, 16)
     with pytest.raises(ArgumentError, match="context: expected a rf.ContextParallel, got 'zigzag'"):

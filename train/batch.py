@@ -12,11 +12,15 @@ from torch import Tensor
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
 from ringflash.train.loss import count_valid
 
+ADDED = ("position_ids", "num_valid_tokens")
 CHECKSUM_PERIOD = 65521
 
 
 def check_batch(batch: Any, context_parallel_size: int) -> None:
-    """Raises ArgumentError unless `batch` holds "input_ids" and "labels", (batch, seqlen) int64 of whole sequences."""
+    """Raises ArgumentError unless `batch` holds "input_ids" and "labels", (batch, seqlen) int64 of whole sequences.
+
+    Nor may it hold what the strategy adds: positions of one's own would be overwritten.
+    """
     if not isinstance(batch, Mapping):
         raise ArgumentError(
             "batch",
@@ -35,6 +39,14 @@ def check_batch(batch: Any, context_parallel_size: int) -> None:
                 remedy="labels[i] is the target of position i, -100 where there is none."
                 if name == "labels"
                 else "Pass the token ids of whole sequences.",
+            )
+    for name in ADDED:
+        if name in batch:
+            raise ArgumentError(
+                f"batch[{name!r}]",
+                expected="no such key",
+                got="one of the dataset's own",
+                remedy="Leave it out: the strategy counts positions and valid tokens in the whole sequences.",
             )
     input_ids, labels = batch["input_ids"], batch["labels"]
     if input_ids.shape != labels.shape:

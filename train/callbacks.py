@@ -1,9 +1,10 @@
-"""Callbacks around a run: its checkpoint, progress on the terminal, a picture of the loss, a summary at the end."""
+"""Callbacks around a run: its checkpoint, its end by Ctrl-C, progress, a picture of the loss, a summary."""
 
 from __future__ import annotations
 
 import csv
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringflash.errors import ConfigError
-from ringflash.train.corpus import decode, encode
+from ringflash.train.corpus import VOCAB_SIZE, decode, encode
 from ringflash.train.generate import generate
 from ringflash.train.throughput import Throughput
 
@@ -73,6 +74,38 @@ class LastCheckpoint(Checkpoint):
         if trainer.global_step != self._saved_step and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             self._saved_step = trainer.global_step
             trainer.save_checkpoint(self.path)
+
+
+class Interrupt(Callback):
+    """Ends training on an interrupt that Python has dropped.
+
+    An exception that a signal raises while a finalizer runs is printed and forgotten, and Ctrl-C would do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._previous: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes note of interrupts from here on, unless the program has a handler of its own."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.signal(signal.SIGINT, self._note)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Raises the interrupt again that did not come through."""
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the handler back."""
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._pending = True
+        raise KeyboardInterrupt
 
 
 class RingProgressBar(RichProgressBar):
@@ -249,6 +282,7 @@ class RunSummary(Callback):
             temperature=self.temperature,
             generator=torch.Generator().manual_seed(self.seed),
             cache_dtype=_compute_dtype(pl_module),
+            vocab_size=VOCAB_SIZE,
         )
         pl_module.train(was_training)
         return decode(tokens)

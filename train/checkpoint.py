@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import os
 import pickle
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,10 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.optim import Optimizer
 
 from ringflash.errors import CheckpointError
+from ringflash.train.folder import STATE, TENSOR_INDEX, damaged, entry_of, locate, partial_of, prepare, publish, verify
 from ringflash.train.model import Decoder, ModelConfig
 
-MANIFEST, STATE, TENSOR_INDEX = "manifest.json", "state.pt", ".metadata"
-FORMAT_VERSION = 1
 PICKLED_NAMES = frozenset(
     {
         ("collections", "OrderedDict"),
@@ -63,51 +58,45 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
 
     Tensors of the model and of the optimizers go to one file a rank, the rest to `state.pt`, which weights_only
     loading can read. All of it is written to a folder beside `path`, with a manifest of sizes and SHA-256 digests, and
-    renamed when complete: a run that dies while saving leaves the previous checkpoint as it was.
+    renamed when complete: a run that dies while saving leaves the previous checkpoint for `load` to find.
 
     Raises:
-        CheckpointError: on every rank, when one of them could not write, naming it; or an entry that
-            weights_only loading refuses.
+        CheckpointError: on every rank, when one of them could not write, naming it; when `path` is there and is no
+            checkpoint; or for an entry that weights_only loading refuses, or of a state_dict and no tensor.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    tensors: dict[str, Any] = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
     optimizers = checkpoint.get("optimizer_states", [])
-    for index, state in enumerate(optimizers):
-        tensors |= _optimizer_tensors(index, state)
     rest["param_groups"] = [state["param_groups"] for state in optimizers]
+    tensors: dict[str, Any] = {}
 
-    partial = path.with_name(f".{path.name}.partial")
-
-    def prepare() -> None:
+    def begin() -> None:
+        tensors.update(_named_tensors("model", checkpoint["state_dict"]))
+        for index, state in enumerate(optimizers):
+            tensors.update(_optimizer_tensors(index, state))
         if _rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            prepare(path)
 
     def write_rest() -> dict[str, dict[str, Any]]:
+        partial = partial_of(path)
         if _rank() == 0:
             (partial / STATE).write_bytes(_pack(rest))
         mine = [partial / STATE, partial / TENSOR_INDEX] if _rank() == 0 else []
-        return {file.name: _digest(file) for file in [*mine, *sorted(partial.glob(f"__{_rank()}_*"))]}
+        return {file.name: entry_of(file) for file in [*mine, *sorted(partial.glob(f"__{_rank()}_*"))]}
 
-    def publish() -> None:
+    def finish() -> None:
         if _rank() == 0:
-            manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            for file in partial.iterdir():
-                _sync(file)
-            _replace(partial, path)
+            publish(path, files)
 
-    _on_every_rank(prepare, path)
+    _on_every_rank(begin, path)
     try:
-        save_tensors(tensors, storage_writer=_Writer(partial))
+        save_tensors(tensors, storage_writer=_Writer(partial_of(path)))
     except CheckpointException as error:
         texts = [f"rank {rank}: {type(e).__name__}: {e}".strip() for rank, (e, _) in error.failures.items()]
         raise _failed(path, "; ".join(texts)) from error
     files: dict[str, dict[str, Any]] = {}
     for part in _on_every_rank(write_rest, path):
         files |= part
-    _on_every_rank(publish, path)
+    _on_every_rank(finish, path)
 
 
 def load(
@@ -116,26 +105,29 @@ def load(
     """Fills `model` and `optimizers`, at any world size, and returns the rest; every rank calls it.
 
     Raises:
-        CheckpointError: no such folder; incomplete; a file that is not as the manifest says; or another model.
+        CheckpointError: no such folder; incomplete; a file that is not as the manifest says; or another model or
+            optimizer, whose tensors have other names or shapes.
     """
+    path = locate(path)
     rest = _open(path)
     if model_config is not None:
         compare_model_configs(rest.get("model_config"), model_config)
     groups = rest.pop("param_groups", [])
-    if len(groups) < len(optimizers):
+    if optimizers and len(groups) != len(optimizers):
         raise CheckpointError(
             str(path),
             expected=f"the state of {len(optimizers)} optimizer(s)",
             got=f"{len(groups)}, weights only" if not groups else len(groups),
-            remedy="Save with save_weights_only=False to resume training.",
+            remedy="Resume with the optimizers it was trained with."
+            if groups
+            else "Save with save_weights_only=False to resume training.",
         )
     state = cast("dict[str, Any]", get_model_state_dict(model))
-    tensors = {f"model.{name}": value for name, value in state.items()}
-    _read(tensors, path)
+    _read(_named_tensors("model", state), path, "model.")
     set_model_state_dict(model, state, options=StateDictOptions(strict=True))
     for index, optimizer in enumerate(optimizers):
         optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
-        _read(_optimizer_tensors(index, optimizer_state), path)
+        _read(_optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
         set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
     return rest
 
@@ -146,7 +138,7 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
     Raises:
         CheckpointError: as `load`; or a checkpoint that holds no decoder.
     """
-    path = Path(path)
+    path = locate(Path(path))
     rest = _open(path, alone=True)
     if not isinstance(config := rest.get("model_config"), dict):
         raise CheckpointError(
@@ -156,7 +148,7 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
         decoder = Decoder(ModelConfig(**config))
     decoder.to(dtype).to_empty(device="cpu")
     prefix = "model._decoder."
-    _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, alone=True)
+    _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
     return decoder
 
 
@@ -172,37 +164,6 @@ def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any])
             got="none in the checkpoint" if saved is None else ", ".join(differing),
             remedy="Resume with the configuration that the checkpoint was trained with.",
         )
-
-
-def verify(path: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Compares the folder with its manifest: every file there, of the right size, and every `parts`-th digest.
-
-    Raises:
-        CheckpointError: naming the file that is missing, truncated or changed.
-    """
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(
-            str(path),
-            expected="a complete checkpoint folder",
-            got="no such folder" if not path.exists() else f"no {MANIFEST} in it",
-            remedy="Pass a folder that training has finished writing.",
-        )
-    try:
-        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())["files"]
-        expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path / MANIFEST, f"unreadable: {error}") from error
-    for index, (name, (size, digest)) in enumerate(sorted(expected.items())):
-        file = path / name
-        if name != Path(name).name or not file.is_file():
-            raise _damaged(file, "missing")
-        if file.stat().st_size != size:
-            raise _damaged(file, f"{file.stat().st_size} bytes instead of {size}")
-        if index % parts == part and _digest(file)["sha256"] != digest:
-            raise _damaged(file, "other content")
-    for name in (STATE, TENSOR_INDEX):
-        if name not in expected:
-            raise _damaged(path / MANIFEST, f"no entry for {name}")
 
 
 class _Writer(FileSystemWriter):
@@ -225,19 +186,19 @@ class SafeReader(FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle raises nearly anything
-            raise _damaged(file, f"unreadable: {error}") from error
+            raise damaged(file, f"unreadable: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise _damaged(file, f"a {type(metadata).__name__}")
+            raise damaged(file, f"a {type(metadata).__name__}")
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise _damaged(file, f"{name}, which is no tensor")
+                raise damaged(file, f"{name}, which is no tensor")
         metadata.planner_data = None
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         for info in (metadata.storage_data or {}).values():
             if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
-                raise _damaged(file, f"data in {info.relative_path}")
+                raise damaged(file, f"data in {info.relative_path}")
         return metadata
 
 
@@ -247,7 +208,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
-        raise _damaged(Path(TENSOR_INDEX), f"it names {module}.{name}, which no index of tensors needs")
+        raise damaged(Path(TENSOR_INDEX), f"it names {module}.{name}, which no index of tensors needs")
 
 
 def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
@@ -258,11 +219,11 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
     try:
         return torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise _damaged(path / STATE, f"unreadable: {error}") from error
+        raise damaged(path / STATE, f"unreadable: {error}") from error
 
 
-def _read(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Reads `tensors` in place, having compared names and shapes with the index."""
+def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
+    """Reads `tensors` in place, having compared their names and shapes with all that the index has under `prefix`."""
     index = SafeReader(path).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         entry = index.get(name)
@@ -272,8 +233,15 @@ def _read(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
                 str(path),
                 expected=f"{name} of shape {tuple(tensor.shape)}",
                 got="no such tensor" if saved is None else saved,
-                remedy="Load it into the model it was saved from.",
+                remedy="Load it into what it was saved from.",
             )
+    if more := sorted(name for name in index if name.startswith(prefix) and name not in tensors):
+        raise CheckpointError(
+            str(path),
+            expected=f"the {len(tensors)} tensors under {prefix}* that there is a place for",
+            got=f"{len(more)} more, the first {more[0]}",
+            remedy="Load it into what it was saved from.",
+        )
     with warnings.catch_warnings():
         # DCP says so whenever it is asked to load in one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -281,12 +249,22 @@ def _read(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
 
 def _optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"optimizer.{index}.{parameter}.{name}": value
-        for parameter, values in state["state"].items()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+    parameters: dict[str, dict[str, Any]] = state["state"]
+    named = {f"{parameter}.{name}": value for parameter, own in parameters.items() for name, value in own.items()}
+    return _named_tensors(f"optimizer.{index}", named)
+
+
+def _named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with `prefix` before their names; other values than tensors would be lost, or pickled."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{prefix}.{name}",
+                expected="a tensor",
+                got=type(value).__name__,
+                remedy="Keep numbers in 0-dim tensors, as torch.optim.AdamW does its step, and the rest elsewhere.",
+            )
+    return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
 def _on_every_rank(function: Callable[[], Any], path: Path) -> list[Any]:
@@ -323,37 +301,6 @@ def _pack(rest: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     return buffer.getvalue()
-
-
-def _replace(partial: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_file():
-        path.unlink()
-    elif path.exists():
-        path.rename(old)
-    partial.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _digest(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _damaged(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        str(file), expected="the file that was saved", got=what, remedy="Use another checkpoint; this one is damaged."
-    )
 
 
 def _failed(path: Path, what: str) -> CheckpointError:

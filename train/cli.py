@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import importlib
 import importlib.util
@@ -9,10 +10,12 @@ import inspect
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from argparse import ArgumentError as ParserError
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,10 +28,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 import ringflash
-from ringflash.errors import ArgumentError, ConfigError, RingflashError
-from ringflash.train.callbacks import LastCheckpoint, LossPlot, RingProgressBar, RunSummary
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
+from ringflash.train.callbacks import Interrupt, LastCheckpoint, LossPlot, RingProgressBar, RunSummary
 from ringflash.train.data import TextDataModule
-from ringflash.train.module import LanguageModel
+from ringflash.train.folder import MANIFEST, locate
+from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.throughput import Throughput
 
 CALLBACKS = {"throughput": Throughput, "loss_plot": LossPlot, "summary": RunSummary}
@@ -38,6 +43,8 @@ CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yam
 CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
 HELP = "See `ringflash train fit --help`."
+RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder, once it has trained
+PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard")  # there from the start
 
 
 class RingCLI(LightningCLI):
@@ -45,6 +52,7 @@ class RingCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
         self._trainers = trainers
+        self._folder: Path | None = None
         # Errors come back as exceptions instead of a usage text of two hundred options.
         options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
@@ -85,16 +93,28 @@ class RingCLI(LightningCLI):
         """
         try:
             self.config = parser.parse_args(args)
+            given = parser.parse_args(args, defaults=False)
         except ParserError as error:
             raise explain(str(error), self._known_names(args)) from error
+        optimizer = f"{self.config.subcommand}.model.optimizer"
+        if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
+            del self.config[f"{optimizer}.max_steps"]  # OptimizerConfig's own default, which knows no Trainer
 
     def before_instantiate_classes(self) -> None:
         """Saves the configuration beside the logs of a run, if it has them."""
         if self.subcommand != "fit" or self._get(self.config, "trainer.logger") is False:
             self.save_config_callback = None
 
+    def instantiate_classes(self) -> None:
+        """Builds module, data and Trainer; the learning rate ends with the run, unless the configuration says when."""
+        self._written, self.config = self.config, self.config.clone()
+        end_schedule(self.config[str(self.subcommand)], fit=self.subcommand == "fit")
+        super().instantiate_classes()
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them."""
+        # The saved configuration leaves open what was left open, and so serves runs of other lengths too.
+        self.config = self._written
         config = self._get(self.config_init, "trainer")
         fit = self.subcommand == "fit"
         callbacks = config.get("callbacks") or []
@@ -104,16 +124,31 @@ class RingCLI(LightningCLI):
             callbacks.append(self._get(self.config_init, "checkpoint"))
         if config.get("enable_progress_bar") is not False:
             callbacks.append(RingProgressBar())
-        kwargs["callbacks"] = callbacks
+        kwargs["callbacks"] = [*callbacks, Interrupt()]
         if config.get("logger") in (None, True):
-            kwargs["logger"] = make_loggers(free_folder(Path(self._get(self.config_init, "run_dir")))) if fit else False
+            self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
+            kwargs["logger"] = make_loggers(self._folder) if self._folder else False
         # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
         kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
         return super().instantiate_trainer(**kwargs)
 
     def after_instantiate_classes(self) -> None:
-        """Hands the trainer out."""
+        """Hands the trainer out, and looks at the checkpoint to start from before there are other processes."""
         self._trainers.append(self.trainer)
+        if (path := self._get(self.config_init, "ckpt_path")) is not None:
+            sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
+            check_checkpoint(str(path), sharded=sharded)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except BaseException:
+            if self._folder is not None and self.trainer.is_global_zero and not self.trainer.global_step:
+                discard(self._folder)
+            raise
+
+    def _parse_ckpt_path(self) -> None:
+        """Does nothing: Lightning would unpickle a file to look for arguments, and LanguageModel saves none."""
 
     def _known_names(self, args: Sequence[str]) -> list[str]:
         parsers = self._subcommand_parsers
@@ -121,13 +156,66 @@ class RingCLI(LightningCLI):
         return [action.dest for action in used._actions] if used else [*parsers]
 
 
+def end_schedule(config: Any, *, fit: bool) -> None:
+    """Fills in an optimizer.max_steps that was left open with the Trainer's, or the end of the warmup if that is later.
+
+    Raises:
+        ConfigError: the Trainer has none either, and is to fit.
+    """
+    optimizer = config.model.optimizer
+    if optimizer is not None and "max_steps" in optimizer:
+        return
+    steps = config.trainer.max_steps
+    if fit and steps < 0:
+        raise ConfigError(
+            "trainer.max_steps",
+            expected="a number of steps, at the last of which the learning rate is at its lowest",
+            got=steps,
+            remedy="Set it, or model.optimizer.max_steps.",
+        )
+    warmup_steps = OptimizerConfig.warmup_steps if optimizer is None else optimizer.warmup_steps
+    config["model.optimizer.max_steps"] = max(steps, warmup_steps + 1)
+
+
+def check_checkpoint(path: str, *, sharded: bool) -> None:
+    """Raises CheckpointError unless `path` is a folder of RingAttentionStrategy, or a file of any other strategy.
+
+    What is in it is compared with its manifest when it is loaded.
+    """
+    found, named = locate(Path(path)), path in ("best", "hpc", "last")  # which Lightning takes to mean other files
+    if not named and ((found / MANIFEST).is_file() if sharded else zipfile.is_zipfile(found)):
+        return
+    got = "no such file or folder"
+    if found.exists() and not named:
+        got = f"a folder without {MANIFEST}" if found.is_dir() else "a file"
+    raise CheckpointError(
+        f"ckpt_path {path}",
+        expected="a checkpoint folder, as in runs/tiny-cpu/checkpoints/last" if sharded else "a file of Lightning's",
+        got=got,
+        remedy="Pass a checkpoint that was saved with this strategy.",
+    )
+
+
 def free_folder(folder: Path) -> Path:
     """`folder`, or the first of folder-2, folder-3, ... without a run in it."""
     number, candidate = 1, folder
-    while any((candidate / name).exists() for name in ("metrics.csv", "checkpoints", "config.yaml")):
+    while any((candidate / name).exists() for name in (*RESULTS, *PREPARATIONS)):
         number += 1
         candidate = folder.with_name(f"{folder.name}-{number}")
     return candidate
+
+
+def discard(folder: Path) -> None:
+    """Removes what a run that never trained has put into `folder`, and the folder, if there is nothing else in it."""
+    if not folder.is_dir() or any((folder / name).exists() for name in RESULTS):
+        return
+    for name in PREPARATIONS:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def make_loggers(folder: Path) -> list[Logger]:
@@ -205,12 +293,11 @@ def main(argv: Sequence[str]) -> int:
     if not debug:
         quieten()
     trainers: list[pl.Trainer] = []
+    # Ranks meet once more when they exit. This one waits for its children after that: the first registered runs last.
+    atexit.register(stop_children, trainers, at_once=False)
     failed = True
     try:
         RingCLI([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
-        for trainer in trainers:
-            # Ranks leave together: one that is gone breaks off what its peers have not finished.
-            trainer.strategy.barrier()
         failed = False
     except (RingflashError, MisconfigurationException) as error:
         if debug:
@@ -221,14 +308,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ArgumentError | MisconfigurationException) else 1
     finally:
-        for trainer in trainers:
-            stop_children(getattr(trainer.strategy.launcher, "procs", []), at_once=failed)
+        if failed:
+            stop_children(trainers, at_once=True)
     return 0
 
 
-def stop_children(processes: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+def stop_children(trainers: Sequence[pl.Trainer], *, at_once: bool) -> None:
     """Waits until the processes that Lightning launched have ended, or ends them."""
     deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
+    processes: list[subprocess.Popen[bytes]] = []
+    for trainer in trainers:
+        processes += getattr(trainer.strategy.launcher, "procs", [])
     for process in processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ringflash.errors import DataError
+from ringflash.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = 256  # after the 256 values of a byte
 VOCAB_SIZE = 257
@@ -65,10 +65,11 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int] | Tensor) -> str:
-    """Text of the bytes before the first END_OF_DOCUMENT; what is not UTF-8 becomes U+FFFD."""
+    """Text of the bytes before the first END_OF_DOCUMENT; what is no byte, or not UTF-8, becomes U+FFFD."""
     values: list[int] = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
     end = values.index(END_OF_DOCUMENT) if END_OF_DOCUMENT in values else len(values)
-    return bytes(values[:end]).decode(errors="replace")
+    never_utf8 = 0xFF
+    return bytes(v if 0 <= v < END_OF_DOCUMENT else never_utf8 for v in values[:end]).decode(errors="replace")
 
 
 def find_documents(sources: str | Sequence[str], seed: int) -> list[Path]:
@@ -80,16 +81,22 @@ def find_documents(sources: str | Sequence[str], seed: int) -> list[Path]:
         seed: of the shuffle.
 
     Raises:
-        DataError: a source that names no file.
+        DataError: a source that names no file, or cannot be looked at.
     """
     found: dict[str, Path] = {}
     for source in [sources] if isinstance(sources, str) else sources:
-        root, files = _files(source)
+        try:
+            root, files = _files(source)
+            problem = "" if files else "holds no file" if Path(source).is_dir() else "does not exist"
+        except OSError as error:
+            root, files, problem = Path(), [], f"cannot be read: {error.strerror}"
+        if not source.strip():  # to pathlib the working directory
+            files, problem = [], "is empty"
         if not files:
             raise DataError(
                 "corpus",
                 expected=f'a text file, a folder or glob with text files, or "{STDLIB}"',
-                got=f"{source!r}, which {'holds no file' if Path(source).is_dir() else 'does not exist'}",
+                got=f"{source!r}, which {problem}",
                 remedy=f"Check the path; relative ones start at {Path.cwd()}.",
             )
         # By name below the source, so that the order does not depend on where the source lies.
@@ -107,20 +114,24 @@ def load_corpus(sources: str | Sequence[str], cache_dir: str | Path, seed: int =
     processes that start together may all call this.
 
     Raises:
-        DataError: no documents, only empty ones, one that is not UTF-8 text, or a cache that cannot be written.
+        DataError: no documents, only empty ones, one that cannot be read or is not UTF-8 text, or a cache that cannot
+            be written.
     """
     documents = find_documents(sources, seed)
     key = hashlib.sha256(f"{FORMAT_VERSION}".encode())
     for document in documents:
-        status = document.stat()
-        key.update(f"{document}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    path = Path(cache_dir).expanduser() / f"tokens-{key.hexdigest()[:20]}.bin"
+        try:
+            status = document.stat()
+        except OSError as error:
+            raise _unreadable(document, error) from error
+        key.update(os.fsencode(document) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     try:
+        path = Path(cache_dir).expanduser() / f"tokens-{key.hexdigest()[:20]}.bin"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(documents, path)
         return _open(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         raise DataError(
             "cache_dir",
             expected="a folder for token files with room in it",
@@ -134,14 +145,22 @@ def _files(source: str) -> tuple[Path, list[Path]]:
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_SKIPPED & {*f.relative_to(root).parts}]
-        return root, [f for f in files if _is_text(f.read_bytes())]
-    path = Path(source).expanduser().absolute()
+        return root, [f for f in files if _is_text_file(f)]
+    path = Path(os.path.expanduser(source)).absolute()  # pathlib's own raises for a user that is not known
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
         visible = (f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts))
         return path, [f for f in visible if f.is_file()]
     return Path("/"), [f for name in glob.glob(str(path), recursive=True) if (f := Path(name)).is_file()]
+
+
+def _is_text_file(path: Path) -> bool:
+    """False also for folders, links to nothing and files of others, which installations of Python may contain."""
+    try:
+        return _is_text(path.read_bytes())
+    except OSError:
+        return False
 
 
 def _is_text(content: bytes) -> bool:
@@ -154,7 +173,10 @@ def _is_text(content: bytes) -> bool:
 
 def _tokens(document: Path) -> npt.NDArray[np.uint16]:
     """Bytes and END_OF_DOCUMENT; nothing for an empty document."""
-    content = document.read_bytes()
+    try:
+        content = document.read_bytes()
+    except OSError as error:
+        raise _unreadable(document, error) from error
     if not content:
         return np.empty(0, np.uint16)
     if not _is_text(content):
@@ -165,6 +187,15 @@ def _tokens(document: Path) -> npt.NDArray[np.uint16]:
             remedy='Leave it out, for instance with a glob: "folder/**/*.txt".',
         )
     return np.append(np.frombuffer(content, np.uint8), np.uint16(END_OF_DOCUMENT)).astype("<u2")
+
+
+def _unreadable(document: Path, error: OSError) -> DataError:
+    return DataError(
+        "corpus",
+        expected="files that can be read",
+        got=f"{document}: {error.strerror}",
+        remedy="Leave it out, or look at its rights.",
+    )
 
 
 def _write(documents: list[Path], path: Path) -> None:
@@ -250,6 +281,21 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-def num_samples(corpus: Corpus, seqlen: int) -> int:
-    """Samples of `seqlen` inputs that fit; neighbours share one token, the last label and the next first input."""
-    return (len(corpus) - 1) // seqlen
+def num_samples(corpus: Corpus, seqlen: int, *, at_least: int = 1) -> int:
+    """Samples of `seqlen` inputs that fit; neighbours share one token, the last label and the next first input.
+
+    Raises:
+        DataError: fewer than `at_least`.
+        ConfigError: `seqlen` is not positive.
+    """
+    if seqlen < 1:
+        raise ConfigError("context_length", expected="at least 1", got=seqlen, remedy="Try 4096.")
+    total = (len(corpus) - 1) // seqlen
+    if total < at_least:
+        raise DataError(
+            "corpus",
+            expected=f"more than {at_least * seqlen} tokens: {at_least} sample(s) of the context length",
+            got=f"{len(corpus)} tokens",
+            remedy="Add text, or lower the context length.",
+        )
+    return total

@@ -69,14 +69,7 @@ class TextDataModule(pl.LightningDataModule):
                 remedy=f"Set model.model.vocab_size to {VOCAB_SIZE}.",
             )
         self.corpus = load_corpus(self.sources, self.cache_dir, self.seed)
-        needed = 1 if self.val_fraction == 0 else 2
-        if num_samples(self.corpus, self.context_length) < needed:
-            raise DataError(
-                "corpus",
-                expected=f"more than {needed * self.context_length} tokens: {needed} sample(s) of context_length",
-                got=f"{len(self.corpus)} tokens",
-                remedy="Add text, or lower data.context_length.",
-            )
+        num_samples(self.corpus, self.context_length, at_least=1 if self.val_fraction == 0 else 2)
 
     def train_samples(self) -> TokenSamples:
         """All samples before the held-out ones."""

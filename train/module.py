@@ -55,6 +55,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ConfigError("lr", expected="a positive number", got=self.lr, remedy="Try 3e-4.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                "betas", expected="two numbers from 0 to below 1", got=self.betas, remedy="Try 0.9, 0.95."
+            )
+        if not self.weight_decay >= 0:
+            raise ConfigError(
+                "weight_decay", expected="0 or a positive number", got=self.weight_decay, remedy="Try 0.1."
+            )
         if not 0 <= self.warmup_steps < self.max_steps:
             raise ConfigError(
                 "warmup_steps",
@@ -189,7 +197,19 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Local sum of token losses over the micro-batch's valid tokens on all ranks."""
+        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+
+        Raises:
+            ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
+        """
+        micro_batches, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
+        if micro_batches > 1 and not isinstance(strategy, RingAttentionStrategy):
+            raise ConfigError(
+                "accumulate_grad_batches",
+                expected=f"1 under {type(strategy).__name__}, which averages over micro-batches instead of tokens",
+                got=micro_batches,
+                remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
+            )
         loss_sum, num_valid = self._loss(batch)
         self._window.append(_MicroBatch(batch_idx, loss_sum.detach(), num_valid))
         return loss_sum / num_valid.clamp(min=1)

@@ -104,9 +104,10 @@ def main() -> None:
 
         loss = loss.detach()
         dist.all_reduce(loss)  # the parts of the mean
+        mean = loss.item()  # waits for the device: the step has ended when the clock is read
         if dist.get_rank() == 0:
             rate = args.context_length / (time.perf_counter() - start)
-            print(f"step {step + 1}/{args.steps}  loss {loss.item():.4f}  tokens/s {rate:,.0f}", flush=True)
+            print(f"step {step + 1}/{args.steps}  loss {mean:.4f}  tokens/s {rate:,.0f}", flush=True)
     dist.barrier()  # a rank that leaves first would break off what its peers still wait for
     dist.destroy_process_group()
 

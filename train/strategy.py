@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train import checkpoint as sharded
 from ringflash.train.batch import agree_on_batch
+from ringflash.train.departure import Departure
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -76,6 +76,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
         self._context: rf.ContextParallel | None = None
         self._shard_mesh: DeviceMesh | None = None
         self._window: list[Tensor] = []
+        self._departure: Departure | None = None
 
     @property
     def context(self) -> rf.ContextParallel:
@@ -97,7 +98,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
             # At exit and not at teardown: `fit` is followed by `validate` or `test` on the same sharded weights.
-            atexit.register(_destroy_process_group)
+            self._departure = Departure()
         self._setup_distributed()
         shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
         self._data_parallel_size, self._context_parallel_size = shape
@@ -128,6 +129,12 @@ class RingAttentionStrategy(ModelParallelStrategy):
             reshard(self.model)
         super().teardown()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets this rank leave without its peers, which may never come to the end of theirs."""
+        if self._departure is not None:
+            self._departure.fail()
+        super().on_exception(exception)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The rank's shard of a batch of whole sequences.
 
@@ -135,7 +142,8 @@ class RingAttentionStrategy(ModelParallelStrategy):
         "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; other entries are only moved.
 
         Raises:
-            ArgumentError: the batch is not of this form, or shorter than the context-parallel group.
+            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, or has entries
+                of the names that are added.
             PeerFailed: another rank's batch is not of this form.
             RankMismatch: ranks of one context-parallel group hold different sequences.
         """
@@ -275,11 +283,6 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 StrategyRegistry.register(

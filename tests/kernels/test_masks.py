@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ringflash as rf
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.accuracy import Problem, assert_accurate
 from tests.kernels.test_portable import DEVICE, DTYPES, GPU
 from tests.strategies import masks
 
@@ -82,16 +82,3 @@ def test_rows_that_see_nothing(backend: str) -> None:
     assert (result[1][..., 20:] == -math.inf).all()
     for tensor in problem.flash(backend=backend):
         assert torch.equal(tensor[:, 20:], torch.zeros_like(tensor[:, 20:]))
-
-
-def test_masks_compile_without_breaks() -> None:
-    """A mask's values are tensors of the call: other documents do not compile anew."""
-    problem = Problem.random(seqlen=24, headdim=16, heads=(2, 1))
-    compiled = torch.compile(
-        lambda q, k, v, ends: rf.flash_attention(q, k, v, mask=rf.Causal() & rf.Documents(ends)), backend="eager"
-    )
-    for ends in ([0, 9, 24], [0, 12, 20]):
-        got = as_tensor(compiled(problem.q, problem.k, problem.v, torch.tensor(ends)))
-        assert torch.equal(
-            got, as_tensor(rf.flash_attention(problem.q, problem.k, problem.v, mask=rf.Causal() & rf.Documents(ends)))
-        )

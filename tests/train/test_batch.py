@@ -39,6 +39,8 @@ def test_a_good_batch() -> None:
             batch(input_ids=ids(2, 3), labels=ids(2, 3)),
             "4 tokens",
         ),
+        (batch(position_ids=ids(8)), "batch['position_ids']: expected no such key, got one of the dataset's own"),
+        (batch(num_valid_tokens=7), "batch['num_valid_tokens']: expected no such key"),
         (batch(input_ids=ids(0, 8), labels=ids(0, 8)), "one seq"),
     ],
 )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import resource
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ringflash.errors import CheckpointError
-from ringflash.train.checkpoint import MANIFEST, STATE, TENSOR_INDEX, load_decoder, save, verify
+from ringflash.train.checkpoint import load, load_decoder, save
+from ringflash.train.folder import MANIFEST, STATE, TENSOR_INDEX, locate, verify
 from tests.distributed import run_ranks
 from tests.train.conftest import Worlds
 from tests.train.runs import MODEL, Outcome
@@ -179,3 +183,144 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         assert "got rank 1:" in full
         assert "checkpoint['hyper_parameters']" in unsafe
         assert "pathlib.PosixPath" in unsafe
+
+
+def state_of(module: nn.Module, **more: Any) -> dict[str, Any]:
+    return {"state_dict": dict(module.state_dict()), **more}
+
+
+def filled(value: int) -> nn.Linear:
+    module = nn.Linear(3, 2)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, value)
+    return module
+
+
+def refusal(function: Callable[..., Any], *args: Any) -> str:
+    try:
+        function(*args)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def _save_over_other_things(folder: str) -> list[str]:
+    names = ("thesis", "empty", "program", "file", ".")
+    return [refusal(save, state_of(filled(1)), Path(folder) / name) for name in names]
+
+
+def test_saving_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
+    for name in ("thesis", "empty", "program"):
+        (tmp_path / name).mkdir()
+    contents = {"thesis/thesis.txt": "years", "program/manifest.json": '{"files": {"a.js": 1}}', "file": "notes"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    before = sorted(tmp_path.rglob("*"))
+    for texts in run_ranks(2, _save_over_other_things, str(tmp_path)):
+        assert all("expected a new name, or a checkpoint to replace" in text for text in texts), texts
+        assert "thesis: expected" in texts[0]
+        assert "got a file" in texts[3]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all((tmp_path / name).read_text() == content for name, content in contents.items())
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def _loaded(path: Path) -> float:
+    module = filled(-1)
+    load(path, module, [])
+    assert (module.weight == module.weight[0, 0]).all()
+    assert (module.bias == module.weight[0, 0]).all()
+    return module.weight[0, 0].item()
+
+
+def _saves_killed_everywhere(folder: str, between_renames: bool) -> list[float]:
+    """What is loaded after a save of 2 over 1 that dies before its n-th change of the file system, for all n."""
+    seen = []
+    for last in count():
+        path = Path(folder) / str(last) / "checkpoint"
+        save(state_of(filled(1)), path)
+        if between_renames:
+            path.rename(path.parent / ".checkpoint.old")
+            assert _loaded(path) == 1
+        changes = count()
+
+        def dying(change: Callable[..., Any], changes: count[int] = changes, last: int = last) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if next(changes) >= last:
+                    raise Killed
+                return change(*args, **kwargs)
+
+            return call
+
+        complete = True
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("mkdir", "rename", "replace", "rmdir", "unlink"):
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                save(state_of(filled(2)), path)
+            except (Killed, CheckpointError):  # DCP makes an error even of a KeyboardInterrupt
+                complete = False
+        seen.append(_loaded(path))
+        verify(locate(path))
+        save(state_of(filled(3)), path)
+        assert _loaded(path) == 3
+        assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
+        if complete:
+            return seen
+    raise AssertionError
+
+
+@pytest.mark.parametrize("between_renames", [False, True])
+def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path: Path, between_renames: bool) -> None:
+    (seen,) = run_ranks(1, _saves_killed_everywhere, str(tmp_path), between_renames)
+    assert len(seen) > 5
+    assert {seen[0], seen[-1]} == {1, 2}
+    assert seen == sorted(seen)
+
+
+def _save_over_a_link(folder: str) -> tuple[float, float]:
+    target, link = Path(folder) / "first", Path(folder) / "last"
+    save(state_of(filled(1)), target)
+    link.symlink_to(target)
+    for value in (2, 3):
+        save(state_of(filled(value)), link)
+    return _loaded(target), _loaded(link)
+
+
+def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    assert run_ranks(1, _save_over_a_link, str(tmp_path)) == [(1, 3)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "last"]
+
+
+def _other_names(folder: str) -> list[str]:
+    path = Path(folder) / "checkpoint"
+    deep, shallow = (nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth))) for depth in (3, 2))
+    momentum, plain = (torch.optim.SGD(deep.parameters(), lr=0.1, momentum=m) for m in (0.9, 0.0))
+    names = [name for name, _ in deep.named_parameters()]
+    buffers = {name: {"momentum_buffer": torch.ones_like(p)} for name, p in deep.named_parameters()}
+    group = {**momentum.state_dict()["param_groups"][0], "params": names}
+    save(state_of(deep, optimizer_states=[{"state": buffers, "param_groups": [group]}]), path)
+    load(path, deep, [momentum])
+    texts = [
+        refusal(load, path, shallow, []),
+        refusal(load, path, deep, [plain]),
+        refusal(load, path, deep, [momentum, plain]),
+    ]
+    counted = {"state": {names[0]: {"step": 4}}, "param_groups": [group]}
+    texts.append(refusal(save, state_of(deep, optimizer_states=[counted]), path))
+    texts.append(refusal(save, {"state_dict": {"_extra_state": {"scale": 2}}}, path))
+    load(path, deep, [momentum])
+    return texts
+
+
+def test_other_names(tmp_path: Path) -> None:
+    for texts in run_ranks(2, _other_names, str(tmp_path)):
+        model, optimizer, optimizers, counter, extra = texts
+        assert "the 4 tensors under model.* that there is a place for, got 2 more, the first model.2.bias" in model
+        assert "tensors under optimizer.0.* that there is a place for, got 6 more" in optimizer
+        assert "the state of 2 optimizer(s), got 1. Resume with the optimizers" in optimizers
+        assert "optimizer.0.0.weight.step: expected a tensor, got int" in counter
+        assert "model._extra_state: expected a tensor, got dict" in extra

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from PIL import Image
 
 import ringflash
-from ringflash.errors import ConfigError
+from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
 
 # Lightning's use of a jsonargparse method that has a new name.
@@ -69,6 +70,14 @@ def children(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return met
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -185,7 +194,7 @@ def test_model_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "a multiple of n_heads=3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "all of them empty"), ("short", "lower data.context_length")])
+@pytest.mark.parametrize(("content", "message"), [("", "all of them empty"), ("short", "lower the context length")])
 def test_bad_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +203,43 @@ def test_bad_corpus(
     (tmp_path / "text.txt").write_text(content)
     assert cli.main(["fit", "--config", config, "--trainer.strategy=auto", "--trainer.devices=1"]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "test").exists()
+
+
+def test_empty_corpus_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(write_config(tmp_path, CONFIG))
+    alone = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    assert cli.main(["fit", "--config", config, *alone, "--data.corpus="]) == 2
+    assert "which is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["ring_attention", "auto"])
+@pytest.mark.parametrize(("name", "got"), [("text.txt", "a file"), ("nowhere", "no such"), (".", "a folder")])
+def test_resume_from_what_is_no_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    name: str,
+    got: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["--config", str(write_config(tmp_path, CONFIG)), "--ckpt_path", name]
+    assert cli.main(["fit", *args, f"--trainer.strategy={strategy}", "--trainer.devices=1"]) == 2
+    error = capsys.readouterr().err
+    assert f"ckpt_path {name}: expected a" in error
+    assert f"got {got}" in error
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_resume_from_a_name_of_lightnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").touch()
+    cli.check_checkpoint(f"./{name}", sharded=True)
+    with pytest.raises(CheckpointError, match=f"ckpt_path {name}"):
+        cli.check_checkpoint(name, sharded=True)
 
 
 @pytest.mark.timeout(120)
@@ -213,6 +259,7 @@ def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
     assert done.stderr.count("ringflash: corpus") == 1
     assert "Traceback" not in done.stderr
     assert children(tmp_path) == []
+    assert not (tmp_path / "runs" / "test").exists()
 
 
 @pytest.mark.timeout(120)
@@ -220,28 +267,19 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, CONFIG))
     args = command("train", "fit", "--config", config, "--trainer.max_steps=100000")
     log = tmp_path / "log"
-    with (
-        log.open("w") as out,
-        subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT) as process,
-    ):
-        while "step 1/" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
+    with log.open("w") as out:
+        process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        assert within(50, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
         time.sleep(1)
-        for _ in range(4):  # Python drops an interrupt that falls into a finalizer, and users press twice
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(10)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        if process.poll() is None:
-            process.kill()
-    assert process.returncode == 1, log.read_text()
-    deadline = time.monotonic() + 10
-    while children(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert children(tmp_path) == []
+        process.send_signal(signal.SIGINT)
+        assert within(30, lambda: process.poll() is not None), log.read_text()
+        assert process.returncode == 1, log.read_text()
+        assert within(10, lambda: not children(tmp_path))
+    finally:
+        for number in children(tmp_path):
+            os.kill(number, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize(("gpus", "name", "devices"), [(0, "tiny-cpu", 2), (1, "h200-1", 1), (3, "h200-4", 3)])
@@ -260,17 +298,55 @@ def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
     monkeypatch.setattr(cli.RingCLI, "after_instantiate_classes", lambda self: None)
     config = cli.RingCLI(["fit", "--config", str(path)], []).config.fit
-    assert config.model.optimizer.max_steps == config.trainer.max_steps
+    assert "max_steps" not in config.model.optimizer
+    assert config.trainer.max_steps > config.model.optimizer.warmup_steps
     assert config.trainer.strategy == "ring_attention"
     assert config.trainer.use_distributed_sampler is False
     assert config.data.corpus == "stdlib"
 
 
+@pytest.mark.parametrize(
+    ("trainer_steps", "own", "expected"), [(1000, None, 1000), (1000, 300, 300), (-1, 300, 300), (5, None, 11)]
+)
+def test_the_learning_rate_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer_steps: int, own: int | None, expected: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    args = ["fit", "--config", str(CONFIGS / "tiny-cpu.yaml"), f"--trainer.max_steps={trainer_steps}"]
+    built = cli.RingCLI([*args, *([f"--model.optimizer.max_steps={own}"] if own else [])], [])
+    assert built.model.optimizer_config.max_steps == expected
+    written = yaml.safe_load(built.parser.dump(built.config))["fit"]["model"]["optimizer"]
+    assert written.get("max_steps") == own
+
+
+def test_a_run_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load(yaml.safe_dump(CONFIG))
+    del config["model"]["optimizer"]
+    args = ["fit", "--config", str(write_config(tmp_path, config))]
+    assert cli.main([*args, "--trainer.max_steps=-1"]) == 2
+    assert "Set it, or model.optimizer.max_steps." in capsys.readouterr().err
+
+
+def test_discard_leaves_what_others_have_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    (folder / "notes.txt").touch()
+    cli.discard(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    (folder / "metrics.csv").touch()
+    (folder / "config.yaml").touch()
+    cli.discard(folder)
+    assert (folder / "config.yaml").exists()
+    cli.discard(tmp_path / "nowhere")
+
+
 def test_free_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert cli.free_folder(folder) == folder
-    for name in ("run", "run-2"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    for name, content in (("run", "checkpoints"), ("run-2", "tensorboard")):
+        (tmp_path / name / content).mkdir(parents=True)
     assert cli.free_folder(folder) == tmp_path / "run-3"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringflash.errors import DataError
+from ringflash.errors import ConfigError, DataError
 from ringflash.train.corpus import (
     END_OF_DOCUMENT,
     Corpus,
@@ -102,6 +102,45 @@ def test_bad_sources(tmp_path: Path, case: str, message: str) -> None:
     assert not list((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else True
 
 
+@pytest.mark.parametrize(("source", "message"), [("", "is empty"), (" ", "is empty"), ("x" * 300, "cannot be read")])
+def test_sources_that_are_no_paths(tmp_path: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "text", a="a"))
+    with pytest.raises(DataError, match=message):
+        find_documents([source], 0)
+
+
+def test_standard_library_with_oddities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library"
+    (library / "folder.py").mkdir(parents=True)
+    (library / "dangling.py").symlink_to(tmp_path / "nowhere")
+    (library / "module.py").write_text("pass\n")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
+    assert find_documents("stdlib", 0) == [library / "module.py"]
+    assert len(load_corpus("stdlib", tmp_path / "cache")) == 6
+
+
+@pytest.mark.parametrize("replacement", ["nothing", "folder"])
+def test_document_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacement: str) -> None:
+    document = write(tmp_path / "text", a="a") / "a.txt"
+    monkeypatch.setattr("ringflash.train.corpus.find_documents", lambda sources, seed: [document])
+    document.unlink()
+    if replacement == "folder":
+        document.mkdir()
+    with pytest.raises(DataError, match="a.txt: (No such file|Is a directory)"):
+        load(tmp_path / "text", tmp_path / "cache")
+
+
+def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = write(tmp_path / "text")
+    (folder / "caf\udce9.txt").write_text("a")
+    assert len(load(folder, tmp_path / "cache")) == 2
+
+
+def test_user_without_a_home(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cache_dir"):
+        load_corpus(str(write(tmp_path / "text", a="a")), "~nobody-of-this-name/cache")
+
+
 def test_no_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least one source"):
         load_corpus([], tmp_path)
@@ -145,6 +184,13 @@ def test_samples_cover_the_tokens_once(tmp_path: Path) -> None:
     corpus = load(write(tmp_path / "text", a="abcdefghijklm"), tmp_path)
     samples = TokenSamples(corpus, 4, 0, num_samples(corpus, 4))
     assert len(samples) == 3
+    assert num_samples(corpus, 13) == num_samples(corpus, 6, at_least=2) // 2 == 1
+    with pytest.raises(DataError, match="more than 14 tokens: 2 sample"):
+        num_samples(corpus, 7, at_least=2)
+    with pytest.raises(DataError, match="lower the context length"):
+        num_samples(corpus, 14)
+    with pytest.raises(ConfigError, match="context_length"):
+        num_samples(corpus, 0)
     rows = [samples[i] for i in range(3)]
     assert torch.cat([row["labels"] for row in rows]).tolist() == corpus.tokens[1:13].tolist()
     assert all((row["input_ids"][1:] == row["labels"][:-1]).all() for row in rows)
@@ -161,3 +207,4 @@ def test_encode_and_decode() -> None:
     assert decode(encode("def é")) == "def é"
     assert decode(torch.tensor([97, END_OF_DOCUMENT, 98])) == "a"
     assert decode([0xFF]) == "�"
+    assert decode([97, 257, 98, 511]) == "a�b�"

@@ -48,7 +48,7 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("context_length", "val_fraction"), [(1001, 0.0), (501, 0.1)])
 def test_corpus_shorter_than_a_sample(tmp_path: Path, context_length: int, val_fraction: float) -> None:
-    with pytest.raises(DataError, match="lower data.context_length"):
+    with pytest.raises(DataError, match="lower the context length"):
         ready(module(tmp_path, context_length=context_length, val_fraction=val_fraction))
 
 

@@ -41,6 +41,13 @@ def test_sampling_is_seeded_and_follows_the_temperature() -> None:
     assert sample(model, temperature=5.0) != sample(model, temperature=0)
 
 
+def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+    model = decoder()
+    drawn = generate(model, PROMPT, 100, temperature=50.0, generator=torch.Generator().manual_seed(7), vocab_size=9)
+    assert {*drawn.tolist()} == {*range(9)}
+    assert max(generate(model, PROMPT, 100, temperature=50.0, generator=torch.Generator().manual_seed(7))) >= 9
+
+
 def test_no_new_tokens() -> None:
     assert generate(decoder(), PROMPT, 0).shape == (0,)
 
@@ -63,6 +70,7 @@ def test_ranks_in_lockstep() -> None:
     [
         (torch.empty(0, dtype=torch.int64), 1, 1.0, "prompt"),
         (PROMPT[None], 1, 1.0, "prompt"),
+        (torch.tensor([3, 31]), 1, 1.0, "token ids from 0 to 30"),
         (PROMPT, -1, 1.0, "max_new_tokens"),
         (PROMPT, 1, -1.0, "temperature"),
     ],

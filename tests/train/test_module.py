@@ -35,6 +35,15 @@ def test_one_device_without_the_strategy(worlds: Worlds) -> None:
     assert outcome.logged["val/loss"] == pytest.approx(worlds[1]["evaluate"].logged["val/loss"][:2], rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of a name PyTorch has moved
+def test_accumulation_without_the_strategy() -> None:
+    run = Run(micro_batches=2)
+    one = trainer(max_steps=1, accumulate_grad_batches=2, limit_val_batches=0)
+    with pytest.raises(ConfigError, match=r"accumulate_grad_batches: expected 1 under SingleDevice.*ring_attention"):
+        one.fit(Recorded(run, Outcome()), Data(run))
+
+
 def test_a_poisoned_rank_stops_all(worlds: Worlds) -> None:
     errors = [rank["poisoned"] for rank in worlds.ranks[2]]
     assert errors[0] == errors[1]
@@ -60,6 +69,11 @@ def test_schedule() -> None:
         ({"lr": 0.0}, "lr"),
         ({"warmup_steps": 10, "max_steps": 10}, "warmup_steps"),
         ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
+        ({"betas": (0.9, 1.5)}, "betas"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
     ],
 )
 def test_impossible_schedules(arguments: dict[str, Any], field: str) -> None:

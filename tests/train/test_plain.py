@@ -12,14 +12,18 @@ import ringflash
 SCRIPT = Path(ringflash.__file__).parents[1] / "train" / "plain.py"
 
 
-def run(tmp_path: Path, world_size: int) -> list[float]:
-    (tmp_path / "text.txt").write_text("ring attention over a long context\n" * 400)
+def start(tmp_path: Path, world_size: int, lines: int = 400) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "text.txt").write_text("ring attention over a long context\n" * lines)
     corpus = ["--corpus", str(tmp_path / "text.txt"), "--cache-dir", str(tmp_path / "cache")]
     shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--context-length", "257", "--steps", "6"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, SCRIPT, *corpus, *shape, "--lr", "1e-2"], capture_output=True, text=True, timeout=90
     )
+
+
+def run(tmp_path: Path, world_size: int) -> list[float]:
+    done = start(tmp_path, world_size)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
@@ -30,6 +34,13 @@ def test_plain_training(tmp_path: Path) -> None:
     assert len(one) == 6
     assert one == pytest.approx(two, abs=2e-4)
     assert one[-1] < 0.98 * one[0]
+
+
+@pytest.mark.timeout(120)
+def test_corpus_shorter_than_the_context(tmp_path: Path) -> None:
+    done = start(tmp_path, 1, lines=2)
+    assert done.returncode != 0
+    assert "DataError: corpus: expected more than 257 tokens" in done.stderr
 
 
 def test_it_is_short() -> None:
