@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,15 +9,14 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.kernels import eager
-from ringflash.layout import Chunk
-from ringflash.masks import Mask
+from ringflash.kernels.meeting import Meeting
 from ringflash.state import AttentionState
 
 BACKENDS = ("auto", "triton", "eager")
 
 
 class TileKernels(Protocol):
-    """One device's work in a hop; queries and keys know their global positions from their chunks.
+    """One device's work in a hop.
 
     Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
     lse, delta (batch, nheads, seqlen_q), lse in natural logarithm. All outputs are written in place.
@@ -29,11 +27,8 @@ class TileKernels(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        meeting: Meeting,
         *,
-        q_chunks: Sequence[Chunk],
-        k_chunks: Sequence[Chunk],
-        mask: Mask,
-        softmax_scale: float,
         state: AttentionState | None,
         out: Tensor,
         lse: Tensor,
@@ -56,11 +51,8 @@ class TileKernels(Protocol):
         lse: Tensor,
         delta: Tensor,
         dq: Tensor,
+        meeting: Meeting,
         *,
-        q_chunks: Sequence[Chunk],
-        k_chunks: Sequence[Chunk],
-        mask: Mask,
-        softmax_scale: float,
         accumulate: bool,
     ) -> None:
         """Writes dq over these keys, or adds it when `accumulate`."""
@@ -76,11 +68,8 @@ class TileKernels(Protocol):
         delta: Tensor,
         dk: Tensor,
         dv: Tensor,
+        meeting: Meeting,
         *,
-        q_chunks: Sequence[Chunk],
-        k_chunks: Sequence[Chunk],
-        mask: Mask,
-        softmax_scale: float,
         accumulate: bool,
     ) -> None:
         """Writes dk and dv over these queries, or adds them when `accumulate`."""

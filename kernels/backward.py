@@ -13,13 +13,12 @@ dv = P^T dout. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.config import dkdv_config, dq_config
+from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.tiles import (
     SIZES,
     chunk_table,
@@ -30,13 +29,12 @@ from ringflash.kernels.tiles import (
     masked_tile,
     masked_tiles,
     row_pointers,
+    sees,
     store_rows,
     wide,
     with_unit_stride,
 )
 from ringflash.kernels.visibility import TABLE, row_bounds, rows_met
-from ringflash.layout import Chunk
-from ringflash.masks import Mask
 from ringflash.state import LOG2E
 
 
@@ -89,12 +87,7 @@ def _dq_over_keys(
         )
         p = tl.exp2(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale - lse2[:, None])
         if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < end)[None, :]
-            if MASK == 1:
-                visible &= (k_start + columns)[None, :] <= (position + tl.arange(0, BLOCK_M))[:, None]
-            if MASK == 2:
-                visible &= ((k_start + columns)[None, :] >= lo[:, None]) & ((k_start + columns)[None, :] < hi[:, None])
+            visible = sees(n + tl.arange(0, BLOCK_N), position, k_start, end, lo, hi, MASK, BLOCK_M)
         ds = p * (tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION) - delta_row[:, None])
         if MASKED:  # not p: rows that see nothing may hold anything, NaN too
             ds = tl.where(visible, ds, 0.0)
@@ -405,24 +398,22 @@ def backward_dq(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     accumulate: bool,
 ) -> None:
     """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config = dq_config(headdim, q.dtype)
-    bounds = row_bounds(mask, q_chunks, q.device)
-    ntiles = count_tiles(q_chunks, config.block_m)
+    bounds = row_bounds(meeting.mask, meeting.q_chunks, q.device)
+    ntiles = count_tiles(meeting.q_chunks, config.block_m)
     dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
     _dq_kernel[(ntiles * batch * nheads,)](
         dout, q, k, v, lse, delta, dq,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
-        len(q_chunks), len(k_chunks),
-        ntiles, seqlen_q, nheads, nheads // k.shape[2], softmax_scale, softmax_scale * LOG2E,
+        chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
+        bounds.lo, bounds.hi, bounds.batch_stride,
+        len(meeting.q_chunks), len(meeting.k_chunks),
+        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.softmax_scale, meeting.softmax_scale * LOG2E,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
@@ -439,28 +430,26 @@ def backward_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     accumulate: bool,
 ) -> None:
     """One hop's dk and dv; see `TileKernels.backward_dkdv`. lse, delta, dk and dv are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     nheads_kv = k.shape[2]
     config = dkdv_config(headdim, q.dtype)
-    bounds = row_bounds(mask, q_chunks, q.device)
-    ntiles = count_tiles(k_chunks, config.block_n)
+    bounds = row_bounds(meeting.mask, meeting.q_chunks, q.device)
+    ntiles = count_tiles(meeting.k_chunks, config.block_n)
     met = bounds.lo[None]  # not read
     if bounds.kind == TABLE:
-        met = rows_met(mask, q_chunks, k_chunks, config.block_n, q.device)
+        met = rows_met(meeting.mask, meeting.q_chunks, meeting.k_chunks, config.block_n, q.device)
     dout, q, k, v = map(with_unit_stride, (dout, q, k, v))
     _dkdv_kernel[(ntiles * batch * nheads_kv,)](
         dout, q, k, v, lse, delta, dk, dv,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
-        met, 0 if met.shape[0] == 1 else met.stride(0), len(q_chunks), len(k_chunks),
-        ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv, softmax_scale, softmax_scale * LOG2E,
+        chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
+        bounds.lo, bounds.hi, bounds.batch_stride,
+        met, 0 if met.shape[0] == 1 else met.stride(0), len(meeting.q_chunks), len(meeting.k_chunks),
+        ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv, meeting.softmax_scale, meeting.softmax_scale * LOG2E,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], dk.stride(0), dv.stride(0),
         ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringflash.kernels.meeting import Meeting
 from ringflash.layout import Chunk
-from ringflash.masks import Mask
 from ringflash.state import LOG2E, AttentionState
 
 BLOCK_Q = 256
@@ -68,9 +68,9 @@ def _unfold(x: Tensor, block: _Block, nheads: int) -> Tensor:
 class _Visibility:
     """What the rows of one block of queries see."""
 
-    def __init__(self, mask: Mask, block: _Block, seqlen_k: int, group: int, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, block: _Block, group: int, device: torch.device) -> None:
         rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
-        lo, hi = mask.bounds(rows, seqlen_k)
+        lo, hi = meeting.mask.bounds(rows, max((chunk.stop for chunk in meeting.k_chunks), default=0))
         lo, hi = torch.broadcast_tensors(lo, hi)
         self._none = not bool((hi > lo).any())
         self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
@@ -110,19 +110,12 @@ class _Visibility:
         return [seen for keys in _blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
 
 
-def _last_key(chunks: Sequence[Chunk]) -> int:
-    return max((chunk.stop for chunk in chunks), default=0)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     state: AttentionState | None,
     out: Tensor,
     lse: Tensor,
@@ -137,9 +130,9 @@ def forward(
     batch, _, nheads, _ = q.shape
     nheads_kv = k.shape[2]
     group = nheads // nheads_kv
-    for queries in _blocks(q_chunks, BLOCK_Q):
-        sees = _Visibility(mask, queries, _last_key(k_chunks), group, q.device)
-        seen = sees.over(k_chunks)
+    for queries in _blocks(meeting.q_chunks, BLOCK_Q):
+        sees = _Visibility(meeting, queries, group, q.device)
+        seen = sees.over(meeting.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
         q_block = _fold(q, queries, nheads_kv)
@@ -151,7 +144,7 @@ def forward(
             m, row_sum = _fold_rows(state.m, queries, nheads_kv), _fold_rows(state.l, queries, nheads_kv)
             acc = _fold(state.o, queries, nheads_kv)
         for keys in seen:
-            scores = (q_block @ sees.rows(k, keys).transpose(-1, -2)).mul_(softmax_scale * LOG2E)
+            scores = (q_block @ sees.rows(k, keys).transpose(-1, -2)).mul_(meeting.softmax_scale * LOG2E)
             scores = sees.hide(scores, keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
             origin = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -218,23 +211,20 @@ def backward_dq(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     accumulate: bool,
 ) -> None:
     """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
-    for queries in _blocks(q_chunks, BLOCK_Q):
-        sees = _Visibility(mask, queries, _last_key(k_chunks), nheads // nheads_kv, q.device)
-        rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
+    for queries in _blocks(meeting.q_chunks, BLOCK_Q):
+        sees = _Visibility(meeting, queries, nheads // nheads_kv, q.device)
+        rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, meeting.softmax_scale)
         acc = torch.zeros_like(rows.q)
-        for keys in sees.over(k_chunks):
+        for keys in sees.over(meeting.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
             acc += ds @ sees.rows(k, keys)
-        update = _unfold(acc * softmax_scale, queries, nheads)
+        update = _unfold(acc * meeting.softmax_scale, queries, nheads)
         target = dq[:, queries.begin : queries.end]
         target.copy_(target + update if accumulate else update)
 
@@ -248,32 +238,28 @@ def backward_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     accumulate: bool,
 ) -> None:
     """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
-    seqlen_k = _last_key(k_chunks)
     queries_and_masks = [
-        (queries, _Visibility(mask, queries, seqlen_k, nheads // nheads_kv, q.device))
-        for queries in _blocks(q_chunks, BLOCK_Q)
+        (queries, _Visibility(meeting, queries, nheads // nheads_kv, q.device))
+        for queries in _blocks(meeting.q_chunks, BLOCK_Q)
     ]
-    for block in _blocks(k_chunks, BLOCK_K):
+    for block in _blocks(meeting.k_chunks, BLOCK_K):
         dk_acc, dv_acc = torch.zeros_like(_rows(k, block)), torch.zeros_like(_rows(v, block))
         for queries, sees in queries_and_masks:
             keys = sees.of(block)
             if keys is None:
                 continue
-            rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, softmax_scale)
+            rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, meeting.softmax_scale)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
             dv_acc[:, :, seen] += p.transpose(-1, -2) @ rows.dout
             dk_acc[:, :, seen] += ds.transpose(-1, -2) @ rows.q
-        for total, acc in ((dk, dk_acc * softmax_scale), (dv, dv_acc)):
+        for total, acc in ((dk, dk_acc * meeting.softmax_scale), (dv, dv_acc)):
             target = total[:, block.begin : block.end]
             update = acc.transpose(1, 2)
             target.copy_(target + update if accumulate else update)

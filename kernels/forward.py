@@ -13,13 +13,12 @@ O' = O 2^(m-m') + 2^(s-m') v. Source: FlashAttention-2 (Dao 2023), algorithm 1, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.config import forward_config
+from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.tiles import (
     SIZES,
     chunk_table,
@@ -30,13 +29,12 @@ from ringflash.kernels.tiles import (
     masked_tile,
     masked_tiles,
     row_pointers,
+    sees,
     store_rows,
     wide,
     with_unit_stride,
 )
 from ringflash.kernels.visibility import row_bounds
-from ringflash.layout import Chunk
-from ringflash.masks import Mask
 from ringflash.state import LN2, LOG2E, AttentionState
 
 
@@ -78,12 +76,7 @@ def _attend(
         )
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < end)[None, :]
-            if MASK == 1:
-                visible &= (k_start + columns)[None, :] <= (position + tl.arange(0, BLOCK_M))[:, None]
-            if MASK == 2:
-                visible &= ((k_start + columns)[None, :] >= lo[:, None]) & ((k_start + columns)[None, :] < hi[:, None])
+            visible = sees(n + tl.arange(0, BLOCK_N), position, k_start, end, lo, hi, MASK, BLOCK_M)
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         origin = m_new
@@ -211,11 +204,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    meeting: Meeting,
     *,
-    q_chunks: Sequence[Chunk],
-    k_chunks: Sequence[Chunk],
-    mask: Mask,
-    softmax_scale: float,
     state: AttentionState | None,
     out: Tensor,
     lse: Tensor,
@@ -225,15 +215,16 @@ def forward(
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config = forward_config(headdim, q.dtype)
-    bounds = row_bounds(mask, q_chunks, q.device)
-    ntiles = count_tiles(q_chunks, config.block_m)
+    bounds = row_bounds(meeting.mask, meeting.q_chunks, q.device)
+    ntiles = count_tiles(meeting.q_chunks, config.block_m)
     q, k, v = map(with_unit_stride, (q, k, v))
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     _forward_kernel[(ntiles * batch * nheads,)](
         q, k, v, m, l, o, out, lse,
-        chunk_table(q_chunks, q.device), chunk_table(k_chunks, q.device), bounds.lo, bounds.hi, bounds.batch_stride,
-        len(q_chunks), len(k_chunks),
-        ntiles, seqlen_q, nheads, nheads // k.shape[2], softmax_scale * LOG2E, LN2,
+        chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
+        bounds.lo, bounds.hi, bounds.batch_stride,
+        len(meeting.q_chunks), len(meeting.k_chunks),
+        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.softmax_scale * LOG2E, LN2,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         FIRST=first, LAST=last, MASK=bounds.kind, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,

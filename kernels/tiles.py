@@ -95,6 +95,18 @@ def keys_seen(lo, hi, rows, inside, position, last_row, k_start, length, MASK: t
 
 
 @triton.jit
+def sees(columns, position, k_start, end, lo, hi, MASK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which of the keys at `columns` of a chunk each row of a tile sees: (BLOCK_M, columns)."""
+    visible = (columns < end)[None, :]
+    keys = (k_start + columns)[None, :]
+    if MASK == 1:
+        visible &= keys <= (position + tl.arange(0, BLOCK_M))[:, None]
+    if MASK == 2:
+        visible &= (keys >= lo[:, None]) & (keys < hi[:, None])
+    return visible
+
+
+@triton.jit
 def masked_tile(i, begin, full_begin, full_end, BLOCK: tl.constexpr):
     """Where the i-th tile that needs its mask begins: those before the full ones, then those after."""
     before = (full_begin - begin) // BLOCK

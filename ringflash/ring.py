@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import TileKernels
+from ringflash.kernels.meeting import Meeting
 from ringflash.plan import Hop, Plan
 from ringflash.state import AttentionState
 from ringflash.transport.base import Message, Transport
@@ -27,6 +27,10 @@ class Tiles:
 
     kernels: TileKernels
     softmax_scale: float
+
+    def meeting(self, plan: Plan, hop: Hop) -> Meeting:
+        """Who meets whom at `hop`."""
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.softmax_scale)
 
 
 class _PairBuffer:
@@ -161,10 +165,7 @@ def forward(
             tiles.kernels.forward(
                 q,
                 *kv.visiting(hop),
-                q_chunks=plan.q_chunks,
-                k_chunks=plan.owner_chunks(hop),
-                mask=plan.mask,
-                softmax_scale=tiles.softmax_scale,
+                tiles.meeting(plan, hop),
                 state=state,
                 out=out,
                 lse=lse,
@@ -205,21 +206,16 @@ def backward(
         if hop.index > 0:
             moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
         moving_kv = kv.start(hop)
-        problem: dict[str, Any] = {
-            "q_chunks": plan.q_chunks,
-            "k_chunks": plan.owner_chunks(hop),
-            "mask": plan.mask,
-            "softmax_scale": tiles.softmax_scale,
-        }
         inputs = (dout, q, *kv.visiting(hop), lse, delta)
         if hop.meets:
-            kernels.backward_dq(*inputs, dq, **problem, accumulate=dq_written)
+            kernels.backward_dq(*inputs, dq, tiles.meeting(plan, hop), accumulate=dq_written)
             dq_written = True
         if hop.index > 0:
             yield
             transport.finish(moving_gradients)
         if hop.meets:
-            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), **problem, accumulate=hop.index > 0)
+            dk, dv = gradients.visiting(hop)
+            kernels.backward_dkdv(*inputs, dk, dv, tiles.meeting(plan, hop), accumulate=hop.index > 0)
         elif hop.index == 0:
             for gradient in gradients.visiting(hop):
                 gradient.zero_()
