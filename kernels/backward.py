@@ -31,11 +31,11 @@ from ringflash.kernels.tiles import (
     row_pointers,
     sees,
     store_rows,
+    tanh,
     wide,
     with_unit_stride,
 )
 from ringflash.kernels.visibility import TABLE, row_bounds, rows_met
-from ringflash.state import LOG2E
 
 
 @triton.jit
@@ -64,9 +64,11 @@ def _dq_over_keys(
     hi,
     position,
     k_start,
+    before_tanh,
     scale,
     MASKED: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -85,10 +87,15 @@ def _dq_over_keys(
         v_tile = load_rows(
             row_pointers(v_base, n, stride_vs, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
-        p = tl.exp2(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale - lse2[:, None])
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * before_tanh)
+        p = tl.exp2(s * scale - lse2[:, None])
         if MASKED:
             visible = sees(n + tl.arange(0, BLOCK_N), position, k_start, end, lo, hi, MASK, BLOCK_M)
         ds = p * (tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION) - delta_row[:, None])
+        if SOFTCAP:
+            ds *= 1.0 - s * s
         if MASKED:  # not p: rows that see nothing may hold anything, NaN too
             ds = tl.where(visible, ds, 0.0)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -116,6 +123,7 @@ def _dq_kernel(
     nheads,
     group,
     softmax_scale,
+    before_tanh,
     scale,
     stride_dob,
     stride_dos,
@@ -131,6 +139,7 @@ def _dq_kernel(
     stride_vh,
     ACCUMULATE: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -175,13 +184,13 @@ def _dq_kernel(
         v_chunk = v_base + wide(chunk_row) * stride_vs
         acc = _dq_over_keys(
             acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, begin,
-            full_begin, full_end, end, lo, hi, position, k_start, scale,
-            False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            full_begin, full_end, end, lo, hi, position, k_start, before_tanh, scale,
+            False, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc = _dq_over_keys(
             acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, stride_ks, stride_vs, begin,
-            full_begin, full_end, end, lo, hi, position, k_start, scale,
-            True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            full_begin, full_end, end, lo, hi, position, k_start, before_tanh, scale,
+            True, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         chunk_row += length
 
@@ -215,9 +224,11 @@ def _dkdv_over_queries(
     length,
     position,
     q_start,
+    before_tanh,
     scale,
     MASKED: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -244,8 +255,13 @@ def _dkdv_over_queries(
             q_tile = tl.where(live, q_tile, 0.0).to(q_tile.dtype)
             dout_tile = tl.where(live, dout_tile, 0.0).to(dout_tile.dtype)
             delta_row = tl.where(lse2 != float("inf"), delta_row, 0.0)
-        p = tl.exp2(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale - lse2[None, :])
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * before_tanh)
+        p = tl.exp2(s * scale - lse2[None, :])
         ds = p * (tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION) - delta_row[None, :])
+        if SOFTCAP:
+            ds *= 1.0 - s * s
         if MASKED:
             columns = (position + tl.arange(0, BLOCK_N))[:, None]
             visible = columns <= (q_start + rows)[None, :]
@@ -312,6 +328,7 @@ def _dkdv_kernel(
     nheads_kv,
     group,
     softmax_scale,
+    before_tanh,
     scale,
     stride_dob,
     stride_dos,
@@ -329,6 +346,7 @@ def _dkdv_kernel(
     stride_dvb,
     ACCUMULATE: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -369,13 +387,15 @@ def _dkdv_kernel(
             if MASK != 0:
                 dk_acc, dv_acc = _dkdv_over_queries(
                     dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, lo_chunk, hi_chunk,
-                    stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start, scale,
-                    True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start,
+                    before_tanh, scale,
+                    True, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             dk_acc, dv_acc = _dkdv_over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, lse, delta, number, lo_chunk, hi_chunk,
-                stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start, scale,
-                False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                stride_qs, stride_dos, begin, full_begin, full_end, end, length, position, q_start,
+                    before_tanh, scale,
+                False, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             chunk_row += length
 
@@ -413,9 +433,9 @@ def backward_dq(
         chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
         bounds.lo, bounds.hi, bounds.batch_stride,
         len(meeting.q_chunks), len(meeting.k_chunks),
-        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.softmax_scale, meeting.softmax_scale * LOG2E,
+        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.softmax_scale, meeting.before_tanh, meeting.to_base2,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
+        ACCUMULATE=accumulate, MASK=bounds.kind, SOFTCAP=meeting.softcap > 0, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -449,9 +469,10 @@ def backward_dkdv(
         chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
         bounds.lo, bounds.hi, bounds.batch_stride,
         met, 0 if met.shape[0] == 1 else met.stride(0), len(meeting.q_chunks), len(meeting.k_chunks),
-        ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv, meeting.softmax_scale, meeting.softmax_scale * LOG2E,
+        ntiles, seqlen_q, nheads, nheads_kv, nheads // nheads_kv,
+        meeting.softmax_scale, meeting.before_tanh, meeting.to_base2,
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], dk.stride(0), dv.stride(0),
-        ACCUMULATE=accumulate, MASK=bounds.kind, PRECISION=config.precision,
+        ACCUMULATE=accumulate, MASK=bounds.kind, SOFTCAP=meeting.softcap > 0, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -110,6 +110,11 @@ class _Visibility:
         return [seen for keys in _blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
 
 
+def _capped(product: Tensor, meeting: Meeting) -> Tensor:
+    """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
+    return product.mul_(meeting.before_tanh).tanh_() if meeting.softcap else product
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -144,7 +149,7 @@ def forward(
             m, row_sum = _fold_rows(state.m, queries, nheads_kv), _fold_rows(state.l, queries, nheads_kv)
             acc = _fold(state.o, queries, nheads_kv)
         for keys in seen:
-            scores = (q_block @ sees.rows(k, keys).transpose(-1, -2)).mul_(meeting.softmax_scale * LOG2E)
+            scores = _capped(q_block @ sees.rows(k, keys).transpose(-1, -2), meeting).mul_(meeting.to_base2)
             scores = sees.hide(scores, keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
             origin = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -178,18 +183,27 @@ class _Queries:
     dout: Tensor
     lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
     delta: Tensor
-    scale: float  # softmax_scale * log2(e)
+    meeting: Meeting
 
     def probabilities_and_gradient(self, keys: _Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """P = 2^(s - lse) and dS = P * (dout v^T - delta) over one block of keys."""
-        scores = (self.q @ self.sees.rows(k, keys).transpose(-1, -2)).mul_(self.scale)
-        p = self.sees.hide(scores, keys, -math.inf).sub_(self.lse[..., None]).exp2_()
+        capped = _capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2), self.meeting)
+        p = self.sees.hide(capped * self.meeting.to_base2, keys, -math.inf).sub_(self.lse[..., None]).exp2_()
         ds = (self.dout @ self.sees.rows(v, keys).transpose(-1, -2)).sub_(self.delta[..., None]).mul_(p)
+        if self.meeting.softcap:
+            ds.mul_(1.0 - capped.square())
         return p, self.sees.hide(ds, keys, 0.0)  # rows that see nothing may hold anything, NaN too
 
 
 def _queries(
-    block: _Block, sees: _Visibility, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, nheads_kv: int, scale: float
+    block: _Block,
+    sees: _Visibility,
+    q: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    meeting: Meeting,
+    nheads_kv: int,
 ) -> _Queries:
     lse_rows = _fold_rows(lse, block, nheads_kv)
     blind = lse_rows == -math.inf
@@ -199,7 +213,7 @@ def _queries(
         _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
         (lse_rows.double() * LOG2E).to(lse.dtype).masked_fill(blind, math.inf),
         _fold_rows(delta, block, nheads_kv),
-        scale * LOG2E,
+        meeting,
     )
 
 
@@ -219,7 +233,7 @@ def backward_dq(
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in _blocks(meeting.q_chunks, BLOCK_Q):
         sees = _Visibility(meeting, queries, nheads // nheads_kv, q.device)
-        rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, meeting.softmax_scale)
+        rows = _queries(queries, sees, q, dout, lse, delta, meeting, nheads_kv)
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(meeting.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
@@ -254,7 +268,7 @@ def backward_dkdv(
             keys = sees.of(block)
             if keys is None:
                 continue
-            rows = _queries(queries, sees, q, dout, lse, delta, nheads_kv, meeting.softmax_scale)
+            rows = _queries(queries, sees, q, dout, lse, delta, meeting, nheads_kv)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
             dv_acc[:, :, seen] += p.transpose(-1, -2) @ rows.dout

@@ -31,11 +31,12 @@ from ringflash.kernels.tiles import (
     row_pointers,
     sees,
     store_rows,
+    tanh,
     wide,
     with_unit_stride,
 )
 from ringflash.kernels.visibility import row_bounds
-from ringflash.state import LN2, LOG2E, AttentionState
+from ringflash.state import LN2, AttentionState
 
 
 @triton.jit
@@ -56,9 +57,11 @@ def _attend(
     hi,
     position,
     k_start,
+    before_tanh,
     scale,
     MASKED: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -75,6 +78,8 @@ def _attend(
             row_pointers(k_base, n, stride_ks, BLOCK_N, BLOCK_D), end - n, HEADDIM, BLOCK_N, BLOCK_D, MASKED
         )
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * before_tanh)
         if MASKED:
             visible = sees(n + tl.arange(0, BLOCK_N), position, k_start, end, lo, hi, MASK, BLOCK_M)
             s = tl.where(visible, s, float("-inf"))
@@ -115,6 +120,7 @@ def _forward_kernel(
     seqlen_q,
     nheads,
     group,
+    before_tanh,
     scale,
     ln2,
     stride_qb,
@@ -129,6 +135,7 @@ def _forward_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -178,11 +185,13 @@ def _forward_kernel(
         v_chunk = v_base + wide(chunk_row) * stride_vs
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, begin, full_begin, full_end, end,
-            lo, hi, position, k_start, scale, False, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            lo, hi, position, k_start, before_tanh, scale,
+            False, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k_chunk, v_chunk, stride_ks, stride_vs, begin, full_begin, full_end, end,
-            lo, hi, position, k_start, scale, True, MASK, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            lo, hi, position, k_start, before_tanh, scale,
+            True, MASK, SOFTCAP, PRECISION, HEADDIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         chunk_row += length
 
@@ -224,9 +233,9 @@ def forward(
         chunk_table(meeting.q_chunks, q.device), chunk_table(meeting.k_chunks, q.device),
         bounds.lo, bounds.hi, bounds.batch_stride,
         len(meeting.q_chunks), len(meeting.k_chunks),
-        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.softmax_scale * LOG2E, LN2,
+        ntiles, seqlen_q, nheads, nheads // k.shape[2], meeting.before_tanh, meeting.to_base2, LN2,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        FIRST=first, LAST=last, MASK=bounds.kind, PRECISION=config.precision,
+        FIRST=first, LAST=last, MASK=bounds.kind, SOFTCAP=meeting.softcap > 0, PRECISION=config.precision,
         HEADDIM=headdim, BLOCK_D=config.block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -95,6 +95,16 @@ def keys_seen(lo, hi, rows, inside, position, last_row, k_start, length, MASK: t
 
 
 @triton.jit
+def tanh(x):
+    """tanh to a few ulp from exp2 alone: a series near 0, where 1 - e would cancel."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def sees(columns, position, k_start, end, lo, hi, MASK: tl.constexpr, BLOCK_M: tl.constexpr):
     """Which of the keys at `columns` of a chunk each row of a tile sees: (BLOCK_M, columns)."""
     visible = (columns < end)[None, :]

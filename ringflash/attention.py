@@ -41,6 +41,7 @@ def flash_attention(
     *,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale q k^T + mask) v on one device, exact, with O(seqlen) memory.
@@ -52,6 +53,7 @@ def flash_attention(
         mask: which keys a query sees; None is all. Masks compose: `Causal() & SlidingWindow(4096)`. The queries are
             the last `seqlen_q` positions.
         softmax_scale: positive; 1 / sqrt(headdim) by default.
+        softcap: bounds the scores smoothly, softcap * tanh(scores / softcap), before the mask; 0 is none.
         options: an `AttentionOptions`.
 
     Returns:
@@ -63,8 +65,8 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
     """
     mask = as_mask(mask)
-    scale = _validate(q, k, v, mask, softmax_scale, options)
-    out, lse = autograd.attention(q, k, v, "", *mask.spec, scale, options.backend)
+    scale = _validate(q, k, v, mask, softmax_scale, softcap, options)
+    out, lse = autograd.attention(q, k, v, "", *mask.spec, scale, float(softcap), options.backend)
     return (out, lse) if options.return_lse else out
 
 
@@ -76,6 +78,7 @@ def ring_attention(
     *,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attention` of a sequence that is cut over the ranks of `context`; a collective, forward and backward.
@@ -87,6 +90,7 @@ def ring_attention(
         context: the ranks, and how the sequence is cut over them.
         mask: as in `flash_attention`, on global positions.
         softmax_scale: as in `flash_attention`.
+        softcap: as in `flash_attention`.
         options: an `AttentionOptions`.
 
     Returns:
@@ -103,7 +107,7 @@ def ring_attention(
         raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
         mask = as_mask(mask)
-        scale = _validate(q, k, v, mask, softmax_scale, options)
+        scale = _validate(q, k, v, mask, softmax_scale, softcap, options)
         if q.is_meta:
             remedy = "A ring needs real tensors on every rank."
             raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
@@ -114,12 +118,18 @@ def ring_attention(
     except Exception as error:
         context.announce_failure(error)  # the others are about to wait for this rank
         raise
-    out, lse = autograd.attention(q, k, v, context.name, *mask.spec, scale, options.backend)
+    out, lse = autograd.attention(q, k, v, context.name, *mask.spec, scale, float(softcap), options.backend)
     return (out, lse) if options.return_lse else out
 
 
 def _validate(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float,
+    options: AttentionOptions,
 ) -> float:
     """Checks what any attention needs, and returns the scale."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -158,6 +168,8 @@ def _validate(
         remedy = "Give it one entry a sequence."
         raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
     choose(options.backend, q)
+    if not 0.0 <= softcap < math.inf:
+        raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:
         remedy = "Flip the sign of q for a negative scale."

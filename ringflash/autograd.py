@@ -27,13 +27,15 @@ T = TypeVar("T")
 class _Ranks:
     """The ranks that one call runs in this process: one, or all virtual ones."""
 
-    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, mask: Mask, softmax_scale: float) -> None:
+    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, mask: Mask, tiles: Tiles) -> None:
         self._context: ContextParallel | None = context_by_name(context) if context else None
         self._network = LocalNetwork()
         if self._context is None:
             self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
         else:
-            seqlen = self._context.agree(operation, q, k, mask=mask, softmax_scale=softmax_scale)
+            seqlen = self._context.agree(
+                operation, q, k, mask, softmax_scale=tiles.softmax_scale, softcap=tiles.softcap
+            )
             self.plans = [self._context.plan(mask, seqlen, rank) for rank in self._context.local_ranks]
 
     @property
@@ -69,11 +71,12 @@ def attention(
     mask: str,
     mask_tensors: Sequence[Tensor],
     softmax_scale: float,
+    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries of this process over the keys of all ranks of the named context."""
-    tiles = Tiles(backends.choose(backend, q), softmax_scale)
-    ranks = _Ranks("attention", context, q, k, mask_from_spec(mask, mask_tensors), softmax_scale)
+    tiles = Tiles(backends.choose(backend, q), softmax_scale, softcap)
+    ranks = _Ranks("attention", context, q, k, mask_from_spec(mask, mask_tensors), tiles)
     shards = zip(ranks.plans, ranks.transports, *map(ranks.shards, (q, k, v)), strict=True)
     results = ranks.run([ring.forward(q, k, v, plan, tiles, transport) for plan, transport, q, k, v in shards])
     outs, lses = zip(*results, strict=True)
@@ -89,6 +92,7 @@ def _(
     mask: str,
     mask_tensors: Sequence[Tensor],
     softmax_scale: float,
+    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -108,11 +112,12 @@ def attention_backward(
     mask: str,
     mask_tensors: Sequence[Tensor],
     softmax_scale: float,
+    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this process's part of the sequence."""
-    tiles = Tiles(backends.choose(backend, q), softmax_scale)
-    ranks = _Ranks("attention backward", context, q, k, mask_from_spec(mask, mask_tensors), softmax_scale)
+    tiles = Tiles(backends.choose(backend, q), softmax_scale, softcap)
+    ranks = _Ranks("attention backward", context, q, k, mask_from_spec(mask, mask_tensors), tiles)
     dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
     shards = zip(ranks.plans, ranks.transports, dlses, *map(ranks.shards, (dout, q, k, v, out)), strict=True)
     results = ranks.run(
@@ -138,6 +143,7 @@ def _(
     mask: str,
     mask_tensors: Sequence[Tensor],
     softmax_scale: float,
+    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -153,8 +159,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    _, _, mask_tensors, _, _ = ctx.values
-    none = (None, None, [None] * len(mask_tensors), None, None)  # one for each further input, as they are nested
+    _, _, mask_tensors, *_ = ctx.values
+    none = (None, None, [None] * len(mask_tensors), None, None, None)  # one for each further input, as they are nested
     return (*attention_backward(dout, dlse, q, k, v, out, lse, *ctx.values), *none)
 
 

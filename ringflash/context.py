@@ -121,7 +121,7 @@ class ContextParallel:
         """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it."""
         return make_plan(self._cut(seqlen), as_mask(mask), self.rank if rank is None else rank)
 
-    def agree(self, operation: str, q: Tensor, k: Tensor, *, mask: Mask, softmax_scale: float) -> int:
+    def agree(self, operation: str, q: Tensor, k: Tensor, mask: Mask, *, softmax_scale: float, softcap: float) -> int:
         """Checks that all ranks call `operation` alike, and returns the tokens in the whole sequence.
 
         Raises:
@@ -141,6 +141,7 @@ class ContextParallel:
             "mask": _described(mask),
             "layout": self.layout,
             "softmax_scale": softmax_scale,
+            "softcap": softcap,
         }
         return self._agreed_seqlen(fields, q.shape[1])
 

@@ -27,10 +27,11 @@ class Tiles:
 
     kernels: TileKernels
     softmax_scale: float
+    softcap: float
 
     def meeting(self, plan: Plan, hop: Hop) -> Meeting:
         """Who meets whom at `hop`."""
-        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.softmax_scale)
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.softmax_scale, self.softcap)
 
 
 class _PairBuffer:

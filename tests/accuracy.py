@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Problem:
     v: Tensor
     dout: Tensor
     mask: Mask | None
+    softcap: float = 0.0
 
     @staticmethod
     def random(
@@ -62,6 +64,7 @@ class Problem:
         batch: int = 2,
         dtype: torch.dtype = torch.float32,
         mask: Mask | None = None,
+        softcap: float = 0.0,
         device: str = "cpu",
         seed: int = 0,
     ) -> Problem:
@@ -74,11 +77,11 @@ class Problem:
             return x.to(device, dtype)
 
         q, k, v = draw(seqlen_q, heads[0]), draw(seqlen_k, heads[1]), draw(seqlen_k, heads[1])
-        return Problem(q, k, v, draw(seqlen_q, heads[0]), mask)
+        return Problem(q, k, v, draw(seqlen_q, heads[0]), mask, softcap)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """The problem with `change` made to every tensor."""
-        return Problem(change(self.q), change(self.k), change(self.v), change(self.dout), self.mask)
+        return Problem(change(self.q), change(self.k), change(self.v), change(self.dout), self.mask, self.softcap)
 
     def run(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype | None = None
@@ -90,26 +93,34 @@ class Problem:
 
     def exact(self) -> list[Tensor]:
         """out, dq, dk and dv in float64."""
-        return self.run(lambda q, k, v: reference.attention(q, k, v, mask=self.mask)[0], torch.float64)
+        return self.run(
+            lambda q, k, v: reference.attention(q, k, v, mask=self.mask, softcap=self.softcap)[0], torch.float64
+        )
 
     def plain(self) -> list[Tensor]:
         """out, dq, dk and dv of the plain formula in the inputs' dtype."""
-        return self.run(lambda q, k, v: reference.attention(q, k, v, mask=self.mask)[0])
+        return self.run(self._reference)
+
+    def _reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, mask=self.mask, softcap=self.softcap)[0]
 
     def flash(self, **options: object) -> list[Tensor]:
         """out, dq, dk and dv of flash_attention."""
-        chosen = rf.AttentionOptions(**options)  # type: ignore[arg-type]
-        return self.run(lambda q, k, v: as_tensor(rf.flash_attention(q, k, v, mask=self.mask, options=chosen)))
+        rest = self._rest(options)
+        return self.run(lambda q, k, v: as_tensor(rf.flash_attention(q, k, v, **rest)))
 
     def ring(self, context: rf.ContextParallel, **options: object) -> list[Tensor]:
         """out, dq, dk and dv of the whole sequence by ring_attention."""
-        chosen = rf.AttentionOptions(**options)  # type: ignore[arg-type]
+        rest = self._rest(options)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (context.shard(x) for x in (q, k, v))
-            return context.unshard(as_tensor(rf.ring_attention(q, k, v, context, mask=self.mask, options=chosen)))
+            return context.unshard(as_tensor(rf.ring_attention(q, k, v, context, **rest)))
 
         return self.run(attention)
+
+    def _rest(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"mask": self.mask, "softcap": self.softcap, "options": rf.AttentionOptions(**options)}
 
 
 def as_tensor(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -78,4 +78,4 @@ def test_checkpointing_that_keeps_attention_does_not_run_the_ring_again(monkeypa
 def test_opcheck(context: str, mask: str, tensors: list[Tensor]) -> None:
     name = rf.ContextParallel.local(2).name if context else ""
     q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(ATTENTION, (q, k, v, name, mask, tensors, 0.25, "auto"))
+    torch.library.opcheck(ATTENTION, (q, k, v, name, mask, tensors, 0.25, 0.0, "auto"))

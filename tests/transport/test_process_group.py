@@ -119,6 +119,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("mask", {"mask": rf.Documents([0, 9, 18])}),
     ("layout", {"layout": "contiguous"}),
     ("softmax_scale", {"scale": 0.5}),
+    ("softcap", {"softcap": 5.0}),
 ]
 
 
@@ -128,11 +129,12 @@ def _call(change: dict[str, Any]) -> None:
     given |= {"dtype": torch.float32, "mask": None, "scale": None, "device": "cpu"} | (
         change if dist.get_rank() == 1 else {}
     )
-    given["options"] = rf.AttentionOptions(backend=given.get("backend", "auto"))
+    options = rf.AttentionOptions(backend=given.get("backend", "auto"))
+    given["rest"] = {"options": options, "softcap": given.get("softcap", 0.0)}
     context = rf.ContextParallel(dist.group.WORLD, given["layout"])
     q, k = (torch.zeros(given["batch"], given["seqlen"], given[n], given["headdim"]) for n in ("nheads", "nheads_kv"))
     q, k = (x.to(given["device"], given["dtype"]) for x in (q, k))
-    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"], options=given["options"])
+    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"], **given["rest"])
 
 
 def _calls() -> list[str]:
