@@ -22,6 +22,10 @@ class TileKernels(Protocol):
     lse, delta (batch, nheads, seqlen_q), lse in natural logarithm. All outputs are written in place.
     """
 
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
+        ...
+
     def forward(
         self,
         q: Tensor,

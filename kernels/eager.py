@@ -2,7 +2,8 @@
 
 Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
 lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows, headdim), so that every
-query head of a group meets its KV head in one matmul and KV is not repeated.
+query head of a group meets its KV head in one matmul and KV is not repeated. Half precisions are computed in float32,
+float32 in float64: these kernels are what the others are judged by.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ def _blocks(chunks: Sequence[Chunk], size: int) -> Iterator[_Block]:
         base += chunk.length
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The next precision, which is also what is computed in: the result's own rounding is all that remains."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:
-    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the accumulation dtype."""
-    return x[:, block.begin : block.end].transpose(1, 2).to(_accumulation_dtype(x))
+    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
+    return x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
 
 
 def _fold(x: Tensor, block: _Block, nheads_kv: int) -> Tensor:
-    """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the accumulation dtype."""
+    """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the dtype computed in."""
     batch, _, nheads, headdim = x.shape
-    rows = x[:, block.begin : block.end].transpose(1, 2).to(_accumulation_dtype(x))
+    rows = x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
     return rows.reshape(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
 
 
@@ -146,8 +148,8 @@ def forward(
             row_sum, acc = torch.zeros_like(m), torch.zeros_like(q_block)
         else:
             assert state is not None
-            m, row_sum = _fold_rows(state.m, queries, nheads_kv), _fold_rows(state.l, queries, nheads_kv)
-            acc = _fold(state.o, queries, nheads_kv)
+            m, row_sum = (_fold_rows(x, queries, nheads_kv).to(q_block.dtype) for x in (state.m, state.l))
+            acc = _fold(state.o, queries, nheads_kv).to(q_block.dtype)
         for keys in seen:
             scores = _capped(q_block @ sees.rows(k, keys).transpose(-1, -2), meeting).mul_(meeting.to_base2)
             scores = sees.hide(scores, keys, -math.inf)
@@ -171,7 +173,7 @@ def forward(
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse: what the softmax's backward subtracts; (batch, nheads, seqlen_q)."""
     product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # float64: what is left after cancellation
-    return (product if dlse is None else product - dlse).to(_accumulation_dtype(out))
+    return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def _queries(
         sees,
         _fold(q, block, nheads_kv).masked_fill(blind[..., None], 0.0),
         _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
-        (lse_rows.double() * LOG2E).to(lse.dtype).masked_fill(blind, math.inf),
+        (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(blind, math.inf),
         _fold_rows(delta, block, nheads_kv),
         meeting,
     )

@@ -11,10 +11,16 @@ from ringflash.kernels.backward import backward_dkdv, backward_dq
 from ringflash.kernels.delta import delta
 from ringflash.kernels.forward import forward
 
-__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward"]
+__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward", "state_dtype"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for every dtype these kernels know."""
+    assert dtype in DTYPES
+    return torch.float32
 
 
 def check_supported(q: Tensor) -> None:

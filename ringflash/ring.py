@@ -52,10 +52,6 @@ class _PairBuffer:
         return first, second
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _KVRing:
     """The KV that visits this rank, hop by hop, in two rotating buffers."""
 
@@ -86,11 +82,10 @@ class _KVRing:
 
 
 class _GradientRing:
-    """dK and dV in float32, which follow their KV one hop behind and return home from its last stop."""
+    """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop."""
 
-    def __init__(self, k: Tensor, plan: Plan, transport: Transport) -> None:
-        self._plan, self._transport, self._like = plan, transport, k
-        self._dtype = k.dtype if plan.world_size == 1 else _accumulation_dtype(k)
+    def __init__(self, k: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport, self._like, self._dtype = plan, transport, k, dtype
         rows = max(plan.layout.lengths)
         self._travelling = [_PairBuffer(k, rows, self._dtype) for _ in range(2)] if plan.world_size > 1 else []
         self._own: tuple[Tensor, Tensor] | None = None
@@ -151,14 +146,15 @@ def forward(
     """
     batch, seqlen, nheads, headdim = q.shape
     out = q.new_empty(q.shape)
-    lse = q.new_empty((batch, nheads, seqlen), dtype=_accumulation_dtype(q))
+    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:
         out.zero_()
         lse.fill_(-torch.inf)
     state = None
     if len(computed) > 1:
-        state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=q.device, dtype=lse.dtype)
+        dtype = tiles.kernels.state_dtype(q.dtype)
+        state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=q.device, dtype=dtype)
     kv = _KVRing(k, v, plan, transport)
     for hop in plan.hops:
         moving_kv = kv.start(hop)
@@ -192,15 +188,15 @@ def backward(
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of `forward`, with `lse` of the whole ring: dq as q, dk and dv as k and v.
 
-    dq stays here in float32. At each hop its kernel hides the arrival of the gradient that follows the visiting KV;
-    the dK/dV kernel then adds to it.
+    dq stays here in the state's dtype. At each hop its kernel hides the arrival of the gradient that follows the
+    visiting KV; the dK/dV kernel then adds to it.
     """
     kernels = tiles.kernels
     delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
-    alone = plan.world_size == 1
-    dq = q.new_empty(q.shape, dtype=q.dtype if alone else _accumulation_dtype(q))
+    dtype = q.dtype if plan.world_size == 1 else kernels.state_dtype(q.dtype)  # alone, every kernel rounds once itself
+    dq = q.new_empty(q.shape, dtype=dtype)
     kv = _KVRing(k, v, plan, transport)
-    gradients = _GradientRing(k, plan, transport)
+    gradients = _GradientRing(k, dtype, plan, transport)
     moving_gradients = None
     dq_written = False
     for hop in plan.hops:

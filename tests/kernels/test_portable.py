@@ -15,6 +15,8 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 MASKS = [None, rf.Causal()]
 LENGTHS = [(1, 1), (3, 3), (64, 128), (113, 203), (239, 1), (203, 113)]
 GPU_LENGTHS = [(108, 256), (256, 512), (512, 256), (640, 128), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048)]
+# Float32 stays float32 in these kernels, so largest errors are compared above a floor; lower precisions have none.
+ROUNDING = 16.0
 HEADDIMS = [16, 40, 64, 128, 256]
 
 
@@ -27,7 +29,7 @@ def problem(**given: Any) -> Problem:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths(dtype: torch.dtype, seqlen: tuple[int, int], mask: rf.Causal | None) -> None:
     given = problem(seqlen=seqlen, dtype=dtype, mask=mask)
-    assert_accurate(given.flash(backend="triton"), given)
+    assert_accurate(given.flash(backend="triton"), given, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -35,14 +37,14 @@ def test_lengths(dtype: torch.dtype, seqlen: tuple[int, int], mask: rf.Causal | 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_headdims(dtype: torch.dtype, headdim: int, mask: rf.Causal | None) -> None:
     given = problem(seqlen=513 if GPU else 150, headdim=headdim, dtype=dtype, mask=mask)
-    assert_accurate(given.flash(backend="triton"), given)
+    assert_accurate(given.flash(backend="triton"), given, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     given = problem(seqlen=150, heads=heads, batch=2, dtype=dtype, mask=rf.Causal())
-    assert_accurate(given.flash(backend="triton"), given)
+    assert_accurate(given.flash(backend="triton"), given, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -50,7 +52,7 @@ def test_grouped_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rings(dtype: torch.dtype, world: int, layout: str, mask: rf.Causal | None) -> None:
     given = problem(seqlen=1531 if GPU else 203, dtype=dtype, mask=mask)
-    assert_accurate(given.ring(rf.ContextParallel.local(world, layout), backend="triton"), given)
+    assert_accurate(given.ring(rf.ContextParallel.local(world, layout), backend="triton"), given, rounding=ROUNDING)
 
 
 def test_lse_and_its_gradient() -> None:
@@ -81,7 +83,7 @@ def test_strides_do_not_matter() -> None:
 def test_an_expanded_gradient() -> None:
     given = problem(seqlen=40)
     ones = Problem(given.q, given.k, given.v, torch.ones((), device=DEVICE).expand_as(given.dout), None)
-    assert_accurate(ones.flash(backend="triton"), ones)
+    assert_accurate(ones.flash(backend="triton"), ones, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("repeats", [250 if GPU else 2])
@@ -117,4 +119,4 @@ def test_offsets_beyond_int32() -> None:
     q = far[:, :, :2]
     given = Problem(q, far[:, :, 2:4], far[:, :, 4:6], torch.randn_like(q), rf.Causal())
     assert storage.numel() > 2**31
-    assert_accurate(given.flash(backend="triton"), given)
+    assert_accurate(given.flash(backend="triton"), given, rounding=ROUNDING)
