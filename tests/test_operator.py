@@ -13,6 +13,9 @@ from ringflash import ring
 from ringflash.masks import Mask
 from tests.accuracy import as_tensor
 
+# torch 2.11's own, when its compiler is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
+
 ATTENTION = torch.ops.ringflash.attention.default
 
 
