@@ -43,7 +43,7 @@ class TileKernels(Protocol):
         ...
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-        """rowsum(dout * out) - dlse, in the dtype of lse."""
+        """rowsum(dout * out) - dlse, in `state_dtype`."""
         ...
 
     def backward_dq(

@@ -265,7 +265,8 @@ def backward_dkdv(
         for queries in _blocks(meeting.q_chunks, BLOCK_Q)
     ]
     for block in _blocks(meeting.k_chunks, BLOCK_K):
-        dk_acc, dv_acc = torch.zeros_like(_rows(k, block)), torch.zeros_like(_rows(v, block))
+        shape = (k.shape[0], nheads_kv, block.end - block.begin, k.shape[3])
+        dk_acc, dv_acc = (k.new_zeros(shape, dtype=state_dtype(k.dtype)) for _ in range(2))
         for queries, sees in queries_and_masks:
             keys = sees.of(block)
             if keys is None:

@@ -20,7 +20,7 @@ class AttentionState:
     m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i), O_i = sum_j 2^(s_ij - m_i) v_j.
 
     Args:
-        m: row maximum in base 2, (batch, nheads, seqlen), float32 (float64 for float64 inputs).
+        m: row maximum in base 2, (batch, nheads, seqlen), float32, or float64 where kernels compute in it.
         l: row sum, the same shape and dtype.
         o: unnormalised output, (batch, seqlen, nheads, headdim), the same dtype.
 

@@ -83,7 +83,7 @@ def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(problem.ring(context), expected, strict=True))
 
 
-def test_buffers_are_two_and_the_state_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank holds beside its own tensors does not grow with the world."""
     allocated: list[int] = []
     original = ring._PairBuffer.__init__
