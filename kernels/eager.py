@@ -9,107 +9,31 @@ float32 in float64: these kernels are what the others are judged by.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype
 from ringflash.kernels.meeting import Meeting
-from ringflash.layout import Chunk
 from ringflash.state import LOG2E, AttentionState
 
-BLOCK_Q = 256
-BLOCK_K = 1024
 
-
-@dataclass(frozen=True)
-class _Block:
-    """Rows `[begin, end)` of storage, the first at global position `position`."""
-
-    begin: int
-    end: int
-    position: int
-
-
-def _blocks(chunks: Sequence[Chunk], size: int) -> Iterator[_Block]:
-    base = 0
-    for chunk in chunks:
-        for offset in range(0, chunk.length, size):
-            yield _Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset)
-        base += chunk.length
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The next precision, which is also what is computed in: the result's own rounding is all that remains."""
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def _rows(x: Tensor, block: _Block) -> Tensor:
-    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
-    return x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
-
-
-def _fold(x: Tensor, block: _Block, nheads_kv: int) -> Tensor:
+def _fold(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
     """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the dtype computed in."""
     batch, _, nheads, headdim = x.shape
     rows = x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
     return rows.reshape(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
 
 
-def _fold_rows(x: Tensor, block: _Block, nheads_kv: int) -> Tensor:
+def _fold_rows(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
     """A number a row, from (batch, nheads, seqlen_q) to (batch, nheads_kv, group * rows)."""
     return x[:, :, block.begin : block.end].reshape(x.shape[0], nheads_kv, -1)
 
 
-def _unfold(x: Tensor, block: _Block, nheads: int) -> Tensor:
+def _unfold(x: Tensor, block: Block, nheads: int) -> Tensor:
     """Inverse of `_fold`: (batch, rows, nheads, headdim)."""
     return x.reshape(x.shape[0], nheads, block.end - block.begin, x.shape[-1]).transpose(1, 2)
-
-
-class _Visibility:
-    """What the rows of one block of queries see."""
-
-    def __init__(self, meeting: Meeting, block: _Block, group: int, device: torch.device) -> None:
-        rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
-        lo, hi = meeting.mask.bounds(rows, max((chunk.stop for chunk in meeting.k_chunks), default=0))
-        lo, hi = torch.broadcast_tensors(lo, hi)
-        self._none = not bool((hi > lo).any())
-        self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
-        self._hi_min, self._hi_max = int(hi.min()), int(hi.max())
-        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
-        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
-        live = hi > lo
-        self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
-        self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
-
-    def of(self, keys: _Block) -> _Block | None:
-        """The keys of a block that any row may see, None when there are none; the rest is never read."""
-        skip = max(self._lo_min - keys.position, 0)
-        length = min(keys.end - keys.begin, self._hi_max - keys.position)
-        if self._none or length <= skip:
-            return None
-        return _Block(keys.begin + skip, keys.begin + length, keys.position + skip)
-
-    def rows(self, x: Tensor, keys: _Block) -> Tensor:
-        """Rows of a KV-side tensor as `_rows` gives them, zeros where a sequence's rows see none of them."""
-        rows = _rows(x, keys)
-        if self._first is None or self._last is None:
-            return rows
-        columns = torch.arange(keys.position, keys.position + keys.end - keys.begin, device=x.device)[:, None]
-        return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
-
-    def hide(self, x: Tensor, keys: _Block, value: float) -> Tensor:
-        """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
-        stop = keys.position + keys.end - keys.begin
-        if self._lo_max <= keys.position and stop <= self._hi_min:
-            return x
-        columns = torch.arange(keys.position, stop, device=x.device)
-        return x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
-
-    def over(self, chunks: Sequence[Chunk]) -> list[_Block]:
-        """Blocks of the keys of `chunks` that any row may see."""
-        return [seen for keys in _blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
 
 
 def _capped(product: Tensor, meeting: Meeting) -> Tensor:
@@ -137,8 +61,8 @@ def forward(
     batch, _, nheads, _ = q.shape
     nheads_kv = k.shape[2]
     group = nheads // nheads_kv
-    for queries in _blocks(meeting.q_chunks, BLOCK_Q):
-        sees = _Visibility(meeting, queries, group, q.device)
+    for queries in blocks(meeting.q_chunks, BLOCK_Q):
+        sees = Visibility(meeting, queries, group, q.device)
         seen = sees.over(meeting.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
@@ -180,14 +104,14 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 class _Queries:
     """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
 
-    sees: _Visibility
+    sees: Visibility
     q: Tensor
     dout: Tensor
     lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
     delta: Tensor
     meeting: Meeting
 
-    def probabilities_and_gradient(self, keys: _Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def probabilities_and_gradient(self, keys: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """P = 2^(s - lse) and dS = P * (dout v^T - delta) over one block of keys."""
         capped = _capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2), self.meeting)
         p = self.sees.hide(capped * self.meeting.to_base2, keys, -math.inf).sub_(self.lse[..., None]).exp2_()
@@ -198,8 +122,8 @@ class _Queries:
 
 
 def _queries(
-    block: _Block,
-    sees: _Visibility,
+    block: Block,
+    sees: Visibility,
     q: Tensor,
     dout: Tensor,
     lse: Tensor,
@@ -233,8 +157,8 @@ def backward_dq(
 ) -> None:
     """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
-    for queries in _blocks(meeting.q_chunks, BLOCK_Q):
-        sees = _Visibility(meeting, queries, nheads // nheads_kv, q.device)
+    for queries in blocks(meeting.q_chunks, BLOCK_Q):
+        sees = Visibility(meeting, queries, nheads // nheads_kv, q.device)
         rows = _queries(queries, sees, q, dout, lse, delta, meeting, nheads_kv)
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(meeting.k_chunks):
@@ -261,10 +185,10 @@ def backward_dkdv(
     """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
-        (queries, _Visibility(meeting, queries, nheads // nheads_kv, q.device))
-        for queries in _blocks(meeting.q_chunks, BLOCK_Q)
+        (queries, Visibility(meeting, queries, nheads // nheads_kv, q.device))
+        for queries in blocks(meeting.q_chunks, BLOCK_Q)
     ]
-    for block in _blocks(meeting.k_chunks, BLOCK_K):
+    for block in blocks(meeting.k_chunks, BLOCK_K):
         shape = (k.shape[0], nheads_kv, block.end - block.begin, k.shape[3])
         dk_acc, dv_acc = (k.new_zeros(shape, dtype=state_dtype(k.dtype)) for _ in range(2))
         for queries, sees in queries_and_masks:

@@ -1,0 +1,87 @@
+"""What the eager kernels read of a mask: blocks of rows, which of them meet, and the mask inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.meeting import Meeting
+from ringflash.layout import Chunk
+
+BLOCK_Q = 256
+BLOCK_K = 1024
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows `[begin, end)` of storage, the first at global position `position`."""
+
+    begin: int
+    end: int
+    position: int
+
+
+def blocks(chunks: Sequence[Chunk], size: int) -> Iterator[Block]:
+    base = 0
+    for chunk in chunks:
+        for offset in range(0, chunk.length, size):
+            yield Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset)
+        base += chunk.length
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The next precision, which is also what is computed in: the result's own rounding is all that remains."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def key_rows(x: Tensor, block: Block) -> Tensor:
+    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
+    return x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
+
+
+class Visibility:
+    """What the rows of one block of queries see."""
+
+    def __init__(self, meeting: Meeting, block: Block, group: int, device: torch.device) -> None:
+        rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
+        lo, hi = meeting.mask.bounds(rows, max((chunk.stop for chunk in meeting.k_chunks), default=0))
+        lo, hi = torch.broadcast_tensors(lo, hi)
+        self._none = not bool((hi > lo).any())
+        self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
+        self._hi_min, self._hi_max = int(hi.min()), int(hi.max())
+        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
+        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
+        live = hi > lo
+        self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
+        self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
+
+    def of(self, keys: Block) -> Block | None:
+        """The keys of a block that any row may see, None when there are none; the rest is never read."""
+        skip = max(self._lo_min - keys.position, 0)
+        length = min(keys.end - keys.begin, self._hi_max - keys.position)
+        if self._none or length <= skip:
+            return None
+        return Block(keys.begin + skip, keys.begin + length, keys.position + skip)
+
+    def rows(self, x: Tensor, keys: Block) -> Tensor:
+        """Rows of a KV-side tensor as `key_rows` gives them, zeros where a sequence's rows see none of them."""
+        rows = key_rows(x, keys)
+        if self._first is None or self._last is None:
+            return rows
+        columns = torch.arange(keys.position, keys.position + keys.end - keys.begin, device=x.device)[:, None]
+        return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
+
+    def hide(self, x: Tensor, keys: Block, value: float) -> Tensor:
+        """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
+        stop = keys.position + keys.end - keys.begin
+        if self._lo_max <= keys.position and stop <= self._hi_min:
+            return x
+        columns = torch.arange(keys.position, stop, device=x.device)
+        return x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
+
+    def over(self, chunks: Sequence[Chunk]) -> list[Block]:
+        """Blocks of the keys of `chunks` that any row may see."""
+        return [seen for keys in blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
