@@ -1,7 +1,9 @@
 # make train   trains on what this machine has: all GPUs, or two processes on the CPU
-# make test    lints, checks types, runs the tests
+# make test    lints, checks types, runs the tests, compiles the kernels
+# make aot     compiles every kernel for its GPUs, none needed here, and fails on spills or serialised WGMMA that are new;
+#              make aot-record makes what it finds the allowance in kernels/aot/allowance.json
 #
-# Both make $(VENV) first when it is missing or older than pyproject.toml or constraints.txt.
+# Each makes $(VENV) first when that is missing or older than pyproject.toml or constraints.txt.
 #
 # A torch that is there already, as on most machines with GPUs, is used with
 #
@@ -18,13 +20,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test lint clean
+.PHONY: train test lint aot aot-record clean
 
 train: $(STAMP)
 	$(BIN)/ringflash train auto
 
 test: lint
 	$(BIN)/python -m pytest
+	$(BIN)/python -m ringflash.kernels.aot
+
+aot: $(STAMP)
+	$(BIN)/python -m ringflash.kernels.aot
+
+aot-record: $(STAMP)
+	$(BIN)/python -m ringflash.kernels.aot --record
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -10,6 +10,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.kernels import eager
 from ringflash.kernels.meeting import Meeting
+from ringflash.masks import Mask
 from ringflash.state import AttentionState
 
 BACKENDS = ("auto", "triton", "eager")
@@ -18,12 +19,17 @@ BACKENDS = ("auto", "triton", "eager")
 class TileKernels(Protocol):
     """One device's work in a hop.
 
-    Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
-    lse, delta (batch, nheads, seqlen_q), lse in natural logarithm. All outputs are written in place.
+    Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and out, dout
+    likewise with headdim_v; lse, delta (batch, nheads, seqlen_q), lse in natural logarithm. All outputs are written in
+    place.
     """
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
+        ...
+
+    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+        """Whether `backward_dkdv` with dq is the faster backward."""
         ...
 
     def forward(
@@ -75,8 +81,13 @@ class TileKernels(Protocol):
         meeting: Meeting,
         *,
         accumulate: bool,
+        dq: Tensor | None = None,
     ) -> None:
-        """Writes dk and dv over these queries, or adds them when `accumulate`."""
+        """Writes dk and dv over these queries, or adds them when `accumulate`.
+
+        With `dq`, in `state_dtype`, its share of these keys is added to it in the same pass, in any order: only where
+        `has_single_pass`.
+        """
         ...
 
 

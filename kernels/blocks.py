@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringflash.kernels.meeting import Meeting
 from ringflash.layout import Chunk
+from ringflash.masks import Bitmap
 
 BLOCK_Q = 256
 BLOCK_K = 1024
@@ -22,6 +23,10 @@ class Block:
     begin: int
     end: int
     position: int
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Global positions of the rows."""
+        return torch.arange(self.position, self.position + self.end - self.begin, device=device)
 
 
 def blocks(chunks: Sequence[Chunk], size: int) -> Iterator[Block]:
@@ -46,15 +51,17 @@ class Visibility:
     """What the rows of one block of queries see."""
 
     def __init__(self, meeting: Meeting, block: Block, group: int, device: torch.device) -> None:
-        rows = torch.arange(block.position, block.position + block.end - block.begin, device=device)
+        rows = block.positions(device)
         lo, hi = meeting.mask.bounds(rows, max((chunk.stop for chunk in meeting.k_chunks), default=0))
         lo, hi = torch.broadcast_tensors(lo, hi)
-        self._none = not bool((hi > lo).any())
-        self._lo_min, self._lo_max = int(lo.min()), int(lo.max())
-        self._hi_min, self._hi_max = int(hi.min()), int(hi.max())
-        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
-        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
         live = hi > lo
+        self._none = not bool(live.any())
+        self._lo_min, self._lo_max = int(lo.where(live, hi.max()).min()), int(lo.max())
+        self._hi_min, self._hi_max = int(hi.min()), int(hi.where(live, 0).max())
+        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
+        self._bitmap, self._positions, self._group = meeting.mask.bitmap(), rows, group
+        self._bounds = lo, hi
+        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
         self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
         self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
 
@@ -64,23 +71,31 @@ class Visibility:
         length = min(keys.end - keys.begin, self._hi_max - keys.position)
         if self._none or length <= skip:
             return None
-        return Block(keys.begin + skip, keys.begin + length, keys.position + skip)
+        seen = Block(keys.begin + skip, keys.begin + length, keys.position + skip)
+        return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
+
+    def _shown(self, keys: Block, bitmap: Bitmap) -> bool:
+        """Whether the bitmap shows any of the keys of a block to a row whose interval they are in."""
+        lo, hi = self._bounds
+        first, last = lo.clamp(min=keys.position), hi.clamp(max=keys.position + keys.end - keys.begin)
+        return bool(bitmap.sees_any(self._positions, first, last).any())
 
     def rows(self, x: Tensor, keys: Block) -> Tensor:
         """Rows of a KV-side tensor as `key_rows` gives them, zeros where a sequence's rows see none of them."""
         rows = key_rows(x, keys)
         if self._first is None or self._last is None:
             return rows
-        columns = torch.arange(keys.position, keys.position + keys.end - keys.begin, device=x.device)[:, None]
+        columns = keys.positions(x.device)[:, None]
         return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
 
     def hide(self, x: Tensor, keys: Block, value: float) -> Tensor:
         """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
-        stop = keys.position + keys.end - keys.begin
-        if self._lo_max <= keys.position and stop <= self._hi_min:
-            return x
-        columns = torch.arange(keys.position, stop, device=x.device)
-        return x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
+        columns = keys.positions(x.device)
+        if self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min:
+            x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
+        if self._bitmap is not None:
+            x.masked_fill_(~self._bitmap.sees(self._positions, columns).repeat(self._group, 1), value)
+        return x
 
     def over(self, chunks: Sequence[Chunk]) -> list[Block]:
         """Blocks of the keys of `chunks` that any row may see."""

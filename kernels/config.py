@@ -18,17 +18,26 @@ class TileConfig:
         block_m: rows of queries in a tile.
         block_n: rows of keys in a tile.
         block_d: headdim rounded up to a power of two.
+        block_dv: the same of the values' headdim.
         num_warps: warps of a program.
         num_stages: tiles in flight.
+        max_registers: most a thread may use, so that another program fits beside; None is the hardware's limit.
         precision: of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
     """
 
     block_m: int
     block_n: int
     block_d: int
+    block_dv: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
     precision: str = "ieee"
+
+    @property
+    def launch(self) -> dict[str, int | None]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 def padded_headdim(headdim: int) -> int:
@@ -36,49 +45,136 @@ def padded_headdim(headdim: int) -> int:
     return max(16, 1 << (headdim - 1).bit_length())
 
 
-def _config(headdim: int, dtype: torch.dtype, table: dict[tuple[bool, int], tuple[int, int, int, int]]) -> TileConfig:
-    block_d = padded_headdim(headdim)
-    block_m, block_n, num_warps, num_stages = table[dtype == torch.float32, max(64, block_d)]
-    return TileConfig(block_m, block_n, block_d, num_warps, num_stages)
+_Tiles = tuple[int, int, int, int] | tuple[int, int, int, int, int]
+_Table = dict[tuple[bool, int], _Tiles]
+
+LARGE_SHARED = 90  # from this compute capability on a block has 227 KiB of shared memory, before at most 163 KiB
 
 
-# (is float32, headdim up to) -> block_m, block_n, num_warps, num_stages; bfloat16 to 128 by a sweep on an H200
-_FORWARD = {
-    (False, 64): (64, 64, 4, 3),
-    (False, 128): (128, 64, 8, 3),
-    (False, 256): (128, 64, 8, 2),
-    (True, 64): (64, 32, 4, 1),
-    (True, 128): (32, 32, 4, 1),
-    (True, 256): (32, 16, 4, 1),
-}
-_DQ = {
-    (False, 64): (64, 64, 4, 3),
-    (False, 128): (128, 64, 8, 3),
-    (False, 256): (64, 32, 8, 1),
-    (True, 64): (32, 32, 4, 1),
-    (True, 128): (32, 32, 4, 1),
-    (True, 256): (16, 16, 4, 1),
-}
-_DKDV = {
-    (False, 64): (64, 64, 4, 3),
-    (False, 128): (32, 64, 4, 3),
-    (False, 256): (32, 64, 8, 1),
-    (True, 64): (32, 32, 4, 1),
-    (True, 128): (32, 32, 4, 1),
-    (True, 256): (16, 16, 4, 1),
-}
+@dataclass(frozen=True)
+class _Tables:
+    """Tiles of one kernel: (is float32, headdim up to) -> block_m, block_n, num_warps, num_stages[, max_registers].
+
+    Args:
+        usual: bfloat16 by sweeps on an H200; float16 as bfloat16.
+        short: what differs where a row sees a part of the sequence, as under documents and windows: programs are many
+            and short, so that several must fit beside each other.
+        ragged: what differs where rows are loaded with bounds, which takes registers.
+        small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
+    """
+
+    usual: _Table
+    short: _Table
+    ragged: _Table
+    small: _Table
 
 
-def forward_config(headdim: int, dtype: torch.dtype) -> TileConfig:
+_FORWARD = _Tables(
+    usual={
+        (False, 64): (64, 128, 4, 3),
+        (False, 128): (64, 64, 4, 3),
+        (False, 256): (128, 64, 8, 2),
+        (True, 64): (64, 32, 4, 1),
+        (True, 128): (32, 32, 4, 1),
+        (True, 256): (32, 16, 4, 1),
+    },
+    short={(False, 64): (64, 64, 4, 3, 128)},
+    ragged={(False, 64): (64, 64, 4, 3)},
+    small={(False, 64): (64, 64, 4, 3)},
+)
+_DQ = _Tables(
+    usual={
+        (False, 64): (64, 64, 4, 3),
+        (False, 128): (128, 64, 8, 3),
+        (False, 256): (128, 64, 8, 1),
+        (True, 64): (32, 32, 4, 1),
+        (True, 128): (32, 32, 4, 1),
+        (True, 256): (16, 16, 4, 1),
+    },
+    short={},
+    ragged={},
+    small={(False, 128): (128, 64, 8, 2), (False, 256): (64, 32, 8, 1)},
+)
+_DKDV = _Tables(
+    usual={
+        (False, 64): (64, 64, 4, 3),
+        (False, 128): (64, 64, 4, 2),
+        (False, 256): (64, 64, 8, 2),
+        (True, 64): (32, 32, 4, 1),
+        (True, 128): (32, 32, 4, 1),
+        (True, 256): (16, 16, 4, 1),
+    },
+    short={(False, 128): (32, 64, 4, 3)},
+    ragged={(False, 128): (32, 64, 4, 3)},
+    small={(False, 64): (64, 64, 4, 2), (False, 128): (32, 64, 4, 3), (False, 256): (32, 64, 8, 1)},
+)
+_SINGLE_PASS = _Tables(
+    usual={
+        (False, 64): (64, 64, 4, 3),
+        (False, 128): (32, 64, 4, 3),
+        (True, 64): (32, 32, 4, 1),
+        (True, 128): (32, 32, 4, 1),
+    },
+    short={},
+    ragged={},
+    small={(False, 64): (64, 64, 4, 2)},
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What tiles are chosen for.
+
+    Args:
+        headdim: of queries and keys.
+        headdim_v: of values.
+        dtype: of all of them.
+        ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
+        short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
+        capability: of the GPU, as in 90.
+    """
+
+    headdim: int
+    headdim_v: int
+    dtype: torch.dtype
+    ragged: bool
+    short_spans: bool
+    capability: int
+
+    def choose(self, tables: _Tables) -> TileConfig:
+        """The tiles of a kernel."""
+        block_d, block_dv = padded_headdim(self.headdim), padded_headdim(self.headdim_v)
+        table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
+        if self.capability < LARGE_SHARED:
+            table |= tables.small
+        block_m, block_n, num_warps, num_stages, *most = table[self.dtype == torch.float32, max(64, block_d, block_dv)]
+        return TileConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages, most[0] if most else None)
+
+
+def forward_config(call: Call) -> TileConfig:
     """Tiles of the forward kernel: BLOCK_M queries stay, BLOCK_N keys stream."""
-    return _config(headdim, dtype, _FORWARD)
+    return call.choose(_FORWARD)
 
 
-def dq_config(headdim: int, dtype: torch.dtype) -> TileConfig:
+def dq_config(call: Call) -> TileConfig:
     """Tiles of the dQ kernel: BLOCK_M queries stay, BLOCK_N keys stream."""
-    return _config(headdim, dtype, _DQ)
+    return call.choose(_DQ)
 
 
-def dkdv_config(headdim: int, dtype: torch.dtype) -> TileConfig:
+def dkdv_config(call: Call) -> TileConfig:
     """Tiles of the dK/dV kernel: BLOCK_N keys stay, BLOCK_M queries stream."""
-    return _config(headdim, dtype, _DKDV)
+    return call.choose(_DKDV)
+
+
+def has_single_pass(headdim: int, headdim_v: int, *, short_spans: bool) -> bool:
+    """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
+
+    Above headdim 64 a thread's registers hold its accumulators only in small tiles, so that dQ is added up more often
+    than it saves matmuls, except where one launch fewer weighs more.
+    """
+    return max(headdim, headdim_v) <= (128 if short_spans else 64)
+
+
+def single_pass_config(call: Call) -> TileConfig:
+    """As `dkdv_config`, with dQ in the same kernel."""
+    return call.choose(_SINGLE_PASS)

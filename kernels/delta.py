@@ -1,6 +1,6 @@
 """What the softmax's backward subtracts from every row of dP: delta = rowsum(dout * out) - dlse.
 
-Shapes: out, dout (batch, seqlen_q, nheads, headdim); dlse, delta (batch, nheads, seqlen_q). Source: FlashAttention-2
+Shapes: out, dout (batch, seqlen_q, nheads, headdim_v); dlse, delta (batch, nheads, seqlen_q). Source: FlashAttention-2
 (Dao 2023), algorithm 2, line 4; a gradient of lse adds P * dlse to dS, so it is subtracted here.
 """
 
@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.config import padded_headdim
-from ringflash.kernels.tiles import SIZES, load_rows, row_pointers, wide, with_unit_stride
+from ringflash.kernels.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["ntiles", "seqlen_q", "nheads"])
 def _delta_kernel(
     out,
     dout,
@@ -27,15 +27,6 @@ def _delta_kernel(
     ntiles,
     seqlen_q,
     nheads,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_lb,
-    stride_lh,
-    stride_ls,
     HAS_DLSE: tl.constexpr,
     HEADDIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -48,14 +39,13 @@ def _delta_kernel(
     head = (batch_head % nheads).to(tl.int64)
     left = seqlen_q - row
     rows = tl.arange(0, BLOCK_M)
-    out_pointers = row_pointers(out + batch * stride_ob + head * stride_oh, row, stride_os, BLOCK_M, BLOCK_D)
-    dout_pointers = row_pointers(dout + batch * stride_dob + head * stride_doh, row, stride_dos, BLOCK_M, BLOCK_D)
-    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK_M, BLOCK_D)
+    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK_M, BLOCK_D)
+    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
     x = tl.sum(out_tile * dout_tile, 1)
     if HAS_DLSE:
-        dlse_row = dlse + batch * stride_lb + head * stride_lh + wide(row) * stride_ls
-        x -= tl.load(dlse_row + rows * stride_ls, mask=rows < left, other=0.0)
+        x -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=rows < left, other=0.0)
     tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
 
 
@@ -65,11 +55,10 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
     block_m, block_d = 64, padded_headdim(headdim)
     ntiles = triton.cdiv(seqlen_q, block_m)
-    dout = with_unit_stride(dout)
-    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    given = result if dlse is None else dlse
+    dlse_rows = Strided(given, given.stride(0), given.stride(2), given.stride(1))
     _delta_kernel[(ntiles * batch * nheads,)](
-        out, dout, result if dlse is None else dlse, result, ntiles, seqlen_q, nheads,
-        *out.stride()[:3], *dout.stride()[:3], *dlse_strides,
+        strided(out), strided(dout), dlse_rows, result, ntiles, seqlen_q, nheads,
         HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m,
     )  # fmt: skip
     return result

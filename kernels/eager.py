@@ -1,9 +1,9 @@
 """The tile kernels in blocked PyTorch: the same contract on any device, in float64 too, and in O(seqlen) memory.
 
-Shapes: q, out, dout, dq (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim);
-lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows, headdim), so that every
-query head of a group meets its KV head in one matmul and KV is not repeated. Half precisions are computed in float32,
-float32 in float64: these kernels are what the others are judged by.
+Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv, out, dout likewise
+with headdim_v; lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows,
+headdim), so that every query head of a group meets its KV head in one matmul and KV is not repeated. Half precisions
+are computed in float32, float32 in float64: these kernels are what the others are judged by.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringflash.dropout import kept
 from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.meeting import Meeting, Scoring
+from ringflash.masks import Mask
 from ringflash.state import LOG2E, AttentionState
 
 
@@ -36,9 +38,44 @@ def _unfold(x: Tensor, block: Block, nheads: int) -> Tensor:
     return x.reshape(x.shape[0], nheads, block.end - block.begin, x.shape[-1]).transpose(1, 2)
 
 
-def _capped(product: Tensor, meeting: Meeting) -> Tensor:
-    """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
-    return product.mul_(meeting.before_tanh).tanh_() if meeting.softcap else product
+@dataclass(frozen=True)
+class _Scorer:
+    """The scoring of one block of queries against blocks of keys, tensors (batch, nheads_kv, group * rows, keys)."""
+
+    scoring: Scoring
+    queries: Block
+    batch: int
+    nheads: int
+    nheads_kv: int
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """From (batch or 1, nheads, rows, keys)."""
+        return x.reshape(x.shape[0], self.nheads_kv, -1, x.shape[-1])
+
+    def capped(self, product: Tensor) -> Tensor:
+        """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
+        return product.mul_(self.scoring.before_tanh).tanh_() if self.scoring.softcap else product
+
+    def scores(self, capped: Tensor, keys: Block) -> Tensor:
+        """Scores in base 2."""
+        scores = capped * self.scoring.to_base2
+        if self.scoring.alibi_slopes is not None:
+            rows, columns = self.queries.positions(capped.device), keys.positions(capped.device)
+            slopes = self.scoring.alibi_slopes.to(capped.dtype)[:, :, None, None] * LOG2E
+            scores -= self._folded(slopes * (rows[:, None] - columns).abs())
+        return scores
+
+    def drop(self, x: Tensor, keys: Block) -> Tensor:
+        """`x` where dropout keeps a weight, scaled, and zeros elsewhere."""
+        if not self.scoring.dropout_p:
+            return x
+        rows, columns = self.queries.positions(x.device), keys.positions(x.device)
+        stays = kept(self.scoring.dropout_p, self.scoring.dropout_seed, self.batch, self.nheads, rows, columns)
+        return x.mul(self.scoring.kept_scale).mul_(self._folded(stays))
+
+
+def _scorer(q: Tensor, k: Tensor, queries: Block, scoring: Scoring) -> _Scorer:
+    return _Scorer(scoring, queries, q.shape[0], q.shape[2], k.shape[2])
 
 
 def forward(
@@ -66,28 +103,29 @@ def forward(
         seen = sees.over(meeting.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
-        q_block = _fold(q, queries, nheads_kv)
+        q_block, scorer = _fold(q, queries, nheads_kv), _scorer(q, k, queries, meeting.scoring)
         if first:
             m = q_block.new_full(q_block.shape[:3], -math.inf)
-            row_sum, acc = torch.zeros_like(m), torch.zeros_like(q_block)
+            row_sum, acc = torch.zeros_like(m), q_block.new_zeros((*m.shape, v.shape[3]))
         else:
             assert state is not None
             m, row_sum = (_fold_rows(x, queries, nheads_kv).to(q_block.dtype) for x in (state.m, state.l))
             acc = _fold(state.o, queries, nheads_kv).to(q_block.dtype)
         for keys in seen:
-            scores = _capped(q_block @ sees.rows(k, keys).transpose(-1, -2), meeting).mul_(meeting.to_base2)
-            scores = sees.hide(scores, keys, -math.inf)
+            product = scorer.capped(q_block @ sees.rows(k, keys).transpose(-1, -2))
+            scores = sees.hide(scorer.scores(product, keys), keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
             origin = m_new.masked_fill(m_new == -math.inf, 0.0)
             weights = scores.sub_(origin[..., None]).exp2_()
             rescale = torch.exp2(m - origin)
             row_sum = row_sum * rescale + weights.sum(dim=-1)
-            acc = acc * rescale[..., None] + weights @ sees.rows(v, keys)
+            acc = acc * rescale[..., None] + scorer.drop(weights, keys) @ sees.rows(v, keys)
             m = m_new
         rows = slice(queries.begin, queries.end)
         shape = (batch, nheads, queries.end - queries.begin)
         part = AttentionState(m.reshape(shape), row_sum.reshape(shape), _unfold(acc, queries, nheads))
         if last:
+            part = part.with_sinks(meeting.scoring.sinks)
             out[:, rows], lse[:, :, rows] = part.finalize(out.dtype)
         else:
             assert state is not None
@@ -100,6 +138,11 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask) -> bool:
+    """Always: it has fewer matmuls, and here the sums have one order all the same."""
+    return True
+
+
 @dataclass(frozen=True)
 class _Queries:
     """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
@@ -109,28 +152,24 @@ class _Queries:
     dout: Tensor
     lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
     delta: Tensor
-    meeting: Meeting
+    scorer: _Scorer
 
     def probabilities_and_gradient(self, keys: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """P = 2^(s - lse) and dS = P * (dout v^T - delta) over one block of keys."""
-        capped = _capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2), self.meeting)
-        p = self.sees.hide(capped * self.meeting.to_base2, keys, -math.inf).sub_(self.lse[..., None]).exp2_()
-        ds = (self.dout @ self.sees.rows(v, keys).transpose(-1, -2)).sub_(self.delta[..., None]).mul_(p)
-        if self.meeting.softcap:
+        """P = 2^(s - lse), less what dropout drops, and dS = P * (dout v^T - delta) over one block of keys."""
+        capped = self.scorer.capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2))
+        p = self.sees.hide(self.scorer.scores(capped, keys), keys, -math.inf).sub_(self.lse[..., None]).exp2_()
+        dp = self.scorer.drop(self.dout @ self.sees.rows(v, keys).transpose(-1, -2), keys)
+        ds = dp.sub_(self.delta[..., None]).mul_(p)
+        if self.scorer.scoring.softcap:
             ds.mul_(1.0 - capped.square())
-        return p, self.sees.hide(ds, keys, 0.0)  # rows that see nothing may hold anything, NaN too
+        # rows that see nothing may hold anything, NaN too
+        return self.scorer.drop(p, keys), self.sees.hide(ds, keys, 0.0)
 
 
 def _queries(
-    block: Block,
-    sees: Visibility,
-    q: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    meeting: Meeting,
-    nheads_kv: int,
+    block: Block, sees: Visibility, dout: Tensor, q: Tensor, k: Tensor, lse: Tensor, delta: Tensor, scoring: Scoring
 ) -> _Queries:
+    nheads_kv = k.shape[2]
     lse_rows = _fold_rows(lse, block, nheads_kv)
     blind = lse_rows == -math.inf
     return _Queries(
@@ -139,7 +178,7 @@ def _queries(
         _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
         (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(blind, math.inf),
         _fold_rows(delta, block, nheads_kv),
-        meeting,
+        _scorer(q, k, block, scoring),
     )
 
 
@@ -159,12 +198,12 @@ def backward_dq(
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in blocks(meeting.q_chunks, BLOCK_Q):
         sees = Visibility(meeting, queries, nheads // nheads_kv, q.device)
-        rows = _queries(queries, sees, q, dout, lse, delta, meeting, nheads_kv)
+        rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(meeting.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
             acc += ds @ sees.rows(k, keys)
-        update = _unfold(acc * meeting.softmax_scale, queries, nheads)
+        update = _unfold(acc * meeting.scoring.softmax_scale, queries, nheads)
         target = dq[:, queries.begin : queries.end]
         target.copy_(target + update if accumulate else update)
 
@@ -181,26 +220,33 @@ def backward_dkdv(
     meeting: Meeting,
     *,
     accumulate: bool,
+    dq: Tensor | None = None,
 ) -> None:
-    """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written."""
+    """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written.
+
+    With `dq`, its share softmax_scale * dS k is added to it, in one order here.
+    """
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
         (queries, Visibility(meeting, queries, nheads // nheads_kv, q.device))
         for queries in blocks(meeting.q_chunks, BLOCK_Q)
     ]
     for block in blocks(meeting.k_chunks, BLOCK_K):
-        shape = (k.shape[0], nheads_kv, block.end - block.begin, k.shape[3])
-        dk_acc, dv_acc = (k.new_zeros(shape, dtype=state_dtype(k.dtype)) for _ in range(2))
+        shape = (k.shape[0], nheads_kv, block.end - block.begin)
+        dk_acc, dv_acc = (x.new_zeros((*shape, x.shape[3]), dtype=state_dtype(k.dtype)) for x in (k, v))
         for queries, sees in queries_and_masks:
             keys = sees.of(block)
             if keys is None:
                 continue
-            rows = _queries(queries, sees, q, dout, lse, delta, meeting, nheads_kv)
+            rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
             dv_acc[:, :, seen] += p.transpose(-1, -2) @ rows.dout
             dk_acc[:, :, seen] += ds.transpose(-1, -2) @ rows.q
-        for total, acc in ((dk, dk_acc * meeting.softmax_scale), (dv, dv_acc)):
+            if dq is not None:
+                part = ds @ sees.rows(k, keys) * meeting.scoring.softmax_scale
+                dq[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
+        for total, acc in ((dk, dk_acc * meeting.scoring.softmax_scale), (dv, dv_acc)):
             target = total[:, block.begin : block.end]
             update = acc.transpose(1, 2)
             target.copy_(target + update if accumulate else update)

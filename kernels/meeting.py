@@ -1,31 +1,37 @@
-"""What a hop computes: which queries meet which keys, and how they are scored."""
+"""What a hop computes: which queries meet which keys, and how their scores become weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ringflash.layout import Chunk
 from ringflash.masks import Mask
 from ringflash.state import LOG2E
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Queries and keys of one hop; both know their global positions from their chunks.
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores are made from q k^T, and weights from scores; the same in every hop.
+
+    score = softcap * tanh(softmax_scale * q k^T / softcap) - alibi_slope * |position_q - position_k|
 
     Args:
-        q_chunks: where the rows of q stand, in storage order.
-        k_chunks: where the rows of k and v stand.
-        mask: which keys a query sees.
         softmax_scale: what q k^T is multiplied with.
-        softcap: bound of the scores, softcap * tanh(score / softcap); 0 is none.
+        softcap: bound of the scores; 0 is none.
+        alibi_slopes: float32 (batch or 1, nheads), contiguous, or None.
+        sinks: float32 (nheads,), a logit a head that takes weight from every row and has no value, or None.
+        dropout_p: share of the weights that is dropped.
+        dropout_seed: which ones.
     """
 
-    q_chunks: tuple[Chunk, ...]
-    k_chunks: tuple[Chunk, ...]
-    mask: Mask
     softmax_scale: float
-    softcap: float
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
 
     @property
     def before_tanh(self) -> float:
@@ -36,3 +42,25 @@ class Meeting:
     def to_base2(self) -> float:
         """What comes next: scores in units of log2, for exp2."""
         return (self.softcap or self.softmax_scale) * LOG2E
+
+    @property
+    def kept_scale(self) -> float:
+        """What the weights that dropout keeps are multiplied with."""
+        return 1.0 / (1.0 - self.dropout_p)
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """Queries and keys of one hop; both know their global positions from their chunks.
+
+    Args:
+        q_chunks: where the rows of q stand, in storage order.
+        k_chunks: where the rows of k and v stand.
+        mask: which keys a query sees.
+        scoring: what becomes of q k^T.
+    """
+
+    q_chunks: tuple[Chunk, ...]
+    k_chunks: tuple[Chunk, ...]
+    mask: Mask
+    scoring: Scoring

@@ -7,11 +7,14 @@ from torch import Tensor
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.backward import backward_dkdv, backward_dq
+from ringflash.kernels import config
+from ringflash.kernels.backward_dkdv import backward_dkdv
+from ringflash.kernels.backward_dq import backward_dq
 from ringflash.kernels.delta import delta
 from ringflash.kernels.forward import forward
+from ringflash.masks import Causal, Full, Mask
 
-__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward", "state_dtype"]
+__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward", "has_single_pass", "state_dtype"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
@@ -21,6 +24,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for every dtype these kernels know."""
     assert dtype in DTYPES
     return torch.float32
+
+
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask) -> bool:
+    """Where the sweeps said so; see `config.has_single_pass`."""
+    return config.has_single_pass(q.shape[3], v.shape[3], short_spans=not isinstance(mask, Full | Causal))
 
 
 def check_supported(q: Tensor) -> None:

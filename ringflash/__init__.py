@@ -5,19 +5,27 @@ from importlib import import_module
 from ringflash import train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel
-from ringflash.masks import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
+from ringflash.decode import DecodeOptions, DecodeTiles, flash_decode
+from ringflash.dropout import Dropout
+from ringflash.masks import BlockSparse, Causal, Documents, KeyPadding, PrefixLM, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
 __all__ = [
     "flash_attention",
     "ring_attention",
+    "flash_decode",
     "AttentionOptions",
+    "DecodeOptions",
+    "DecodeTiles",
+    "Dropout",
     "AttentionState",
     "Causal",
     "SlidingWindow",
     "Documents",
     "KeyPadding",
     "PrefixLM",
+    "BlockSparse",
+    "Tree",
     "ContextParallel",
 ]
 

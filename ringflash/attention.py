@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringflash import autograd
 from ringflash.context import ContextParallel
+from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import choose
 from ringflash.masks import Mask, as_mask
@@ -18,16 +19,26 @@ MIN_HEADDIM, MAX_HEADDIM = 16, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """What is rarely changed about a call.
 
     Args:
         return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm; differentiable too.
+        deterministic: gradients bitwise the same from run to run, by a kernel for dq and one for dk and dv; False lets
+            one kernel add dq up in any order, in float32. None does what torch.use_deterministic_algorithms says.
+        alibi_slopes: (nheads,) or (batch, nheads) float32; scores lose slope * |position_q - position_k|, after the
+            softcap. Has no gradient. Source: Press et al. 2021, "Train short, test long".
+        sinks: (nheads,), a learned logit a head that takes part in the softmax of every row that sees a key and has no
+            value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
+            parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
         backend: "auto" (Triton on CUDA devices, else eager), "triton" or "eager".
     """
 
     return_lse: bool = False
+    deterministic: bool | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
     backend: str = "auto"
 
 
@@ -41,23 +52,28 @@ def flash_attention(
     *,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
     softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale q k^T + mask) v on one device, exact, with O(seqlen) memory.
 
+    Under torch.autocast q, k and v take its dtype, as in scaled_dot_product_attention; float64 stays.
+
     Args:
         q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.
         k: (batch, seqlen_k, nheads_kv, headdim), nheads a multiple of nheads_kv (GQA, MQA).
-        v: as k.
+        v: (batch, seqlen_k, nheads_kv, headdim_v).
         mask: which keys a query sees; None is all. Masks compose: `Causal() & SlidingWindow(4096)`. The queries are
-            the last `seqlen_q` positions.
+            the last `seqlen_q` positions: a causal diagonal ends in the bottom right corner.
         softmax_scale: positive; 1 / sqrt(headdim) by default.
+        dropout: a `Dropout` of attention weights; None drops nothing.
         softcap: bounds the scores smoothly, softcap * tanh(scores / softcap), before the mask; 0 is none.
         options: an `AttentionOptions`.
 
     Returns:
-        out as q, in its dtype; 0 for rows that see no key. With `options.return_lse` (out, lse), lse in float32.
+        out (batch, seqlen_q, nheads, headdim_v) in the dtype of q; 0 for rows that see no key.
+        With `options.return_lse` (out, lse), lse in float32 (float64 for float64), -inf for such rows.
 
     Raises:
         ArgumentError: shapes, dtypes, devices or options that do not fit, with what would.
@@ -65,9 +81,9 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
     """
     mask = as_mask(mask)
-    scale = _validate(q, k, v, mask, softmax_scale, softcap, options)
-    out, lse = autograd.attention(q, k, v, "", *mask.spec, scale, float(softcap), options.backend)
-    return (out, lse) if options.return_lse else out
+    q, k, v = map(_autocast, (q, k, v))
+    scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+    return _call(q, k, v, "", mask, scale, dropout, softcap, options)
 
 
 def ring_attention(
@@ -78,6 +94,7 @@ def ring_attention(
     *,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
     softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,15 +103,16 @@ def ring_attention(
     Args:
         q: this rank's shard (batch, seqlen_local, nheads, headdim), as `context.shard` gives it.
         k: this rank's shard (batch, seqlen_local, nheads_kv, headdim).
-        v: as k.
+        v: this rank's shard (batch, seqlen_local, nheads_kv, headdim_v).
         context: the ranks, and how the sequence is cut over them.
         mask: as in `flash_attention`, on global positions.
         softmax_scale: as in `flash_attention`.
+        dropout: as in `flash_attention`, keyed by global positions: the same under any layout and number of ranks.
         softcap: as in `flash_attention`.
         options: an `AttentionOptions`.
 
     Returns:
-        out as q: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
+        out: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
 
     Raises:
         ArgumentError: as `flash_attention`; the other ranks raise PeerFailed.
@@ -107,7 +125,8 @@ def ring_attention(
         raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
         mask = as_mask(mask)
-        scale = _validate(q, k, v, mask, softmax_scale, softcap, options)
+        q, k, v = map(_autocast, (q, k, v))
+        scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
         if q.is_meta:
             remedy = "A ring needs real tensors on every rank."
             raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
@@ -118,8 +137,51 @@ def ring_attention(
     except Exception as error:
         context.announce_failure(error)  # the others are about to wait for this rank
         raise
-    out, lse = autograd.attention(q, k, v, context.name, *mask.spec, scale, float(softcap), options.backend)
+    return _call(q, k, v, context.name, mask, scale, dropout, softcap, options)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: str,
+    mask: Mask,
+    softmax_scale: float,
+    dropout: Dropout | None,
+    softcap: float,
+    options: AttentionOptions,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if dropout is not None and dropout.p == 0.0:
+        dropout = None
+    if options.deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
+        deterministic = options.deterministic
+    out, lse = autograd.attention(
+        q,
+        k,
+        v,
+        options.sinks,
+        options.alibi_slopes,
+        None if dropout is None else dropout.drawn(),
+        context,
+        *mask.spec,
+        softmax_scale,
+        float(softcap),
+        0.0 if dropout is None else dropout.p,
+        options.backend,
+        deterministic,
+    )
     return (out, lse) if options.return_lse else out
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What torch.autocast makes of an input of scaled_dot_product_attention."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if enabled else x
 
 
 def _validate(
@@ -128,6 +190,7 @@ def _validate(
     v: Tensor,
     mask: Mask,
     softmax_scale: float | None,
+    dropout: Dropout | None,
     softcap: float,
     options: AttentionOptions,
 ) -> float:
@@ -145,13 +208,14 @@ def _validate(
     batch, seqlen_q, nheads, headdim = q.shape
     if q.dtype not in DTYPES:
         raise ArgumentError("q", expected=f"one of {DTYPES}", got=q.dtype, remedy="Cast q, k and v.")
-    if not MIN_HEADDIM <= headdim <= MAX_HEADDIM:
-        remedy = "Split or pad the heads."
-        raise ArgumentError("headdim", expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=headdim, remedy=remedy)
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != headdim:
-        expected = f"k and v alike, ({batch}, seqlen_k, nheads_kv, {headdim})"
+    for name, dims in (("headdim", headdim), ("headdim of v", v.shape[3])):
+        if not MIN_HEADDIM <= dims <= MAX_HEADDIM:
+            remedy = "Split or pad the heads."
+            raise ArgumentError(name, expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=dims, remedy=remedy)
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != headdim:
+        expected = f"k ({batch}, seqlen_k, nheads_kv, {headdim}) and v (.., headdim_v) with the same first three"
         got = f"{tuple(k.shape)} and {tuple(v.shape)}"
-        raise ArgumentError("k, v", expected=expected, got=got, remedy="Give all three one batch size and headdim.")
+        raise ArgumentError("k, v", expected=expected, got=got, remedy="Give q and k one headdim, all one batch size.")
     nheads_kv = k.shape[2]
     if nheads_kv == 0 or nheads % nheads_kv:
         remedy = "Query heads share KV heads in equal groups."
@@ -168,6 +232,10 @@ def _validate(
         remedy = "Give it one entry a sequence."
         raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
     choose(options.backend, q)
+    _validate_options(options, q)
+    if dropout is not None and not isinstance(dropout, Dropout):
+        remedy = "Pass rf.Dropout(p), or none while evaluating."
+        raise ArgumentError("dropout", expected="None or a rf.Dropout", got=repr(dropout), remedy=remedy)
     if not 0.0 <= softcap < math.inf:
         raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
@@ -175,3 +243,21 @@ def _validate(
         remedy = "Flip the sign of q for a negative scale."
         raise ArgumentError("softmax_scale", expected="positive and finite", got=scale, remedy=remedy)
     return scale
+
+
+def _validate_options(options: AttentionOptions, q: Tensor) -> None:
+    batch, _, nheads, _ = q.shape
+    shapes = {"sinks": [(nheads,)], "alibi_slopes": [(nheads,), (batch, nheads)]}
+    for name, allowed in shapes.items():
+        x = getattr(options, name)
+        if x is None:
+            continue
+        expected = f"a floating-point tensor of shape {' or '.join(map(str, allowed))} on {q.device}"
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, expected=expected, got=type(x).__name__, remedy="Pass one number a head.")
+        if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != q.device:
+            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a head.")
+    if options.alibi_slopes is not None and options.alibi_slopes.requires_grad:
+        remedy = "Detach them: ALiBi's slopes are fixed."
+        raise ArgumentError("alibi_slopes", expected="slopes without gradient", got="requires_grad", remedy=remedy)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
-        "bench": (_bench, "measure ring attention on this machine"),
+        "bench": (_bench, "measure attention on this machine: `bench ring`, `bench kernels`, `bench decode`"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
     }
     name = args[0] if args else "--help"
@@ -56,18 +56,48 @@ def _train(args: list[str]) -> int:
 
 def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
+    benchmarks: dict[str, tuple[Callable[[list[str]], int], str]] = {
+        "ring": (_bench_ring, "ring attention over all ranks, beside its peers; started by torchrun"),
+        "kernels": (_bench_kernels, "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
+        "decode": (_bench_decode, "decoding with a KV cache, beside its peers"),
+    }
+    name = args[0] if args else "--help"
+    if name in benchmarks:
+        return benchmarks[name][0](args[1:])
+    if name in ("-h", "--help"):
+        rows = "\n".join(f"  {benchmark:<10}{text}" for benchmark, (_, text) in benchmarks.items())
+        print(f"usage: ringflash bench BENCHMARK [ARGUMENTS]\n\n{rows}\n\nEach explains itself with --help.")
+        return 0 if args else EXIT_USAGE
+    near = difflib.get_close_matches(name, benchmarks, n=1)
+    remedy = f"Did you mean {near[0]}?" if near else "Put its name first, then its arguments."
+    raise ArgumentError("bench", expected=f"one of {', '.join(benchmarks)}", got=repr(name), remedy=remedy)
+
+
+def _bench_ring(args: list[str]) -> int:
     if "RANK" not in os.environ and not {"-h", "--help"} & {*args}:
         import torch
 
         processes = torch.cuda.device_count() or 2
         command = ["torchrun", "--nproc-per-node", str(processes), "-m", "ringflash.bench.ring", *args]
         raise ArgumentError(
-            "bench",
+            "bench ring",
             expected="a process a GPU, started by torchrun",
             got="one without torchrun",
             remedy=f"Run it as\n\n    {shlex.join(command)}\n",
         )
     from ringflash.bench.ring import main as bench
+
+    return bench(args)
+
+
+def _bench_kernels(args: list[str]) -> int:
+    from ringflash.bench.kernels import main as bench
+
+    return bench(args)
+
+
+def _bench_decode(args: list[str]) -> int:
+    from ringflash.bench.decode import main as bench
 
     return bench(args)
 

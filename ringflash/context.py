@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
-from ringflash.transport.control import ControlPlane, odd_ones
+from ringflash.transport.control import ControlPlane, Field, odd_ones
 from ringflash.transport.nccl import ProcessGroupTransport
 
 TRANSPORTS = ("auto", "nccl")
@@ -109,7 +110,7 @@ class ContextParallel:
             return layouts.put_together(x, self._local_chunks(x.shape[dim]), dim)
         dim %= x.ndim
         rest = [n for d, n in enumerate(x.shape) if d != dim]
-        fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype), "layout": self.layout}
+        fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
         seqlen = self._agreed_seqlen(fields, x.shape[dim])
         return _Unshard.apply(x, dim, self, self._control, seqlen)
 
@@ -121,38 +122,23 @@ class ContextParallel:
         """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it."""
         return make_plan(self._cut(seqlen), as_mask(mask), self.rank if rank is None else rank)
 
-    def agree(self, operation: str, q: Tensor, k: Tensor, mask: Mask, *, softmax_scale: float, softcap: float) -> int:
-        """Checks that all ranks call `operation` alike, and returns the tokens in the whole sequence.
+    def agree(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
+        """Checks that all ranks make a call with the same `fields`, and returns the tokens in the whole sequence.
 
         Raises:
             RankMismatch: on every rank, before any data moves, naming the field and the ranks.
             PeerFailed: when another rank raised instead of calling.
         """
-        if self._control is None:
-            return q.shape[1]
-        fields = {
-            "operation": operation,
-            "device": q.device.type,
-            "batch": q.shape[0],
-            "nheads": q.shape[2],
-            "nheads_kv": k.shape[2],
-            "headdim": q.shape[3],
-            "dtype": str(q.dtype),
-            "mask": _described(mask),
-            "layout": self.layout,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-        }
-        return self._agreed_seqlen(fields, q.shape[1])
+        return local_seqlen if self._control is None else self._agreed_seqlen(fields, local_seqlen)
 
     def announce_failure(self, error: Exception) -> None:
         """Makes the other ranks' current call raise PeerFailed, because this rank's raised `error`."""
         if self._control is not None:
             self._control.fail(error)
 
-    def _agreed_seqlen(self, fields: dict[str, Any], local_seqlen: int) -> int:
+    def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
         assert self._control is not None
-        lengths = self._control.agree({**fields, "seqlen": local_seqlen}, free="seqlen")
+        lengths = self._control.agree({**fields, "layout": self.layout, "seqlen": local_seqlen}, free="seqlen")
         expected = self._cut(sum(lengths)).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
@@ -216,7 +202,7 @@ def context_by_name(name: str) -> ContextParallel:
     return _CONTEXTS[name]
 
 
-def _described(mask: Mask) -> str:
+def described(mask: Mask) -> str:
     """A mask in words that differ when any of its values does."""
     words, tensors = mask.spec
     digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))

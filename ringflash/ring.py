@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import TileKernels
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.plan import Hop, Plan
 from ringflash.state import AttentionState
 from ringflash.transport.base import Message, Transport
@@ -26,29 +26,31 @@ class Tiles:
     """How each hop is computed: the kernels, and what is the same for every hop."""
 
     kernels: TileKernels
-    softmax_scale: float
-    softcap: float
+    scoring: Scoring
+    deterministic: bool
 
     def meeting(self, plan: Plan, hop: Hop) -> Meeting:
         """Who meets whom at `hop`."""
-        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.softmax_scale, self.softcap)
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring)
 
 
 class _PairBuffer:
-    """Two tensors of (batch, rows, nheads_kv, headdim), keys and values or their gradients, in one message."""
+    """Keys and values, or their gradients, of (batch, rows, nheads_kv, headdim) each, in one message."""
 
-    def __init__(self, like: Tensor, max_rows: int, dtype: torch.dtype) -> None:
-        self._batch, _, *self._heads = like.shape
-        self._row = self._batch * like.shape[2] * like.shape[3]
-        self._storage = like.new_empty(2 * max_rows * self._row, dtype=dtype)
+    def __init__(self, like: tuple[Tensor, Tensor], max_rows: int, dtype: torch.dtype) -> None:
+        self._batch = like[0].shape[0]
+        self._heads = [x.shape[2:] for x in like]
+        self._rows = [self._batch * heads.numel() for heads in self._heads]
+        self._storage = like[0].new_empty(max_rows * sum(self._rows), dtype=dtype)
 
     def message(self, rows: int) -> Tensor:
         """The storage of both tensors of `rows` rows: one contiguous vector."""
-        return self._storage[: 2 * rows * self._row]
+        return self._storage[: rows * sum(self._rows)]
 
     def pair(self, rows: int) -> tuple[Tensor, Tensor]:
         """Both tensors, as views."""
-        first, second = self.message(rows).view(2, self._batch, rows, *self._heads).unbind(0)
+        parts = self.message(rows).split([rows * row for row in self._rows])
+        first, second = (x.view(self._batch, rows, *heads) for x, heads in zip(parts, self._heads, strict=True))
         return first, second
 
 
@@ -59,7 +61,7 @@ class _KVRing:
         self._plan, self._transport = plan, transport
         self._own = (k, v)
         rows = max(plan.layout.lengths)
-        self._buffers = [_PairBuffer(k, rows, k.dtype) for _ in range(2)] if plan.world_size > 1 else []
+        self._buffers = [_PairBuffer(self._own, rows, k.dtype) for _ in range(2)] if plan.world_size > 1 else []
         if plan.hops[0].send_kv:
             for target, source in zip(self._buffers[0].pair(k.shape[1]), self._own, strict=True):
                 target.copy_(source)
@@ -84,14 +86,17 @@ class _KVRing:
 class _GradientRing:
     """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop."""
 
-    def __init__(self, k: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
-        self._plan, self._transport, self._like, self._dtype = plan, transport, k, dtype
+    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
         rows = max(plan.layout.lengths)
-        self._travelling = [_PairBuffer(k, rows, self._dtype) for _ in range(2)] if plan.world_size > 1 else []
+        self._travelling = [_PairBuffer(self._like, rows, dtype) for _ in range(2)] if plan.world_size > 1 else []
         self._own: tuple[Tensor, Tensor] | None = None
         if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
-            dk, dv = (k.new_empty(k.shape, dtype=self._dtype) for _ in range(2))
-            self._own = dk, dv
+            self._own = self._empty(k.shape[1])
+
+    def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
+        dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=self._dtype) for x in self._like)
+        return dk, dv
 
     def _message(self, hop: Hop) -> Tensor:
         return self._travelling[hop.index % 2].message(self._plan.layout.length(hop.owner))
@@ -101,6 +106,10 @@ class _GradientRing:
         if hop.index == 0 and self._own is not None:
             return self._own
         return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
+
+    def beside(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """Where this rank may write its share at `hop` before what others have added arrives: `visiting` at hop 0."""
+        return self.visiting(hop) if hop.index == 0 else self._empty(self._plan.layout.length(hop.owner))
 
     def start_after(self, done: Hop) -> object:
         """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
@@ -113,7 +122,7 @@ class _GradientRing:
         if done.send_grad_home:
             messages.append(Message(done.owner, self._message(done), _GRADIENT_HOME, sends=True))
         if done.grad_comes_home is not None:
-            rows = self._like.shape[1]
+            rows = self._like[0].shape[1]
             home = _PairBuffer(self._like, rows, self._dtype)
             self._own = home.pair(rows)
             messages.append(Message(done.grad_comes_home, home.message(rows), _GRADIENT_HOME, sends=False))
@@ -122,7 +131,7 @@ class _GradientRing:
     def own(self) -> tuple[Tensor, Tensor]:
         """The finished gradient of this rank's keys and values, in their dtype, each in storage of its own."""
         assert self._own is not None
-        dk, dv = (gradient.to(self._like.dtype) for gradient in self._own)
+        dk, dv = (gradient.to(x.dtype) for gradient, x in zip(self._own, self._like, strict=True))
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
 
 
@@ -134,18 +143,19 @@ def forward(
     Args:
         q: (batch, seqlen_local, nheads, headdim).
         k: (batch, seqlen_local, nheads_kv, headdim).
-        v: as k.
+        v: (batch, seqlen_local, nheads_kv, headdim_v).
         plan: this rank's hops.
-        tiles: kernels and scale.
+        tiles: kernels and scoring.
         transport: joins this rank to the others of the plan.
 
     Returns:
-        out as q, in its dtype, and lse (batch, nheads, seqlen_local), natural logarithm, float32 (float64 for float64).
+        out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
+        logarithm, float32 (float64 for float64).
 
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
     """
-    batch, seqlen, nheads, headdim = q.shape
-    out = q.new_empty(q.shape)
+    batch, seqlen, nheads, _ = q.shape
+    out = q.new_empty((batch, seqlen, nheads, v.shape[3]))
     lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:
@@ -154,7 +164,7 @@ def forward(
     state = None
     if len(computed) > 1:
         dtype = tiles.kernels.state_dtype(q.dtype)
-        state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=q.device, dtype=dtype)
+        state = AttentionState.allocate(batch, seqlen, nheads, v.shape[3], device=q.device, dtype=dtype)
     kv = _KVRing(k, v, plan, transport)
     for hop in plan.hops:
         moving_kv = kv.start(hop)
@@ -185,35 +195,45 @@ def backward(
     plan: Plan,
     tiles: Tiles,
     transport: Transport,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of `forward`, with `lse` of the whole ring: dq as q, dk and dv as k and v.
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Gradients of `forward`, with `lse` of the whole ring: dq, dk, dv as q, k, v, and dsinks (nheads,).
 
-    dq stays here in the state's dtype. At each hop its kernel hides the arrival of the gradient that follows the
-    visiting KV; the dK/dV kernel then adds to it.
+    dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
+    KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
+    dk and dv are then added to it. dsinks is this rank's rows' share, empty without sinks.
     """
     kernels = tiles.kernels
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # once: a sum's gradient is one number, expanded
     delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
-    dtype = q.dtype if plan.world_size == 1 else kernels.state_dtype(q.dtype)  # alone, every kernel rounds once itself
-    dq = q.new_empty(q.shape, dtype=dtype)
+    wide = kernels.state_dtype(q.dtype)
+    single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask)
+    dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
+    dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)
-    gradients = _GradientRing(k, dtype, plan, transport)
+    gradients = _GradientRing(k, v, dtype, plan, transport)
     moving_gradients = None
-    dq_written = False
+    dq_written = single_pass
     for hop in plan.hops:
         if hop.index > 0:
             moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
         moving_kv = kv.start(hop)
-        inputs = (dout, q, *kv.visiting(hop), lse, delta)
-        if hop.meets:
-            kernels.backward_dq(*inputs, dq, tiles.meeting(plan, hop), accumulate=dq_written)
+        inputs, meeting = (dout, q, *kv.visiting(hop), lse, delta), tiles.meeting(plan, hop)
+        shares: tuple[Tensor, ...] = ()
+        if hop.meets and not single_pass:
+            kernels.backward_dq(*inputs, dq, meeting, accumulate=dq_written)
             dq_written = True
+        elif hop.meets:
+            shares = gradients.beside(hop)
+            kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq)
         if hop.index > 0:
             yield
             transport.finish(moving_gradients)
-        if hop.meets:
-            dk, dv = gradients.visiting(hop)
-            kernels.backward_dkdv(*inputs, dk, dv, tiles.meeting(plan, hop), accumulate=hop.index > 0)
-        elif hop.index == 0:
+        if hop.meets and not single_pass:
+            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), meeting, accumulate=hop.index > 0)
+        elif hop.meets and hop.index > 0:
+            for total, share in zip(gradients.visiting(hop), shares, strict=True):
+                total += share
+        elif hop.index == 0 and not hop.meets:
             for gradient in gradients.visiting(hop):
                 gradient.zero_()
         yield
@@ -223,4 +243,12 @@ def backward(
     transport.finish(moving_gradients)
     if not dq_written:
         dq.zero_()
-    return dq.to(q.dtype), *gradients.own()
+    return dq.to(q.dtype), *gradients.own(), _dsinks(tiles.scoring.sinks, lse, delta)
+
+
+def _dsinks(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink's weight exp(sink - lse) times dS of a key without a value, -delta; rows that saw nothing have no sink."""
+    if sinks is None:
+        return lse.new_empty(0)
+    weights = torch.exp(sinks[:, None].double() - lse.double()).masked_fill(lse == -torch.inf, 0.0)
+    return (weights * -delta).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(lse.dtype)

@@ -22,7 +22,7 @@ class AttentionState:
     Args:
         m: row maximum in base 2, (batch, nheads, seqlen), float32, or float64 where kernels compute in it.
         l: row sum, the same shape and dtype.
-        o: unnormalised output, (batch, seqlen, nheads, headdim), the same dtype.
+        o: unnormalised output, (batch, seqlen, nheads, headdim of v), the same dtype.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
     """
@@ -67,6 +67,13 @@ class AttentionState:
         row_sum = self.l * weight1 + other.l * weight2
         o = self.o * weight1.transpose(1, 2)[..., None] + other.o * weight2.transpose(1, 2)[..., None]
         return AttentionState(m, row_sum, o)
+
+    def with_sinks(self, sinks: Tensor | None) -> AttentionState:
+        """Attention over one more key a head, of logit `sinks` (nheads,) and no value, in rows that have seen a key."""
+        if sinks is None:
+            return self
+        logits = (sinks.to(self.m.dtype) * LOG2E)[:, None].expand_as(self.m).masked_fill(self.l == 0, -math.inf)
+        return self.merge(AttentionState(logits, (logits > -math.inf).to(self.l.dtype), torch.zeros_like(self.o)))
 
     def finalize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """out = O / l in `dtype` (the state's own by default) and lse = ln sum exp(scale q.k).

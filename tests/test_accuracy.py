@@ -12,7 +12,7 @@ from tests.accuracy import Problem, assert_accurate
 def test_plain_low_precision_attention_misses_the_bar(dtype: torch.dtype, mask: rf.Causal | None) -> None:
     problem = Problem.random(seqlen=203, dtype=dtype, mask=mask)
     with pytest.raises(AssertionError, match="error"):
-        assert_accurate(problem.plain(), problem)
+        assert_accurate(problem.plain, problem)
 
 
 @pytest.mark.parametrize("index", range(4))

@@ -1,6 +1,8 @@
 """flash_attention on the CPU: exact, honest about what it cannot do, and a proper torch operator."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
+from ringflash.layout import LAYOUTS
+from ringflash.masks import Mask
 from tests.accuracy import Problem, as_tensor, assert_accurate
 
 MASKS = [None, rf.Causal()]
@@ -120,12 +124,6 @@ def test_uninitialised_memory_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_autocast_leaves_the_inputs_dtype() -> None:
-    q = torch.randn(1, 6, 2, 16, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert as_tensor(rf.flash_attention(q, q, q)).dtype == torch.bfloat16
-
-
 def test_softmax_scale() -> None:
     problem = Problem.random(seqlen=12, dtype=torch.float64)
     got = rf.flash_attention(problem.q, problem.k, problem.v, softmax_scale=0.3)
@@ -150,12 +148,20 @@ def qkv(headdim: int = 16, nheads: int = 2, nheads_kv: int = 2, seqlen: int = 4,
         (lambda q, k, v: (q.long(), k.long(), v.long()), "q: expected one of .*float16.* got torch.int64"),
         (lambda q, k, v: qkv(headdim=8), "headdim: expected 16 to 256, got 8"),
         (lambda q, k, v: qkv(headdim=512), "headdim: expected 16 to 256, got 512"),
+        (lambda q, k, v: (q, k, v[..., :8]), "headdim of v: expected 16 to 256, got 8"),
+        (lambda q, k, v: (q, k, v.repeat(1, 1, 1, 17)), "headdim of v: expected 16 to 256, got 272"),
         (lambda q, k, v: qkv(nheads=3), "nheads: expected a positive multiple of nheads_kv = 2, got 3 and 2"),
         (lambda q, k, v: qkv(nheads_kv=0), "nheads: expected a positive multiple of nheads_kv = 1, got 2 and 0"),
         (lambda q, k, v: ([1.0], k, v), "q: expected a tensor, got list"),
         (lambda q, k, v: qkv(seqlen=0), "q, k: expected at least one row and head"),
-        (lambda q, k, v: (q, k[..., :8], v), "k, v: expected k and v alike"),
-        (lambda q, k, v: (q, k, v[:, :3]), "k, v: expected k and v alike"),
+        (
+            lambda q, k, v: (q, k[..., :8], v),
+            r"k, v: expected k \(1, seqlen_k, nheads_kv, 16\) and v \(.., headdim_v\) with the same",
+        ),
+        (
+            lambda q, k, v: (q, k, v[:, :3]),
+            r"k, v: expected k \(1, seqlen_k, nheads_kv, 16\) and v \(.., headdim_v\) with the same",
+        ),
     ],
 )
 def test_bad_tensors(change, message: str) -> None:
@@ -172,3 +178,55 @@ def test_bad_scale(scale: float) -> None:
 def test_bad_backend() -> None:
     with pytest.raises(ArgumentError, match="backend: expected one of .*got 'cuda'"):
         rf.flash_attention(*qkv(), options=rf.AttentionOptions(backend="cuda"))
+
+
+ONE_A_HEAD = "a floating-point tensor of shape"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": torch.zeros(3)}, rf"sinks: expected {ONE_A_HEAD} \(2,\) on cpu, got torch.float32 \(3,\) on cpu"),
+        ({"sinks": torch.zeros(1, 2)}, rf"sinks: expected {ONE_A_HEAD} \(2,\) on cpu, got torch.float32 \(1, 2\)"),
+        ({"sinks": torch.zeros(2).long()}, rf"sinks: expected {ONE_A_HEAD} .*got torch.int64 \(2,\) on cpu"),
+        ({"sinks": torch.zeros(2).to("meta")}, rf"sinks: expected {ONE_A_HEAD} .* on cpu, got .* on meta"),
+        ({"sinks": [0.0, 1.0]}, rf"sinks: expected {ONE_A_HEAD} .*got list"),
+        ({"alibi_slopes": torch.zeros(3)}, rf"alibi_slopes: expected {ONE_A_HEAD} \(2,\) or \(1, 2\) .*\(3,\)"),
+        ({"alibi_slopes": torch.zeros(2, 2)}, rf"alibi_slopes: expected {ONE_A_HEAD} \(2,\) or \(1, 2\) .*\(2, 2\)"),
+        ({"alibi_slopes": torch.zeros(2).int()}, rf"alibi_slopes: expected {ONE_A_HEAD} .*got torch.int32"),
+        ({"alibi_slopes": 0.5}, rf"alibi_slopes: expected {ONE_A_HEAD} .*got float"),
+        (
+            {"alibi_slopes": torch.zeros(2, requires_grad=True)},
+            "alibi_slopes: expected slopes without gradient, got requires_grad. Detach them",
+        ),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    for call in (rf.flash_attention, partial(rf.ring_attention, context=rf.ContextParallel.local(2))):
+        with pytest.raises(ArgumentError, match=message):
+            call(*qkv(), options=rf.AttentionOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (rf.Documents([0, 3, 7]), "cu_seqlens: expected lengths that sum to the sequence's 8 keys, got a sum of 7"),
+        (rf.Documents([0, 9]), "cu_seqlens: expected lengths that sum to the sequence's 8 keys, got a sum of 9"),
+        (rf.KeyPadding([9]), "seqlens_k: expected none above the sequence's 8 keys, got 9"),
+        (rf.PrefixLM([9]), "prefix_lens: expected none above the sequence's 8 keys, got 9"),
+        (rf.BlockSparse([[True]], 4), r"blocks: expected \(2, 2\) for 8 tokens in blocks of 4, got \(1, 1\)"),
+        (rf.Tree([-1, 0, 1], start=6), "mask: expected a tree that ends by 8, got one to 9"),
+        (rf.KeyPadding([8, 8]), "mask: expected one of batch 1, got batch 2"),
+    ],
+)
+def test_masks_of_another_sequence(mask: Mask, message: str) -> None:
+    rings = [partial(rf.ring_attention, context=rf.ContextParallel.local(2, layout)) for layout in LAYOUTS]
+    for call in (rf.flash_attention, *rings):
+        for given in (mask, rf.Causal() & mask):
+            with pytest.raises(ArgumentError, match=message):
+                call(*qkv(seqlen=8), mask=given)
+
+
+def test_a_mask_fits_the_keys_where_queries_are_fewer() -> None:
+    q, k, v = qkv(seqlen=8)
+    assert as_tensor(rf.flash_attention(q[:, -3:], k, v, mask=rf.Documents([0, 5, 8]))).shape == (1, 3, 2, 16)

@@ -37,12 +37,35 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: ringflash" in capsys.readouterr().out
 
 
-def test_bench_says_how_it_is_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_ring_says_how_it_is_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert main(["bench", "--seqlens", "4096", "--json", "my file"]) == 2
+    assert main(["bench", "ring", "--seqlens", "4096", "--json", "my file"]) == 2
     command = "\n    torchrun --nproc-per-node 4 -m ringflash.bench.ring --seqlens 4096 --json 'my file'\n"
     assert command in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--help"], 0, "  kernels "),
+        ([], 2, "  decode "),
+        (["kernel"], 2, "Did you mean kernels?"),
+        (["--seqlens", "4096"], 2, "expected one of ring, kernels, decode, got '--seqlens'. Put its name first"),
+    ],
+)
+def test_bench_names_its_benchmarks(
+    args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *args]) == code
+    assert message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("benchmark", ["ring", "kernels"])
+def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", benchmark, "--help"])
+    assert "--seqlens" in capsys.readouterr().out
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layout import Chunk
-from ringflash.masks import Full, Mask, as_mask, mask_from_spec
-from tests.strategies import masks
+from ringflash.masks import Bitmap, Full, Mask, as_mask, mask_from_spec
+from tests.strategies import masks, single_masks
 
 SEQLEN = 40
 
@@ -67,16 +67,105 @@ def test_key_padding_and_prefix_speak_of_each_sequence() -> None:
     assert torch.equal(prefix[2], by_rule(lambda p, j: j <= max(p, 6))[0])
 
 
+@pytest.mark.parametrize("block_size", [1, 7, 16, 40, 64])
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_block_sparse(block_size: int, density: float) -> None:
+    nblocks = -(-SEQLEN // block_size)
+    blocks = torch.rand(nblocks, nblocks) < density
+    expected = by_rule(lambda p, j: bool(blocks[p // block_size, j // block_size]))
+    mask = rf.BlockSparse(blocks, block_size)
+    mask.validate(SEQLEN)
+    assert torch.equal(dense(mask), expected)
+    beyond = torch.cat([torch.arange(-3, 0), torch.arange(nblocks * block_size, 400, 7)])
+    assert not mask.dense(beyond, torch.arange(SEQLEN)).any()
+    assert not mask.dense(torch.arange(SEQLEN), beyond).any()
+
+
+NINE = [-1, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_the_tree_of_nine_tokens() -> None:
+    names = "ABCDEFGHI"
+    rows = dense(rf.Tree(NINE), 9)[0].tolist()
+    seen = {
+        name: "".join(n for n, s in zip(names, row, strict=True) if s) for name, row in zip(names, rows, strict=True)
+    }
+    assert seen["D"] == "ABD"
+    assert seen["I"] == "ABCEI"
+    assert seen == {"A": "A", "B": "AB", "C": "ABC", "D": "ABD", "E": "ABCE", "F": "ABCF"} | {
+        "G": "ABDG", "H": "ABDH", "I": "ABCEI"
+    }  # fmt: skip
+    assert rf.Tree(NINE).ancestors.tolist() == rows
+
+
+@pytest.mark.parametrize("start", [0, 1, 13, 31])
+@pytest.mark.parametrize("parents", [NINE, [-1], [-1, -1, 0, 1, 1], list(range(-1, 8)), [-1] * 9])
+def test_tree(parents: list[int], start: int) -> None:
+    def family(token: int) -> set[int]:
+        return {token} | (family(parents[token]) if parents[token] >= 0 else set())
+
+    def rule(p: int, j: int) -> bool:
+        inside = start <= p < start + len(parents)
+        return j < start or (inside and j - start in family(p - start))
+
+    assert torch.equal(dense(rf.Tree(parents, start)), by_rule(rule))
+
+
+def test_a_long_draft_is_a_chain() -> None:
+    assert torch.equal(rf.Tree(range(-1, 2999)).ancestors, torch.ones(3000, 3000).tril().bool())
+
+
+def test_a_tree_beside_blocks_of_two_sizes() -> None:
+    tree = rf.Tree(NINE, start=20)
+    a, b = rf.BlockSparse(torch.rand(4, 4) < 0.7, 12), rf.BlockSparse(torch.rand(5, 5) < 0.7, 8)
+    both, all_three = (a & b).bitmap(), (a & b & tree).bitmap()
+    assert both is not None
+    assert all_three is not None
+    assert (both.size, both.reach) == (4, 40)
+    assert (all_three.size, all_three.reach) == (1, 29)
+    assert torch.equal(dense(a & b & tree & rf.Causal()), dense(a) & dense(b) & dense(tree) & dense(rf.Causal()))
+
+
+def test_what_rows_of_a_bitmap_see_of_keys() -> None:
+    bitmap = Bitmap(torch.tensor([4]), torch.tensor([[True, True], [True, False]]), 3)
+    some, every = bitmap.over(
+        torch.tensor([0, 1, 0]), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3, 4, 9]), torch.tensor([3, 5, 4, 7, 12])
+    )
+    assert some.tolist() == [[True, True, True, True, False], [True, True, False, False, False], [True] * 4 + [False]]
+    assert every.tolist() == [[True, True, True, False, False], [True] + [False] * 4, [True] + [False] * 4]
+
+
 @given(a=masks(SEQLEN), b=masks(SEQLEN))
 def test_and_sees_what_both_see(a: Mask, b: Mask) -> None:
     assert torch.equal(dense(a & b), dense(a) & dense(b))
 
 
 @given(mask=masks(SEQLEN))
-def test_bounds_never_fall(mask: Mask) -> None:
-    lo, hi = mask.bounds(torch.arange(-5, SEQLEN + 5), SEQLEN)
-    assert (lo.diff() >= 0).all()
-    assert (hi.diff() >= 0).all()
+def test_bounds_are_the_intervals_and_the_bitmap_what_they_show(mask: Mask) -> None:
+    rows, keys = torch.arange(-5, SEQLEN + 5), torch.arange(SEQLEN)
+    lo, hi = mask.bounds(rows, SEQLEN)
+    inside = (keys >= lo[..., None]) & (keys < hi[..., None])
+    bitmap = mask.bitmap()
+    if bitmap is None:
+        assert (lo.diff() >= 0).all()
+        assert (hi.diff() >= 0).all()
+        assert torch.equal(mask.dense(rows, keys), inside)
+    else:
+        assert torch.equal(mask.dense(rows, keys), inside & bitmap.sees(rows, keys))
+
+
+@given(mask=single_masks(SEQLEN).filter(lambda mask: mask.bitmap() is not None))
+def test_bounds_of_a_bitmap_are_tight(mask: Mask) -> None:
+    rows, keys = torch.arange(-5, SEQLEN + 5), torch.arange(SEQLEN)
+    seen = mask.dense(rows, keys)[0]
+    for row, lo, hi in zip(seen, *(bound[0].tolist() for bound in mask.bounds(rows, SEQLEN)), strict=True):
+        assert keys[row].tolist()[:1] == ([lo] if hi > lo else [])
+        assert keys[row].tolist()[-1:] == ([hi - 1] if hi > lo else [])
+
+
+@given(mask=masks(SEQLEN))
+def test_masks_that_fit(mask: Mask) -> None:
+    mask.validate(SEQLEN)
 
 
 @given(mask=masks(SEQLEN))
@@ -84,7 +173,7 @@ def test_a_spec_leads_back_to_the_mask(mask: Mask) -> None:
     again = mask_from_spec(*mask.spec)
     assert again == mask
     assert hash(again) == hash(mask)
-    assert all(tensor.dtype == torch.int64 and tensor.device.type == "cpu" for tensor in mask.spec[1])
+    assert all(tensor.dtype in (torch.int64, torch.bool) and tensor.device.type == "cpu" for tensor in mask.spec[1])
 
 
 @settings(deadline=None)
@@ -103,6 +192,19 @@ def test_masks_are_values() -> None:
     assert mask != rf.KeyPadding([0, 4, 9])
     assert repr(rf.Causal() & rf.Documents(range(20))) == (
         "Causal() & Documents([0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all])"
+    )
+    blocks = torch.eye(2, dtype=torch.bool)
+    sparse = rf.BlockSparse(blocks, 16)
+    blocks[0, 1] = True
+    assert sparse == rf.BlockSparse([[True, False], [False, True]], 16)
+    assert sparse != rf.BlockSparse(blocks, 16)
+    assert sparse != rf.BlockSparse(torch.eye(2, dtype=torch.bool), 32)
+    assert rf.Tree([-1, 0]) == rf.Tree(torch.tensor([-1, 0], dtype=torch.int32))
+    assert rf.Tree([-1, 0]) != rf.Tree([-1, 0], start=1)
+    assert rf.Tree([-1, 0]) != rf.Tree([-1, -1])
+    assert len({sparse, rf.Tree([-1]), rf.Tree([-1]), rf.BlockSparse(torch.eye(2).bool(), 16)}) == 2
+    assert repr(rf.Tree(NINE, start=4) & sparse) == (
+        "Tree([-1, 0, 1, 1, 2, 2, 3, 3, ... 9 in all], start=4) & BlockSparse(2 x 2 blocks of 16, 2 seen)"
     )
     assert as_mask(None) == Full()
     assert Full() & rf.Causal() == rf.Causal()
@@ -125,11 +227,45 @@ def test_what_is_no_mask(wrong: Any) -> None:
         (lambda: rf.KeyPadding(torch.tensor([0.5])), "seqlens_k: expected a vector of integers, got torch.float32"),
         (lambda: rf.PrefixLM([3, -1]), "prefix_lens: expected none below 0, got -1"),
         (lambda: rf.PrefixLM([1, 2]) & rf.KeyPadding([1, 2, 3]), r"mask: expected one batch size, got \[2, 3\]"),
+        (lambda: rf.BlockSparse(torch.ones(2, 2), 16), r"blocks: expected a square matrix of bools, got torch.float32"),
+        (
+            lambda: rf.BlockSparse(torch.ones(2, 3) > 0, 16),
+            r"blocks: expected a square matrix of bools, got .*\(2, 3\)",
+        ),
+        (lambda: rf.BlockSparse(torch.ones(4) > 0, 16), r"blocks: expected a square matrix of bools, got .*\(4,\)"),
+        (
+            lambda: rf.BlockSparse(torch.ones(0, 0) > 0, 16),
+            r"blocks: expected a square matrix of bools, got .*\(0, 0\)",
+        ),
+        (lambda: rf.BlockSparse([[True]], 0), "block_size: expected at least 1, got 0"),
+        (lambda: rf.Tree([]), "parents: expected a vector of integers"),
+        (lambda: rf.Tree([-1, 0, 3, 1]), "parents: expected each -1 or an earlier token, got parent 3 of token 2"),
+        (lambda: rf.Tree([-1, 1]), "parents: expected each -1 or an earlier token, got parent 1 of token 1"),
+        (lambda: rf.Tree([-1, -2]), "parents: expected each -1 or an earlier token, got parent -2 of token 1"),
+        (lambda: rf.Tree([-1], start=-1), "start: expected at least 0, got -1"),
     ],
 )
 def test_bad_values(make: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (rf.Documents([0, 10, 39]), "cu_seqlens: expected lengths that sum to the sequence's 40 keys, got a sum of 39"),
+        (rf.Documents([0, 41]), "cu_seqlens: expected lengths that sum to the sequence's 40 keys, got a sum of 41"),
+        (rf.KeyPadding([3, 41]), "seqlens_k: expected none above the sequence's 40 keys, got 41"),
+        (rf.PrefixLM([41, 0]), "prefix_lens: expected none above the sequence's 40 keys, got 41"),
+        (rf.BlockSparse(torch.ones(2, 2) > 0, 16), r"blocks: expected \(3, 3\) for 40 tokens .* of 16, got \(2, 2\)"),
+        (rf.BlockSparse(torch.ones(4, 4) > 0, 16), r"blocks: expected \(3, 3\) for 40 tokens .* of 16, got \(4, 4\)"),
+        (rf.Tree(NINE, start=32), "mask: expected a tree that ends by 40, got one to 41"),
+    ],
+)
+def test_masks_of_another_sequence(mask: Mask, message: str) -> None:
+    for given_mask in (mask, rf.Causal() & mask & rf.SlidingWindow(3)):
+        with pytest.raises(ArgumentError, match=message):
+            given_mask.validate(SEQLEN)
 
 
 def test_a_mask_of_another_batch() -> None:

@@ -1,21 +1,25 @@
 """Attention as a torch operator: compiles into one graph, and checkpointing can keep its results."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import ringflash as rf
 from ringflash import ring
+from ringflash.errors import ArgumentError
 from ringflash.masks import Mask
-from tests.accuracy import as_tensor
+from tests.accuracy import as_tensor, rms_of
 
 # torch 2.11's own, when its compiler is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
 
+TWO_RANKS = rf.ContextParallel.local(2, "contiguous")
 ATTENTION = torch.ops.ringflash.attention.default
 
 
@@ -36,7 +40,7 @@ def test_compiles_into_one_graph_and_other_documents_reuse_it() -> None:
         assert torch.equal(compiled(q, mask), flash(q, mask))
     compiled(q, rf.Causal() & rf.Documents([0, 9, 24]))
     seen = counter.frame_count
-    for ends in ([0, 12, 20], [0, 13, 24]):
+    for ends in ([0, 12, 24], [0, 13, 24]):
         mask = rf.Causal() & rf.Documents(ends)
         assert torch.equal(compiled(q, mask), flash(q, mask))
     assert counter.frame_count == seen
@@ -76,9 +80,117 @@ def test_checkpointing_that_keeps_attention_does_not_run_the_ring_again(monkeypa
         assert len(runs) == times
 
 
+MODES: list[dict[str, Any]] = [
+    {},
+    {"sinks": torch.randn(2, requires_grad=True), "softcap": 2.0},
+    {"slopes": torch.rand(2), "seed": torch.tensor(5), "p": 0.3},
+]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("mask", "tensors"), [("", []), ("causal & documents", [torch.tensor([0, 2, 6])])])
 @pytest.mark.parametrize("context", ["", "local"])
-def test_opcheck(context: str, mask: str, tensors: list[Tensor]) -> None:
+def test_opcheck(context: str, mask: str, tensors: list[Tensor], mode: dict[str, Any], deterministic: bool) -> None:
     name = rf.ContextParallel.local(2).name if context else ""
-    q, k, v = (torch.randn(1, 6, 2, 16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(ATTENTION, (q, k, v, name, mask, tensors, 0.25, 0.0, "auto"))
+    q, k, v = (torch.randn(1, 6, 2, width, requires_grad=True) for width in (24, 24, 16))
+    extra = (mode.get("sinks"), mode.get("slopes"), mode.get("seed"))
+    values = (0.25, mode.get("softcap", 0.0), mode.get("p", 0.0), "auto", deterministic)
+    torch.library.opcheck(ATTENTION, (q, k, v, *extra, name, mask, tensors, *values))
+
+
+def test_modes_compile_into_one_graph() -> None:
+    sinks, slopes = torch.randn(2, requires_grad=True), torch.rand(2)
+    q = torch.randn(1, 24, 2, 16, requires_grad=True)
+
+    def attention(q: Tensor, sinks: Tensor) -> Tensor:
+        options = rf.AttentionOptions(sinks=sinks, alibi_slopes=slopes)
+        rest: dict[str, Any] = {"softcap": 5.0, "dropout": rf.Dropout(0.2, seed=4), "options": options}
+        return as_tensor(rf.flash_attention(q, q, q[..., :16], mask=rf.Causal(), **rest))
+
+    results = []
+    for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        out = call(q, sinks)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, sinks))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_compiled_dropout_draws_anew_in_each_call() -> None:
+    q = torch.randn(1, 24, 2, 16)
+    attention = lambda q: as_tensor(rf.flash_attention(q, q, q, dropout=rf.Dropout(0.5)))  # noqa: E731
+    call = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    first, second = call(q), call(q)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(call(q), first)
+
+
+def test_a_misfit_is_told_when_compiled_too() -> None:
+    compiled = torch.compile(flash, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 24, 2, 16)
+    compiled(q, rf.Documents([0, 24]))
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected lengths that sum to the sequence's 24 keys"):
+        compiled(q, rf.Documents([0, 20]))
+
+
+def _inputs(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, 70, 2, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return as_tensor(rf.flash_attention(q, k, v, mask=rf.Causal()))
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return as_tensor(rf.ring_attention(q, k, v, TWO_RANKS, mask=rf.Causal()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("attention", [_attend, _ring])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_is_as_in_torch(autocast: torch.dtype, dtype: torch.dtype, attention: Any, compiled: bool) -> None:
+    inputs = _inputs(dtype)
+    call = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    with torch.autocast("cpu", dtype=autocast):
+        out = call(*inputs)
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
+    for grad in torch.autograd.grad(out.float().square().sum(), inputs):
+        assert grad.dtype == dtype
+
+
+@pytest.mark.parametrize("attention", [_attend, _ring])
+def test_kernels_compute_under_autocast_as_without(attention: Any) -> None:
+    """They are PyTorch themselves on the CPU, and accumulate in more than autocast's dtype."""
+    inputs = _inputs(torch.bfloat16)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = attention(*inputs)
+            results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_autocast_of_what_linear_layers_give() -> None:
+    layer = torch.nn.Linear(32, 96)
+    x = torch.randn(2, 9, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k, v = layer(x).view(2, 9, 3, 2, 16).unbind(2)
+        out = rf.flash_attention(q.float(), k, v, mask=rf.Causal())  # a rotary embedding may be in float32
+    assert as_tensor(out).dtype == torch.bfloat16
+    as_tensor(out).float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_a_cache_as_it_is() -> None:
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 40, 2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = as_tensor(rf.flash_decode(q, cache, cache, cache_seqlens=40))
+    assert out.dtype == torch.float32
+    assert rms_of(out - as_tensor(rf.flash_decode(q, cache, cache, cache_seqlens=40))) == 0

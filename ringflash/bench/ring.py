@@ -9,14 +9,11 @@ forwards.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +24,13 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
-from ringflash.bench.accuracy import compare, first_group
-from ringflash.bench.peers import Contender, Problem, contenders
+from ringflash.bench import record
+from ringflash.bench.accuracy import Yardstick
+from ringflash.bench.peers import contenders
+from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, difference, failure
 from ringflash.errors import ArgumentError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FORWARD_BACKWARD = 3.5  # in forwards
-AGREEMENT = 0.05  # between outputs of size 1 in low precision
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,23 +95,20 @@ def _measure_length(
             with contender(problem) as shard:
                 out = shard.whole(shard.forward().detach())
                 expected = out if expected is None else expected
-                difference = (out - expected).abs().max().item()
+                apart = difference(out, expected)
                 if name == ours_name and options.check:
                     results = [context.unshard(x.detach()) for x in shard.forward_backward()]
-            if not difference < AGREEMENT:
-                failed[name] = f"another result: it differs by {difference:.2g}"
+            if not apart < AGREEMENT:
+                failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
         except (RuntimeError, ValueError, TypeError) as error:  # a peer that cannot: said in its row
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            failed[name] = failure(error)
     for _ in range(options.rounds):
         for name, contender in named.items():
             if name not in failed:
                 memory[name] = max(memory[name], _round(contender, problem, times[name], options.repeats))
     errors = {}
     if results and context.rank == 0:
-        group = first_group(problem)
-        heads = (group.q.shape[2], group.q.shape[2], 1, 1)
-        of_group = [x[:, :, :n] for x, n in zip(results, heads, strict=True)]
-        for tensor, error in compare(of_group, group).items():
+        for tensor, error in Yardstick.of(problem).errors(results).items():
             errors |= {f"{tensor} rms": round(error.rms_ratio, 3), f"{tensor} max": round(error.max_ratio, 3)}
     dist.barrier()
     rows = []
@@ -192,16 +186,8 @@ def _print(rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
 
 
 def _write(path: Path, arguments: list[str], rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
-    shown = " ".join(arguments).replace(str(path), path.name)  # where it was written says nothing about the run
-    record = {
-        "command": f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench.ring {shown}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": f"{mesh.size()} x {_device_name(mesh)}",
-        "versions": {name: version(name) for name in ("ringflash", "torch", "triton")},
-        "rows": rows,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    command = record.command(f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench.ring", arguments)
+    record.write(path, command, f"{mesh.size()} x {_device_name(mesh)}", rows)
 
 
 def _device_name(mesh: DeviceMesh) -> str:

@@ -15,7 +15,7 @@ from ringflash.errors import PeerFailed, RankMismatch
 
 Field = int | float | str
 _OK, _FAILED = 0, 1
-_WIDTH = 16  # every rank sends the same number of words, whatever it has to say
+_WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 
 
 def _word(value: Field) -> int:
@@ -78,6 +78,12 @@ class ControlPlane:
         everyone = [torch.empty_like(padded) for _ in rows]
         dist.all_gather([t.view(torch.uint8) for t in everyone], padded.view(torch.uint8), group=self._data)
         return torch.cat([t[:n] for t, n in zip(everyone, rows, strict=True)]).movedim(0, dim)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
+        everyone = x.new_empty((self.world_size, *x.shape))
+        dist.all_gather(list(everyone.unbind(0)), x, group=self._data)
+        return everyone
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""

@@ -76,7 +76,7 @@ def test_strides_do_not_matter() -> None:
     innermost = lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)  # noqa: E731
     for change in (transposed, innermost):
         changed = given.mapped(change)
-        for a, b in zip(given.flash(backend="triton"), changed.flash(backend="triton"), strict=True):
+        for a, b in zip(*(x.flash(backend="triton", deterministic=True) for x in (given, changed)), strict=True):
             assert torch.equal(a, b)
 
 
@@ -89,9 +89,10 @@ def test_an_expanded_gradient() -> None:
 @pytest.mark.parametrize("repeats", [250 if GPU else 2])
 def test_repeats_are_bitwise_equal(repeats: int) -> None:
     given = problem(seqlen=1024 if GPU else 150, dtype=torch.float16, mask=rf.Causal())
-    first = given.flash(backend="triton")
+    first = given.flash(backend="triton", deterministic=True)
     for _ in range(repeats):
-        assert all(torch.equal(a, b) for a, b in zip(given.flash(backend="triton"), first, strict=True))
+        again = given.flash(backend="triton", deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")

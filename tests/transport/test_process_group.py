@@ -120,21 +120,28 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("layout", {"layout": "contiguous"}),
     ("softmax_scale", {"scale": 0.5}),
     ("softcap", {"softcap": 5.0}),
+    ("headdim", {"headdim_v": 32}),
+    ("dropout", {"dropout": None}),
+    ("dropout", {"dropout": rf.Dropout(0.2, seed=7)}),
+    ("dropout", {"dropout": rf.Dropout(0.1, seed=8)}),
+    ("alibi_slopes", {"alibi_slopes": torch.zeros(2)}),
+    ("sinks", {"sinks": torch.zeros(2)}),
 ]
 
 
 def _call(change: dict[str, Any]) -> None:
     """Rank 1 calls with `change`, the others without."""
     given: dict[str, Any] = {"layout": "zigzag", "seqlen": 6, "nheads": 2, "nheads_kv": 2, "headdim": 16, "batch": 1}
-    given |= {"dtype": torch.float32, "mask": None, "scale": None, "device": "cpu"} | (
-        change if dist.get_rank() == 1 else {}
-    )
-    options = rf.AttentionOptions(backend=given.get("backend", "auto"))
-    given["rest"] = {"options": options, "softcap": given.get("softcap", 0.0)}
+    given |= {"dtype": torch.float32, "mask": None, "scale": None, "device": "cpu", "dropout": rf.Dropout(0.1, seed=7)}
+    given |= change if dist.get_rank() == 1 else {}
+    chosen = {name: given[name] for name in ("backend", "alibi_slopes", "sinks") if name in given}
+    rest = {"softcap": given.get("softcap", 0.0), "dropout": given["dropout"]}
     context = rf.ContextParallel(dist.group.WORLD, given["layout"])
     q, k = (torch.zeros(given["batch"], given["seqlen"], given[n], given["headdim"]) for n in ("nheads", "nheads_kv"))
     q, k = (x.to(given["device"], given["dtype"]) for x in (q, k))
-    rf.ring_attention(q, k, k, context, mask=given["mask"], softmax_scale=given["scale"], **given["rest"])
+    v = k[..., :1].expand(*k.shape[:3], given.get("headdim_v", given["headdim"]))
+    options = rf.AttentionOptions(**chosen)
+    rf.ring_attention(q, k, v, context, mask=given["mask"], softmax_scale=given["scale"], options=options, **rest)
 
 
 def _calls() -> list[str]:
@@ -152,6 +159,54 @@ def test_ranks_that_differ_all_raise() -> None:
     for raised in run_ranks(3, _calls):
         for (field, _), text in zip(CHANGES, raised, strict=True):
             assert f"ranks disagree on {field}: rank 1 against the rest" in text
+
+
+def _seeds_drawn() -> list[Any]:
+    """Ranks draw the seed of dropout themselves: seeded alike, and not."""
+    context = rf.ContextParallel(dist.group.WORLD)
+    q = torch.ones(1, 6, 2, 16)
+    torch.manual_seed(3)
+    out = as_tensor(rf.ring_attention(q, q, q, context, dropout=rf.Dropout(0.5)))
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RankMismatch) as caught:
+        rf.ring_attention(q, q, q, context, dropout=rf.Dropout(0.5))
+    return [context.unshard(out), str(caught.value)]
+
+
+def test_seeds_that_ranks_draw() -> None:
+    torch.manual_seed(3)
+    q = torch.ones(1, 12, 2, 16)
+    expected = as_tensor(rf.flash_attention(q, q, q, dropout=rf.Dropout(0.5)))
+    for out, text in run_ranks(2, _seeds_drawn):
+        torch.testing.assert_close(out, expected)
+        assert "ranks disagree on dropout" in text
+
+
+MISFITS = [
+    (rf.Documents([0, 9]), "cu_seqlens: expected lengths that sum to the sequence's 12 keys, got a sum of 9"),
+    (rf.KeyPadding([13]), "seqlens_k: expected none above the sequence's 12 keys, got 13"),
+    (rf.PrefixLM([13]), "prefix_lens: expected none above the sequence's 12 keys, got 13"),
+    (rf.BlockSparse([[True]], 4), r"blocks: expected (3, 3) for 12 tokens in blocks of 4, got (1, 1)"),
+    (rf.Tree([-1, 0], start=11), "mask: expected a tree that ends by 12, got one to 13"),
+]
+
+
+def _misfits() -> list[str]:
+    raised = []
+    context = rf.ContextParallel(dist.group.WORLD)
+    q = torch.zeros(1, 6, 2, 16)
+    for mask, _ in MISFITS:
+        with pytest.raises(ArgumentError) as caught:
+            rf.ring_attention(q, q, q, context, mask=mask)
+        raised.append(str(caught.value))
+    rf.ring_attention(q, q, q, context, mask=rf.Documents([0, 9, 12]))
+    return raised
+
+
+def test_masks_of_another_sequence_raise_on_all_ranks() -> None:
+    for raised in run_ranks(2, _misfits):
+        for (_, message), text in zip(MISFITS, raised, strict=True):
+            assert text.startswith(message)
 
 
 def _documents_differ() -> str:

@@ -1,0 +1,114 @@
+"""The gate without a GPU: compiles every shipped kernel for its targets and fails where one got worse.
+
+python -m ringflash.kernels.aot            compare with the recorded allowance
+python -m ringflash.kernels.aot --record   make what is compiled now the allowance
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import triton
+from rich.console import Console
+from rich.table import Table
+
+from ringflash.kernels.aot.cases import Case, cases
+from ringflash.kernels.aot.compiler import Usage, compile_case, prepare
+from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles, prints a table, and returns 1 where a kernel does not compile, does not fit, or got worse."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    chosen = [case for case in cases() if all(word in case.name.split() for word in options.only)]
+    if not chosen:
+        parser.error(f"no case has all the words {options.only}; {len(cases())} are like {cases()[0].name!r}")
+    begin = time.perf_counter()
+    measured, failures = _compile(chosen, options.jobs)
+    seconds = time.perf_counter() - begin
+    record = read()
+    _print(measured, record)
+    print(f"{len(measured)} kernels in {seconds:.0f} s by {options.jobs} processes, triton {triton.__version__}")
+    remarks: list[str] = []
+    if options.record:  # what this run did not reach stays as it was
+        stays = record.kernels if options.only or failures else {}
+        write(Record(triton.__version__, {**stays, **measured}))
+    else:
+        verdict = compare(measured, record)
+        remarks += verdict.remarks
+        if not options.only:
+            remarks += [f"{name}: in the record, but no case compiles it" for name in forgotten(measured, record)]
+        if record.triton in ("", triton.__version__):
+            failures += verdict.failures
+        else:
+            remarks += verdict.failures
+            remarks.append(f"The record is of triton {record.triton}: what another one compiles worse is no failure.")
+    failures += over_limit(measured)
+    for line in remarks:
+        print(f"note: {line}")
+    for line in failures:
+        print(f"FAILED: {line}")
+    if failures and not options.record:
+        print("`make aot-record` makes it the allowance, except what does not compile or does not fit.")
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Compiles every shipped kernel, on a machine with or without a GPU."
+    parser = argparse.ArgumentParser("ringflash.kernels.aot", description=description)
+    parser.add_argument("--record", action="store_true", help="make what is compiled now the allowance")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases with these words: sm_90 dq d128")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
+    return parser
+
+
+def _compile(chosen: Sequence[Case], jobs: int) -> tuple[dict[str, Usage], list[str]]:
+    """Usage by name of what compiles, and what to say of what does not."""
+    os.environ.pop("TRITON_INTERPRET", None)  # before the processes start: they would interpret instead of compiling
+    measured: dict[str, Usage] = {}
+    failures: list[str] = []
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs, context, prepare, (cache,)) as pool:
+        futures = {case: pool.submit(compile_case, case) for case in chosen}
+        for case, future in futures.items():
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                begun = chosen[chosen.index(case) :][:jobs]
+                failures.append(f"one of {', '.join(x.name for x in begun)}: the compiler ended its process")
+                break
+            if isinstance(result, str):
+                failures.append(f"{case.name}: {result}")
+            else:
+                measured |= result
+    return measured, failures
+
+
+def _print(measured: Mapping[str, Usage], record: Record) -> None:
+    table = Table(box=None, title="Kernels compiled ahead of time; spills and shared memory in bytes")
+    for column in ("target", "kernel"):
+        table.add_column(column, no_wrap=True)
+    for column in ("registers", "spills", "allowed", "shared"):
+        table.add_column(column, justify="right")
+    table.add_column("matmul")
+    table.add_column("ptxas")
+    for name, usage in sorted(measured.items()):
+        target, kernel = name.split(maxsplit=1)
+        allowed = record.kernels.get(name)
+        codes = [*(f"{code} serialised" for code in usage.serialised), *usage.advice]
+        figures = (usage.registers, usage.spills, "-" if allowed is None else allowed.spills, usage.shared)
+        table.add_row(target, kernel, *map(str, figures), usage.matmul, " ".join(codes))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Which kernels are compiled ahead of time, and the call of its launcher that makes Triton compile each.
+
+A case calls the launcher that attention calls, with small tensors of the right dtypes and strides, so that arguments
+and what Triton makes of their values are those of a GPU. A new case is a line of `_cases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels import decode, portable
+from ringflash.kernels.config import has_single_pass
+from ringflash.kernels.decode_step import Step, sight_of
+from ringflash.kernels.meeting import Meeting, Scoring
+from ringflash.layout import Chunk
+from ringflash.masks import BlockSparse, Causal, Full, Mask, SlidingWindow, Tree
+from ringflash.state import AttentionState
+
+BATCH, SEQLEN, NHEADS, NHEADS_KV = 2, 256, 8, 2
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "table": Causal() & SlidingWindow(64, 64),
+    "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
+    "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
+}
+
+# What a mode changes in the scoring. Beside these, "carried" is a ring's hop between others (two chunks, state in and
+# out, gradients added to), "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
+MODES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "carried": {},
+    "dlse": {},
+    "split": {},
+    "ragged": {},  # a length that is no multiple of a tile: loads have bounds
+    "softcap": {"softcap": 20.0},
+    "alibi": {"alibi_slopes": torch.ones(1, NHEADS)},
+    "sinks": {"sinks": torch.zeros(NHEADS)},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 7},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher.
+
+    Args:
+        kernel: a key of `LAUNCHES`.
+        dtype: of q, k and v, a key of `DTYPES`.
+        headdim: of q and k.
+        mask: a key of `MASKS`.
+        mode: a key of `MODES`.
+        headdim_v: of v; None is headdim.
+        arch: compute capability to compile for, 90 for sm_90.
+    """
+
+    kernel: str
+    dtype: str
+    headdim: int
+    mask: str
+    mode: str = "alone"
+    headdim_v: int | None = None
+    arch: int = 90
+
+    @property
+    def name(self) -> str:
+        """What the record calls it."""
+        headdim = f"d{self.headdim}" + (f"/{self.headdim_v}" if self.headdim_v else "")
+        return f"sm_{self.arch} {self.kernel} {self.dtype} {headdim} {self.mask} {self.mode}"
+
+
+TILE_KERNELS = ("forward", "dq", "dkdv", "single_pass")
+
+
+def cases() -> list[Case]:
+    """Every case, those that compile longest first."""
+    shipped = [case for case in _cases() if case.kernel != "single_pass" or _single_pass_ships(case)]
+    return sorted(dict.fromkeys(shipped), key=lambda case: (case.dtype != "float32", -case.headdim))
+
+
+def _single_pass_ships(case: Case) -> bool:
+    short_spans = case.mask not in ("full", "causal")
+    return has_single_pass(case.headdim, case.headdim_v or case.headdim, short_spans=short_spans)
+
+
+def _cases() -> Iterator[Case]:
+    for kernel, headdim, mask, arch in product(TILE_KERNELS, (64, 128, 256), ("full", "causal", "table"), (90, 80)):
+        yield Case(kernel, "bfloat16", headdim, mask, arch=arch)
+    for kernel, headdim in product(TILE_KERNELS, (64, 128, 256)):
+        yield Case(kernel, "bfloat16", headdim, "listed")
+        yield Case(kernel, "bfloat16", headdim, "causal", "carried")
+        yield Case(kernel, "bfloat16", headdim, "full", "carried")
+        yield Case(kernel, "float16", headdim, "table")
+        yield Case(kernel, "float32", headdim, "table")
+    for kernel in TILE_KERNELS:
+        yield Case(kernel, "bfloat16", 96, "causal")  # tiles of 128, loads masked past 96
+        yield Case(kernel, "bfloat16", 192, "causal", headdim_v=128)
+        yield Case(kernel, "bfloat16", 128, "causal", "carried", arch=80)
+        yield Case(kernel, "float32", 128, "causal", "carried")
+        for headdim, mask in product((64, 128), ("causal", "table")):
+            yield Case(kernel, "bfloat16", headdim, mask, "ragged")
+        for mode in ("softcap", "alibi", "dropout"):
+            yield Case(kernel, "bfloat16", 128, "causal", mode)
+    yield Case("forward", "bfloat16", 128, "causal", "sinks")
+    for dtype, headdim in product(DTYPES, (64, 128, 256)):
+        yield Case("delta", dtype, headdim, "full")
+    yield Case("delta", "bfloat16", 128, "full", "dlse")
+    yield Case("delta", "bfloat16", 128, "full", arch=80)
+    for dtype, headdim in product(DTYPES, (64, 128, 256)):
+        yield Case("decode", dtype, headdim, "full", "split")
+    for mask in ("full", "causal", "tree"):
+        yield Case("decode", "bfloat16", 128, mask)
+    for mode in ("softcap", "alibi", "sinks"):
+        yield Case("decode", "bfloat16", 128, "causal", mode)
+    yield Case("decode", "bfloat16", 192, "causal", headdim_v=128)
+    yield Case("decode", "bfloat16", 128, "full", "split", arch=80)
+
+
+def launch(case: Case) -> None:
+    """Calls the launcher of the case's kernel."""
+    LAUNCHES[case.kernel](_Inputs(case))
+
+
+class _Inputs:
+    """Tensors of one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.mask, self.mode = MASKS[case.mask], case.mode
+        self.carried = case.mode == "carried"
+        self._dtype = DTYPES[case.dtype]
+        self._headdim, self._headdim_v = case.headdim, case.headdim_v or case.headdim
+        self.q, self.k, self.v = self.keys(NHEADS), self.keys(NHEADS_KV), self.values(NHEADS_KV)
+        self.scoring = Scoring(**{"softmax_scale": case.headdim**-0.5} | MODES[case.mode])
+        whole = (Chunk(0, SEQLEN - 3 if case.mode == "ragged" else SEQLEN),)
+        halves = Chunk(0, SEQLEN // 2), Chunk(3 * SEQLEN // 2, SEQLEN // 2)
+        chunks = halves if self.carried else whole  # a ring's layout is zigzag
+        self.meeting = Meeting(chunks, chunks, self.mask, self.scoring)
+
+    def keys(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(BATCH, SEQLEN, nheads, self._headdim, dtype=dtype or self._dtype)
+
+    def values(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(BATCH, SEQLEN, nheads, self._headdim_v, dtype=dtype or self._dtype)
+
+    def rows(self) -> Tensor:
+        return torch.zeros(BATCH, NHEADS, SEQLEN)
+
+    @property
+    def gradients(self) -> torch.dtype | None:
+        """A ring's gradients pass from hop to hop in float32; a single device's are rounded by their kernel."""
+        return torch.float32 if self.carried else None
+
+    @property
+    def of_backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.values(NHEADS), self.q, self.k, self.v, self.rows(), self.rows()
+
+
+def _forward(x: _Inputs) -> None:
+    state = AttentionState(x.rows(), x.rows(), x.values(NHEADS, torch.float32)) if x.carried else None
+    whole = {"first": not x.carried, "last": not x.carried}
+    portable.forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), **whole)
+
+
+def _dq(x: _Inputs) -> None:
+    portable.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
+
+
+def _dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
+    dk, dv = x.keys(NHEADS_KV, x.gradients), x.values(NHEADS_KV, x.gradients)
+    portable.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
+
+
+def _single_pass(x: _Inputs) -> None:
+    _dkdv(x, dq=x.keys(NHEADS, torch.float32))
+
+
+def _delta(x: _Inputs) -> None:
+    out = x.values(NHEADS)
+    portable.delta(out, out, x.rows() if x.mode == "dlse" else None)
+
+
+def _decode(x: _Inputs) -> None:
+    seqlen_q = 1 if isinstance(x.mask, Full) else 8
+    lengths = torch.full((BATCH,), SEQLEN, dtype=torch.int32)
+    step = Step(x.scoring, sight_of(x.mask, seqlen_q, SEQLEN), splits=4 if x.mode == "split" else 1)
+    decode.attend(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
+
+
+LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
+    "forward": _forward,
+    "dq": _dq,
+    "dkdv": _dkdv,
+    "single_pass": _single_pass,
+    "delta": _delta,
+    "decode": _decode,
+}

@@ -1,0 +1,155 @@
+"""Triton without a GPU: launches compile for a named target and run nothing; ptxas tells what each kernel takes."""
+
+# Triton's base class says that its drivers return None.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ringflash.kernels.aot.cases import Case, launch
+
+SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
+REGISTERS = re.compile(r"Used (\d+) registers")
+ADVICE = re.compile(r"\((C\d+)\)(.*)")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes of an SM, and what ptxas says of it.
+
+    Args:
+        registers: of a thread.
+        spills: bytes a thread stores to and loads from local memory for want of registers.
+        shared: bytes of shared memory of a program.
+        matmul: "wgmma", "mma", or "" where neither instruction is used.
+        serialised: codes of the warnings that its WGMMAs wait for each other.
+        advice: codes of ptxas's other remarks.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    matmul: str = ""
+    serialised: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+
+def parse_ptxas(log: str) -> dict[str, Any]:
+    """Registers, spills, serialised and advice of one kernel, as `Usage` names them, from the log of `ptxas -v`.
+
+    Raises:
+        ValueError: a log without registers.
+    """
+    registers, remarks = REGISTERS.findall(log), ADVICE.findall(log)
+    if not registers:
+        raise ValueError(f"ptxas tells no registers: {log[:200]!r}")
+    serialised = {code for code, text in remarks if "wgmma" in text and "serialized" in text}
+    return {
+        "registers": max(map(int, registers)),
+        "spills": sum(map(int, SPILLS.findall(log))),
+        "serialised": tuple(sorted(serialised)),
+        "advice": tuple(sorted({code for code, _ in remarks} - serialised)),
+    }
+
+
+class TargetDriver(DriverBase):
+    """What Triton asks a driver before it compiles, answered for a GPU that is not there."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Never by itself."""
+        return False
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU to compile for."""
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default one."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where the tensors of a case are."""
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> NoReturn:
+        """Of the code that launches."""
+        raise NotImplementedError("nothing is launched")
+
+    def get_benchmarker(self) -> NoReturn:
+        """Of autotuning."""
+        raise NotImplementedError("nothing is launched")
+
+
+def prepare(cache: str) -> None:
+    """Sets this process up to compile: into the folder `cache`, always anew, since only a compile has a log."""
+    assert not knobs.runtime.interpret, "TRITON_INTERPRET=1: nothing would be compiled"
+    knobs.cache.dir = cache
+    knobs.compilation.always_compile = True
+    knobs.nvidia.dump_ptxas_log = True
+    torch.set_num_threads(1)
+
+
+def compile_case(case: Case) -> dict[str, Usage] | str:
+    """Usage by name of every kernel that `case` launches, or the error that compiling ended with.
+
+    The name is the case's; where it launches several kernels, theirs follows.
+    """
+    driver.set_active(TargetDriver(case.arch))
+    try:
+        with _launches_compiled() as compiled:
+            launch(case)
+    except Exception as error:  # of any kind: Triton's, LLVM's, ptxas's, a launcher's
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))[:400]  # between them, Triton quotes the kernel
+    if not compiled:
+        return "it launches no kernel"
+    return {case.name + (f" {kernel}" if len(compiled) > 1 else ""): usage for kernel, usage in compiled.items()}
+
+
+@contextlib.contextmanager
+def _launches_compiled() -> Iterator[dict[str, Usage]]:
+    """Makes launches of Triton kernels compile only; yields the usage of each, by the kernel's name."""
+    compiled: dict[str, Usage] = {}
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        self.device_caches.clear()  # what an earlier case compiled has no log any more
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
+        name = kernel.metadata.name
+        assert name not in compiled, f"one case launches {name} twice"
+        compiled[name] = Usage(
+            shared=kernel.metadata.shared, matmul=_matmul(kernel.asm["ptx"]), **parse_ptxas(log.getvalue())
+        )
+
+    with mock.patch.object(JITFunction, "run", compile_only):
+        yield compiled
+
+
+def _matmul(ptx: str) -> str:
+    if "wgmma.mma_async" in ptx:
+        return "wgmma"
+    return "mma" if "mma.sync" in ptx else ""

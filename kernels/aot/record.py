@@ -1,0 +1,93 @@
+"""What compiled kernels may take: the recorded allowance, and the comparison with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ringflash.kernels.aot.compiler import Usage
+
+RECORD = Path(__file__).with_name("allowance.json")
+
+# Shared memory of one program, in bytes: CUDA C++ programming guide, table of technical specifications.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+
+MUCH_BETTER = 64  # bytes of spills under the allowance from which on it should be recorded anew
+
+
+@dataclass(frozen=True)
+class Record:
+    """What kernels took when they were last recorded.
+
+    Args:
+        triton: version that compiled them.
+        kernels: usage by name.
+    """
+
+    triton: str
+    kernels: Mapping[str, Usage]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Failures and remarks, a line each."""
+
+    failures: list[str]
+    remarks: list[str]
+
+
+def read(path: Path = RECORD) -> Record:
+    """The record at `path`; an empty one where there is none."""
+    if not path.exists():
+        return Record("", {})
+    content = json.loads(path.read_text())
+    kernels = {}
+    for name, usage in content["kernels"].items():
+        codes = {key: tuple(usage[key]) for key in ("serialised", "advice")}
+        kernels[name] = Usage(**usage | codes)
+    return Record(content["triton"], kernels)
+
+
+def write(record: Record, path: Path = RECORD) -> None:
+    """Writes one line a kernel, sorted, so that a change is a change of lines."""
+    lines = [f"    {json.dumps(name)}: {json.dumps(asdict(usage))}" for name, usage in sorted(record.kernels.items())]
+    kernels = ",\n".join(lines)
+    path.write_text(f'{{\n  "triton": {json.dumps(record.triton)},\n  "kernels": {{\n{kernels}\n  }}\n}}\n')
+
+
+def over_limit(measured: Mapping[str, Usage]) -> list[str]:
+    """Failures of kernels that need more shared memory than their target has: they would not launch."""
+    failures = []
+    for name, usage in measured.items():
+        limit = SHARED_LIMIT[int(name.split()[0].removeprefix("sm_"))]
+        if usage.shared > limit:
+            failures.append(f"{name}: takes {usage.shared} bytes of shared memory of {limit}")
+    return failures
+
+
+def compare(measured: Mapping[str, Usage], record: Record) -> Verdict:
+    """Holds `measured` to the record: more spills, WGMMAs newly serialised or lost, and unknown kernels fail."""
+    failures, remarks = [], []
+    for name, now in measured.items():
+        allowed = record.kernels.get(name)
+        if allowed is None:
+            failures.append(f"{name}: not in the record; it spills {now.spills} bytes")
+            continue
+        if now.spills > allowed.spills:
+            failures.append(f"{name}: spills {now.spills} bytes, {allowed.spills} are allowed")
+        elif allowed.spills - now.spills >= MUCH_BETTER:
+            remarks.append(f"{name}: spills {now.spills} bytes, well under the {allowed.spills} allowed")
+        if new := sorted({*now.serialised} - {*allowed.serialised}):
+            failures.append(f"{name}: its WGMMAs are serialised ({', '.join(new)}), which is not allowed")
+        elif gone := sorted({*allowed.serialised} - {*now.serialised}):
+            remarks.append(f"{name}: its WGMMAs are no longer serialised ({', '.join(gone)})")
+        if allowed.matmul == "wgmma" != now.matmul:
+            failures.append(f"{name}: no longer uses WGMMA, but {now.matmul or 'no tensor cores'}")
+    return Verdict(failures, remarks)
+
+
+def forgotten(measured: Mapping[str, Usage], record: Record) -> list[str]:
+    """Names in the record that nothing compiles any more."""
+    return sorted({*record.kernels} - {*measured})

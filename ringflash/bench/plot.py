@@ -1,0 +1,63 @@
+"""The picture of the kernel benchmark: TFLOP/s over seqlen, a column a headdim, a row a pass and mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PANELS = (("forward", True), ("backward", True), ("forward", False), ("backward", False))
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
+    """Draws `rows` of the benchmark; failed contenders and passes that were not timed are left out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    headdims = sorted({row["headdim"] for row in rows})
+    panels = [panel for panel in PANELS if any(row["causal"] == panel[1] for row in rows)]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure = Figure(figsize=(1.5 + 4.2 * len(headdims), 1.0 + 2.7 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), len(headdims), sharex=True, sharey="row", squeeze=False)
+    handles: dict[str, Any] = {}
+    for line, (part, causal) in enumerate(panels):
+        for column, headdim in enumerate(headdims):
+            ax = axes[line][column]
+            ax.set_title(f"{part}, {'causal' if causal else 'full'}, headdim {headdim}", fontsize=10)
+            cell = [row for row in rows if row["headdim"] == headdim and row["causal"] == causal]
+            for number, name in enumerate(names):
+                points = sorted((row["seqlen"], row[f"{part}_tflops"]) for row in cell if _has(row, name, part))
+                if not points or (part == "forward" and name == "ringflash deterministic"):
+                    continue  # the forward of both modes is one
+                width, order = (2.2, 3) if name.startswith("ringflash") else (1.2, 2)
+                xs, ys = zip(*points, strict=True)
+                handles[name] = ax.plot(xs, ys, "o-", color=f"C{number}", lw=width, zorder=order, ms=3.5)[0]
+            rates = sorted({(row["seqlen"], row["matmul_tflops"]) for row in cell if row.get("matmul_tflops")})
+            if rates:
+                xs, ys = zip(*rates, strict=True)
+                handles["large matmul, same run"] = ax.plot(xs, ys, ":", color="gray", lw=1)[0]
+            ax.set_xscale("log", base=2)
+            lengths = sorted({row["seqlen"] for row in rows})
+            ax.set_xticks(lengths, [_short(seqlen) for seqlen in lengths], fontsize=8)
+            ax.set_ylim(bottom=0)
+            ax.grid(alpha=0.3)
+            if column == 0:
+                ax.set_ylabel("TFLOP/s")
+            if line == len(panels) - 1:
+                ax.set_xlabel("seqlen")
+    first = rows[0]
+    title = f"Attention on one {device}: {first['nheads']}:{first['nheads_kv']} heads, {first['dtype']}"
+    figure.suptitle(f"{title}; causal counted as half, backward as 2.5 forwards", fontsize=11)
+    ordered = [name for name in (*names, "large matmul, same run") if name in handles]
+    figure.legend([handles[name] for name in ordered], ordered, loc="outside lower center", ncols=4, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _has(row: Mapping[str, Any], name: str, part: str) -> bool:
+    return row["name"] == name and f"{part}_tflops" in row
+
+
+def _short(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)

@@ -1,0 +1,32 @@
+"""What a run leaves behind: its figures as JSON, with the command, date, device and versions that made them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def command(program: str, arguments: Sequence[str]) -> str:
+    """The command line without folders: where its files lie says nothing about the run."""
+    return " ".join([program, *(Path(argument).name if os.sep in argument else argument for argument in arguments)])
+
+
+def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Writes `rows` and whatever `more` is to be said; a file that is there is replaced in one step."""
+    record = {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": device,
+        "versions": {name: version(name) for name in ("ringflash", "torch", "triton")},
+        **more,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(path)

@@ -1,0 +1,208 @@
+"""The arithmetic of tile sizes: what the papers' formula gives, what is shipped, what that takes of an SM.
+
+    python -m ringflash.bench.tiles docs/tiles.md
+
+renews the tables in the page, which stand between marks named as the functions here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ringflash.bench import traffic
+from ringflash.bench.traffic import Shape, Tile
+from ringflash.kernels import config
+from ringflash.kernels.config import TileConfig
+
+HEADDIMS = (64, 128, 256)
+SHARED_BYTES = 227 * 1024  # that a block may have, of 228 KiB an SM, on H100 and H200
+REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits; of an SM, and what a thread can address
+WARP = 32
+ITEMSIZE = 2  # bfloat16 or float16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel keeps and streams.
+
+    Args:
+        name: as the page calls it.
+        config: its tiles at a headdim and dtype.
+        keeps_queries: queries stay and keys stream; otherwise keys stay and queries stream.
+        accumulators: float32 tiles of (rows that stay, headdim).
+        scores: float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
+        stays: tiles of (rows that stay, headdim) in the inputs' dtype.
+        products: float32 tiles of (rows that stream, headdim), on their way to memory.
+    """
+
+    name: str
+    config: Callable[[int, torch.dtype], TileConfig]
+    keeps_queries: bool
+    accumulators: int
+    scores: int
+    stays: int
+    products: int = 0
+
+
+def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype], TileConfig]:
+    return lambda headdim, dtype: choose(config.Call(headdim, headdim, dtype, False, False, config.LARGE_SHARED))
+
+
+SINGLE_PASS = Kernel("dK/dV and dQ", _square(config.single_pass_config), False, 2, 2, 2, 1)
+KERNELS = (
+    Kernel("forward", _square(config.forward_config), True, 1, 1, 1),
+    Kernel("dQ", _square(config.dq_config), True, 1, 2, 2),
+    Kernel("dK/dV", _square(config.dkdv_config), False, 2, 2, 2),
+    SINGLE_PASS,
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a program of a kernel takes.
+
+    Args:
+        accumulators: 32-bit registers a thread for float32 accumulators and products.
+        scores: the same for tiles of scores and their gradients, float32.
+        operands: the same for those tiles in the inputs' dtype, as the next matmul takes them.
+        shared: bytes of the tiles that stay and of `num_stages` copies of the pair that streams.
+    """
+
+    accumulators: int
+    scores: int
+    operands: int
+    shared: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, before addresses, statistics and whatever else."""
+        return self.accumulators + self.scores + self.operands
+
+
+def papers_blocks(shared_bytes: int, headdim: int, itemsize: int = ITEMSIZE) -> tuple[int, int]:
+    """B_r = min(ceil(M / 4d), d) queries and B_c = ceil(M / 4d) keys, M in elements of `itemsize` bytes.
+
+    Source: Dao et al. 2022, "FlashAttention", algorithm 1, line 1.
+    """
+    block = -(-shared_bytes // (4 * headdim * itemsize))
+    return min(block, headdim), block
+
+
+def cost(kernel: Kernel, headdim: int) -> Cost:
+    """The arithmetic of one kernel at one headdim; what the compiler makes of it differs."""
+    tiles = kernel.config(headdim, torch.bfloat16)
+    threads = tiles.num_warps * WARP
+    stay, stream = (tiles.block_m, tiles.block_n) if kernel.keeps_queries else (tiles.block_n, tiles.block_m)
+    tile_of_scores = tiles.block_m * tiles.block_n // threads
+    return Cost(
+        (kernel.accumulators * stay + kernel.products * stream) * tiles.block_d // threads,
+        kernel.scores * tile_of_scores,
+        kernel.scores * tile_of_scores // 2,
+        (kernel.stays * stay + 2 * tiles.num_stages * stream) * tiles.block_d * ITEMSIZE,
+    )
+
+
+def papers_table() -> list[str]:
+    """The formula's tiles and what they would take in registers."""
+    lines = _header("headdim", "B_r queries", "B_c keys", "O and S in float32", "registers a thread, 8 warps")
+    for headdim in HEADDIMS:
+        rows, columns = papers_blocks(SHARED_BYTES, headdim)
+        elements = rows * (headdim + columns)
+        each = -(-elements // (8 * WARP))
+        lines.append(_row(headdim, rows, columns, f"{elements * 4 / 1024:.0f} KiB", each))
+    return lines
+
+
+def shipped_table() -> list[str]:
+    """The tiles of kernels/config.py and what they take."""
+    lines = _header(
+        "kernel", "headdim", "queries", "keys", "warps", "stages", "accumulators", "scores", "operands", "registers",
+        "shared KiB",
+    )  # fmt: skip
+    for kernel in KERNELS:
+        for headdim in HEADDIMS:
+            if kernel is SINGLE_PASS and not _single_pass_ships(headdim):
+                continue
+            tiles, takes = kernel.config(headdim, torch.bfloat16), cost(kernel, headdim)
+            chosen = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
+            registers = (takes.accumulators, takes.scores, takes.operands, takes.registers)
+            lines.append(_row(kernel.name, headdim, *chosen, *registers, takes.shared // 1024))
+    return lines
+
+
+def pass_bytes(shape: Shape) -> dict[str, int]:
+    """Bytes of each pass with the tiles shipped, from the loads and stores of its kernels."""
+    dtype = torch.float32 if shape.itemsize == 4 else torch.bfloat16
+    forward, dq, dkdv = (_tile(kernel, shape.headdim, dtype) for kernel in KERNELS if kernel is not SINGLE_PASS)
+    delta = traffic.delta_kernel(shape)
+    deterministic = fast = delta + traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
+    if _single_pass_ships(shape.headdim):
+        single = _tile(SINGLE_PASS, shape.headdim, dtype)
+        fast = delta + traffic.dkdv_kernel(shape, single) + traffic.added_dq(shape, single)
+    return {
+        "forward": traffic.forward_kernel(shape, forward),
+        "backward deterministic": deterministic,
+        "backward fast": fast,
+    }
+
+
+def _tile(kernel: Kernel, headdim: int, dtype: torch.dtype) -> Tile:
+    tiles = kernel.config(headdim, dtype)
+    return Tile(tiles.block_m, tiles.block_n)
+
+
+def _single_pass_ships(headdim: int) -> bool:
+    return config.has_single_pass(headdim, headdim, short_spans=False)
+
+
+def traffic_table() -> list[str]:
+    """Computed bytes of one sequence of 16 heads, causal, in GiB."""
+    lines = _header(
+        "headdim", "tokens", "forward: compulsory", "tiled", "standard",
+        "backward: compulsory", "tiled, deterministic", "tiled, fast", "standard",
+    )  # fmt: skip
+    for headdim in HEADDIMS:
+        for seqlen in (8192, 131072):
+            shape = Shape(1, seqlen, 16, 16, headdim, causal=True)
+            must, tiled, materialised = traffic.compulsory(shape), pass_bytes(shape), traffic.standard(shape)
+            forward = must.forward, tiled["forward"], materialised.forward
+            backward = tiled["backward deterministic"], tiled["backward fast"], materialised.backward
+            figures = [f"{figure / 2**30:,.2f}" for figure in (*forward, must.backward, *backward)]
+            lines.append(_row(headdim, seqlen, *figures))
+    return lines
+
+
+def renewed(page: str) -> str:
+    """The page with its tables as they are now."""
+    for table in (papers_table, shipped_table, traffic_table):
+        mark = f"<!-- {table.__name__} -->"
+        body = "\n".join([mark, *table(), mark])
+        page, count = re.subn(f"{mark}.*?{mark}", lambda _, body=body: body, page, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the page has {count} tables between two marks {mark}; it needs one")
+    return page
+
+
+def _header(*names: str) -> list[str]:
+    return [_row(*names), "|---" * len(names) + "|"]
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Renews the tables of the page named."""
+    page = Path(argv[0])
+    page.write_text(renewed(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Times of one device's calls: the GPU's own time, by events, with the launches queued behind a busy GPU.
+
+A call of a few microseconds is bound by Python and launches when it stands alone; queued, what is timed is what the
+kernels take. The time that Python needs to launch a call is kept beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+SAMPLE_SECONDS = 0.02  # a sample is as many calls as take this long
+MAX_CALLS = 20
+MAX_CLOCK_HZ = 2e9  # of the GPUs at hand: a spin of so many cycles takes at least a second
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a call is sampled: how often in a row, and the seconds that launching it once takes."""
+
+    calls: int
+    launch_seconds: float
+
+
+def pace(call: Callable[[], object], on_gpu: bool) -> Pace:
+    """Chooses the number of calls by timing one; the call must have run before."""
+    _wait(on_gpu)
+    begin = time.perf_counter()
+    call()
+    launched = time.perf_counter() - begin
+    _wait(on_gpu)
+    calls = int(SAMPLE_SECONDS / (time.perf_counter() - begin))
+    return Pace(max(1, min(calls, MAX_CALLS)), launched)
+
+
+def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
+    """Mean time of one of `pace.calls` calls in a row."""
+    if not on_gpu:
+        begin = time.perf_counter()
+        for _ in range(pace.calls):
+            call()
+        return (time.perf_counter() - begin) / pace.calls
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    head_start = min(2 * pace.calls * pace.launch_seconds, 0.1)
+    torch.cuda._sleep(int(head_start * MAX_CLOCK_HZ))  # the GPU spins while the launches queue up
+    start.record()
+    for _ in range(pace.calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / pace.calls
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()

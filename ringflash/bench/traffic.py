@@ -1,0 +1,130 @@
+"""HBM bytes that a pass moves, computed: what it must, what it does with tiles, and what standard attention does.
+
+All are of one problem: batch sequences of seqlen tokens, nheads query heads over nheads_kv KV heads. The tiled figures
+count every load and store of the kernels as if no cache helped, so they are upper bounds; the compulsory ones count
+every input and output once, as if the cache held everything, and are lower bounds.
+Source: Dao et al. 2022, "FlashAttention", theorem 2: with on-chip memory for M elements, tiled attention makes
+Theta(N^2 d^2 / M) accesses where standard attention makes Theta(N d + N^2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATISTIC = 4  # bytes of a row's lse or delta, and of an element of a float32 gradient
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a problem.
+
+    Args:
+        batch: sequences.
+        seqlen: tokens in each.
+        nheads: query heads.
+        nheads_kv: KV heads.
+        headdim: of all of them.
+        causal: half the scores are masked.
+        itemsize: bytes of an element of q, k, v and out.
+    """
+
+    batch: int
+    seqlen: int
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    causal: bool
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Bytes of one head's row of q, k, v or out."""
+        return self.headdim * self.itemsize
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q in all heads and sequences."""
+        return self.batch * self.nheads * self.seqlen
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of k in all heads and sequences."""
+        return self.batch * self.nheads_kv * self.seqlen
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A kernel's tile: `block_m` queries by `block_n` keys."""
+
+    block_m: int
+    block_n: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a forward and of a backward."""
+
+    forward: int
+    backward: int
+
+
+def compulsory(shape: Shape) -> Traffic:
+    """q, k, v in, out and lse out; in the backward also out, dout and lse in, dq, dk and dv out; each once."""
+    once = 2 * shape.row * (shape.q_rows + shape.kv_rows)
+    statistics = STATISTIC * shape.q_rows
+    return Traffic(once + statistics, once + 2 * shape.row * (shape.q_rows + shape.kv_rows) + statistics)
+
+
+def standard(shape: Shape) -> Traffic:
+    """Scores and probabilities in memory: S written and read, P written and read; seven such in the backward.
+
+    The backward reads P twice, writes and reads dP, writes dS and reads it twice. Masking is not counted, and saves
+    nothing.
+    """
+    matrix = shape.itemsize * shape.q_rows * shape.seqlen
+    once = compulsory(shape)
+    return Traffic(4 * matrix + once.forward, 7 * matrix + once.backward)
+
+
+def forward_kernel(shape: Shape, tile: Tile) -> int:
+    """Each tile of queries loads q once and the keys and values that it sees; out and lse are written once."""
+    return _over_keys(shape, tile) + 2 * shape.row * shape.q_rows + STATISTIC * shape.q_rows
+
+
+def dq_kernel(shape: Shape, tile: Tile) -> int:
+    """As the forward, with dout, lse and delta read too and dq written."""
+    return _over_keys(shape, tile) + 3 * shape.row * shape.q_rows + 2 * STATISTIC * shape.q_rows
+
+
+def dkdv_kernel(shape: Shape, tile: Tile) -> int:
+    """Each tile of keys loads q, dout, lse and delta of the queries that see it, in every head of its group."""
+    met = shape.batch * shape.nheads * _queries_met(shape, tile)
+    return (2 * shape.row + 2 * STATISTIC) * met + 4 * shape.row * shape.kv_rows
+
+
+def delta_kernel(shape: Shape) -> int:
+    """rowsum(dout * out): both read, a number a row written."""
+    return (2 * shape.row + STATISTIC) * shape.q_rows
+
+
+def added_dq(shape: Shape, tile: Tile) -> int:
+    """What the single-pass kernel adds to `dkdv_kernel`: dq in float32, read and written by each tile of keys.
+
+    And before it zeros, after it one conversion to q's dtype.
+    """
+    met = shape.batch * shape.nheads * _queries_met(shape, tile)
+    zeros_and_conversion = (2 * STATISTIC * shape.headdim + shape.row) * shape.q_rows
+    return 2 * STATISTIC * shape.headdim * met + zeros_and_conversion
+
+
+def _over_keys(shape: Shape, tile: Tile) -> int:
+    """Bytes of keys and values that the tiles of queries load."""
+    ends = range(tile.block_m, shape.seqlen + tile.block_m, tile.block_m)
+    keys = sum(min(end, shape.seqlen) if shape.causal else shape.seqlen for end in ends)
+    return 2 * shape.row * shape.batch * shape.nheads * keys
+
+
+def _queries_met(shape: Shape, tile: Tile) -> int:
+    """Rows of queries that the tiles of keys of one head load."""
+    starts = range(0, shape.seqlen, tile.block_n)
+    return sum(shape.seqlen - (start // tile.block_m * tile.block_m if shape.causal else 0) for start in starts)

@@ -1,0 +1,94 @@
+"""Dropout of attention weights, keyed by global (batch, head, row, column): the same under any layout and world size.
+
+Whether a weight is dropped is one word of Philox4x32-10: key the seed, counter (column // 4, row, head, batch), word
+column % 4. Nothing is stored; the backward draws it again. Source: Salmon et al. 2011, "Parallel random numbers: as
+easy as 1, 2, 3"; its known answers are a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+
+RESOLUTION = 1 << 24  # a word's upper 24 bits are compared, which every backend holds exactly in int32
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Drops each attention weight with probability `p` and scales the others by 1 / (1 - p).
+
+    Args:
+        p: from 0 up to 1, without 1.
+        seed: a whole number, or an int64 tensor of one element on the CPU, from 0 to 2^63 - 1. None draws one a call
+            from torch's default CPU generator, so that torch.manual_seed and activation checkpointing hold; the ranks
+            of a ring must then be seeded alike.
+
+    Raises:
+        ArgumentError: another p or seed.
+    """
+
+    p: float
+    seed: int | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.p < 1.0:
+            raise ArgumentError("dropout", expected="a probability in [0, 1)", got=self.p, remedy="0 drops nothing.")
+        seed = self.seed
+        if isinstance(seed, Tensor):
+            if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device.type != "cpu":
+                got = f"{seed.dtype} {tuple(seed.shape)} on {seed.device}"
+                remedy = "Kernels take the seed as a number: keep it on the CPU."
+                raise ArgumentError("seed", expected="one int64 on the CPU", got=got, remedy=remedy)
+        elif seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 63):
+            remedy = "Reduce it modulo 2^63."
+            raise ArgumentError("seed", expected="a whole number from 0 to 2^63 - 1", got=repr(seed), remedy=remedy)
+
+    def drawn(self) -> Tensor:
+        """The seed of one call: int64, one element, on the CPU."""
+        if self.seed is None:
+            return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
+        return self.seed.reshape(()) if isinstance(self.seed, Tensor) else torch.tensor(self.seed, device="cpu")
+
+
+def threshold(p: float) -> int:
+    """Words whose upper 24 bits are below this are dropped."""
+    return round(p * RESOLUTION)
+
+
+def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Which weights stay: bool (batch, nheads, rows, columns), from the global positions `rows` and `columns`."""
+    heads = torch.arange(nheads, device=rows.device)[:, None, None]
+    batches = torch.arange(batch, device=rows.device)[:, None, None, None]
+    words = philox([columns >> 2, rows[:, None], heads, batches], seed)
+    lane = columns & 3
+    word = words[0]
+    for index in (1, 2, 3):
+        word = torch.where(lane == index, words[index], word)
+    return (word >> 8) >= threshold(p)
+
+
+def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
+    """Philox4x32-10: four words, int64 tensors below 2^32, broadcast from the four of `counter`."""
+    c0, c1, c2, c3 = (x & _WORD for x in torch.broadcast_tensors(*counter))
+    key0, key1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = key0 + _KEY_STEPS[0] & _WORD, key1 + _KEY_STEPS[1] & _WORD
+    return [c0, c1, c2, c3]
+
+
+def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of a 64-bit product, which int64 would overflow in one piece."""
+    low = x * (factor & 0xFFFF)
+    high = x * (factor >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

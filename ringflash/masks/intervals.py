@@ -1,0 +1,177 @@
+"""Masks that are intervals: causal, sliding window, documents, padding, prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+from ringflash.masks.base import OfTensors, Part, integers, shortened
+
+EVERYTHING = 2**62  # more keys than any sequence has
+
+
+@dataclass(frozen=True)
+class Causal(Part):
+    """A query sees the keys at its own position and before.
+
+    Positions are global. Where `flash_attention` gets fewer or more queries than keys, the queries are the last ones:
+    query i stands at `seqlen_k - seqlen_q + i`, so the diagonal ends in the bottom right corner.
+    """
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """One word."""
+        return "causal", []
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo = 0, hi = position + 1."""
+        return torch.zeros_like(positions_q)[None], (positions_q + 1).clamp(0, seqlen_k)[None]
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Part):
+    """A query sees `left` keys before its position and `right` after it, and the one there; None is no limit.
+
+    Positions are global, as in `Causal`; `SlidingWindow(None, 0)` is causal.
+
+    Raises:
+        ArgumentError: a negative limit.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("left", self.left), ("right", self.right)):
+            if limit is not None and limit < 0:
+                raise ArgumentError(name, expected="None or at least 0", got=limit, remedy="None is no limit.")
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """The limits in words."""
+        return f"window {self.left} {self.right}", []
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo = position - left, hi = position + right + 1."""
+        left, right = (EVERYTHING if limit is None else limit for limit in (self.left, self.right))
+        lo, hi = positions_q - left, positions_q + (right + 1)
+        return lo.clamp(0, seqlen_k)[None], hi.clamp(0, seqlen_k)[None]
+
+
+class _Table(OfTensors):
+    """A mask that is made from a vector of integers."""
+
+    word: str
+    argument: str
+
+    def __init__(self, values: Tensor | Sequence[int]) -> None:
+        self._values = integers(self.argument, values)
+        least, self._most = (int(x) for x in self._values.aminmax())
+        if least < 0:
+            raise ArgumentError(self.argument, expected="none below 0", got=least, remedy="Count tokens from 0.")
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """Its kind, and the vector."""
+        return self.word, [self._values]
+
+    def validate(self, seqlen: int) -> None:
+        """No length may be more than the sequence has."""
+        if self._most > seqlen:
+            remedy = "Count the tokens of the whole sequence."
+            raise ArgumentError(
+                self.argument, expected=f"none above the sequence's {seqlen} keys", got=self._most, remedy=remedy
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shortened(self._values.tolist())})"
+
+
+class Documents(_Table):
+    """Packed documents: a query sees the keys of its own document.
+
+    Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. Together they are the whole
+    sequence (attention calls `validate`); a position outside them would see nothing and be seen by nobody.
+
+    Args:
+        cu_seqlens: (ndocuments + 1,) integers from 0 to the sequence's length, never falling.
+
+    Raises:
+        ArgumentError: another shape, start or order.
+    """
+
+    word, argument = "documents", "cu_seqlens"
+
+    def __init__(self, cu_seqlens: Tensor | Sequence[int]) -> None:
+        super().__init__(cu_seqlens)
+        ends = self._values
+        if int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+            remedy = "Pass cumulative lengths: 0, the first document's length, the first two's, ..."
+            raise ArgumentError("cu_seqlens", expected="0 first and never falling", got=ends.tolist(), remedy=remedy)
+
+    def validate(self, seqlen: int) -> None:
+        """The documents must be the whole sequence."""
+        if self._most != seqlen:
+            expected = f"lengths that sum to the sequence's {seqlen} keys"
+            remedy = "End it with the sequence's length; what pads the sequence is a document too."
+            raise ArgumentError("cu_seqlens", expected=expected, got=f"a sum of {self._most}", remedy=remedy)
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo and hi = where the row's document begins and ends."""
+        ends = self._values.to(positions_q.device)
+        index = torch.searchsorted(ends, positions_q, right=True)
+        lo, hi = ends[(index - 1).clamp(min=0)], ends[index.clamp(max=ends.numel() - 1)]
+        hi = hi.where(index > 0, lo)  # before the first document
+        return lo.clamp(max=seqlen_k)[None], hi.clamp(max=seqlen_k)[None]
+
+
+class KeyPadding(_Table):
+    """Each sequence of the batch has keys up to its length; what its storage holds past that is never read.
+
+    Args:
+        seqlens_k: (batch,) integers.
+    """
+
+    word, argument = "key_padding", "seqlens_k"
+
+    def __init__(self, seqlens_k: Tensor | Sequence[int]) -> None:
+        super().__init__(seqlens_k)
+
+    @property
+    def batch(self) -> int:
+        """One length a sequence."""
+        return self._values.numel()
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo = 0, hi = the sequence's length."""
+        hi = self._values.to(positions_q.device).clamp(max=seqlen_k)[:, None].expand(-1, positions_q.numel())
+        return torch.zeros_like(positions_q)[None], hi
+
+
+class PrefixLM(_Table):
+    """A query sees the whole prefix of its sequence, and after that the keys at its own position and before.
+
+    Args:
+        prefix_lens: (batch,) integers.
+
+    Source: Raffel et al. 2020, "T5", section 3.2.1.
+    """
+
+    word, argument = "prefix_lm", "prefix_lens"
+
+    def __init__(self, prefix_lens: Tensor | Sequence[int]) -> None:
+        super().__init__(prefix_lens)
+
+    @property
+    def batch(self) -> int:
+        """One prefix a sequence."""
+        return self._values.numel()
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo = 0, hi = max(position + 1, prefix)."""
+        prefix = self._values.to(positions_q.device)[:, None]
+        return torch.zeros_like(positions_q)[None], torch.maximum(positions_q + 1, prefix).clamp(0, seqlen_k)

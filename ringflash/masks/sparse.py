@@ -1,0 +1,149 @@
+"""Masks that are no intervals: block-sparse ones, and the tree of a speculative draft."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+from ringflash.masks.base import OfTensors, integers, shortened
+from ringflash.masks.bitmap import Bitmap
+
+
+class _Sparse(OfTensors):
+    """A mask that its bitmap says all of."""
+
+    def bitmap(self) -> Bitmap:
+        """All of the mask."""
+        return self._bitmap
+
+    @cached_property
+    def _bitmap(self) -> Bitmap:
+        return self._drawn()
+
+    @abstractmethod
+    def _drawn(self) -> Bitmap:
+        """The bitmap, made anew."""
+
+    def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """lo = the first key the bitmap shows, hi = one past the last; both 0 where it shows none."""
+        bitmap = self.bitmap()
+        rows = bitmap.rows(positions_q)
+        lo, hi = (x.to(positions_q.device)[rows].clamp(max=seqlen_k)[None] for x in bitmap.hull)
+        return lo, hi
+
+
+class BlockSparse(_Sparse):
+    """The query at position i sees key j iff blocks[i // block_size, j // block_size].
+
+    Tiles that no set block touches are neither loaded nor computed. Queries before the first key see nothing.
+
+    Args:
+        blocks: (nblocks, nblocks) bool, nblocks = ceil(seqlen / block_size): all pairs of blocks of the sequence.
+        block_size: tokens in a block.
+
+    Raises:
+        ArgumentError: blocks that are no bools, no square or none, or a size below 1.
+    """
+
+    def __init__(self, blocks: Tensor | Sequence[Sequence[bool]], block_size: int) -> None:
+        given = blocks if isinstance(blocks, Tensor) else torch.tensor(blocks, device="cpu")
+        if given.dtype != torch.bool or given.ndim != 2 or given.shape[0] != given.shape[1] or given.numel() == 0:
+            got = f"{given.dtype} {tuple(given.shape)}"
+            remedy = "Pass (nblocks, nblocks): blocks[i, j] says whether query block i sees key block j."
+            raise ArgumentError("blocks", expected="a square matrix of bools", got=got, remedy=remedy)
+        if block_size < 1:
+            remedy = "Pass the number of tokens in a block."
+            raise ArgumentError("block_size", expected="at least 1", got=block_size, remedy=remedy)
+        self._blocks = given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.block_size = int(block_size)
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """The block size in words, and the blocks."""
+        return f"block_sparse {self.block_size}", [self._blocks]
+
+    def validate(self, seqlen: int) -> None:
+        """The blocks must be those of `seqlen` tokens."""
+        nblocks = -(-seqlen // self.block_size)
+        if self._blocks.shape[0] != nblocks:
+            expected = f"({nblocks}, {nblocks}) for {seqlen} tokens in blocks of {self.block_size}"
+            remedy = "Cut the whole sequence into ceil(seqlen / block_size) blocks."
+            raise ArgumentError("blocks", expected=expected, got=tuple(self._blocks.shape), remedy=remedy)
+
+    def _drawn(self) -> Bitmap:
+        edges = torch.arange(self._blocks.shape[0] + 1, device="cpu") * self.block_size
+        return Bitmap(edges, torch.nn.functional.pad(self._blocks, (0, 0, 1, 1)), self.block_size)
+
+    def __repr__(self) -> str:
+        nblocks = self._blocks.shape[0]
+        return f"BlockSparse({nblocks} x {nblocks} blocks of {self.block_size}, {int(self._blocks.sum())} seen)"
+
+
+class Tree(_Sparse):
+    """Tokens of a tree after a common context: each sees the context, its ancestors and itself.
+
+    Token i stands at position start + i, and the keys before `start` are the context. Queries that are no token of the
+    tree see the context alone (`Tree(parents, start) & Causal()` is causal there too), keys past the tree are seen by
+    nobody.
+
+    Args:
+        parents: (n,) integers: for each token the number of its parent, less than its own; -1 for a root.
+        start: position of token 0.
+
+    Raises:
+        ArgumentError: a parent that is not before its child, or is below -1; a start below 0.
+
+    Source: Miao et al. 2024, "SpecInfer", section 4.
+    """
+
+    def __init__(self, parents: Tensor | Sequence[int], start: int = 0) -> None:
+        self._parents = integers("parents", parents)
+        wrong = (self._parents < -1) | (self._parents >= torch.arange(self._parents.numel(), device="cpu"))
+        if bool(wrong.any()):
+            token = int(wrong.nonzero()[0])
+            got = f"parent {int(self._parents[token])} of token {token}"
+            remedy = "Number the tokens so that every parent comes before its children; a root has -1."
+            raise ArgumentError("parents", expected="each -1 or an earlier token", got=got, remedy=remedy)
+        if start < 0:
+            raise ArgumentError("start", expected="at least 0", got=start, remedy="Pass the position of token 0.")
+        self.start = int(start)
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """Where it starts in words, and the parents."""
+        return f"tree {self.start}", [self._parents]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """bool (n, n) on the CPU: row i holds the ancestors of token i and itself."""
+        tokens = torch.arange(self._parents.numel(), device="cpu")
+        seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool, device="cpu")
+        ancestor = tokens
+        while len(tokens):  # all tokens climb one step a round
+            seen[tokens, ancestor] = True
+            ancestor = self._parents[ancestor]
+            climbing = ancestor >= 0
+            tokens, ancestor = tokens[climbing], ancestor[climbing]
+        return seen
+
+    def validate(self, seqlen: int) -> None:
+        """The tree must lie in the sequence."""
+        stop = self.start + self._parents.numel()
+        if stop > seqlen:
+            remedy = "Pass the keys of all its tokens, or an earlier start."
+            raise ArgumentError("mask", expected=f"a tree that ends by {seqlen}", got=f"one to {stop}", remedy=remedy)
+
+    def _drawn(self) -> Bitmap:
+        n = self._parents.numel()
+        cells = torch.ones(n + 2, self.start + n, dtype=torch.bool, device="cpu")
+        cells[:, self.start :] = torch.nn.functional.pad(self.ancestors, (0, 0, 1, 1))
+        return Bitmap(self.start + torch.arange(n + 1, device="cpu"), cells, 1)
+
+    def __repr__(self) -> str:
+        start = f", start={self.start}" if self.start else ""
+        return f"Tree({shortened(self._parents.tolist())}{start})"

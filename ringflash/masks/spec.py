@@ -1,0 +1,33 @@
+"""From a mask's words and tensors back to the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ringflash.masks.base import Full, Mask
+from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
+from ringflash.masks.sparse import BlockSparse, Tree
+
+_TABLES = {kind.word: kind for kind in (Documents, KeyPadding, PrefixLM)}
+
+
+def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
+    """The mask with this `.spec`: how a mask crosses a custom op's boundary."""
+    remaining = iter(tensors)
+    mask: Mask = Full()
+    for part in filter(None, words.split(" & ")):
+        name, *numbers = part.split()
+        if name == "causal":
+            mask &= Causal()
+        elif name == "window":
+            left, right = (None if limit == "None" else int(limit) for limit in numbers)
+            mask &= SlidingWindow(left, right)
+        elif name == "block_sparse":
+            mask &= BlockSparse(next(remaining), int(numbers[0]))
+        elif name == "tree":
+            mask &= Tree(next(remaining), int(numbers[0]))
+        else:
+            mask &= _TABLES[name](next(remaining))
+    return mask

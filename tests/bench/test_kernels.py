@@ -1,0 +1,203 @@
+"""The kernel benchmark runs where there is no GPU, says what failed or is missing, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringflash.bench import kernels, memory, plot, profiler, single, tiles, timing, traffic
+from ringflash.bench.problem import Problem, Setup
+from ringflash.bench.traffic import Shape, Tile
+from ringflash.cli import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "tiles.md"
+CELL = "--seqlens 40 --headdims 16 --nheads 2 --tokens 80 --dtype float32 --rounds 2"
+
+
+@pytest.fixture(autouse=True)
+def _quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MAX_CALLS", 1)
+
+
+def test_every_contender_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "kernels.json"), "--png", str(tmp_path / "kernels.png")]
+    assert main(["bench", "kernels", *CELL.split(), "--nheads-kv", "1", "--peers", *files]) == 0
+    record = json.loads((tmp_path / "kernels.json").read_text())
+    shown = f"{CELL} --nheads-kv 1 --peers --json kernels.json --png kernels.png"
+    assert record["command"] == f"ringflash bench kernels {shown}"
+    assert record["missing"] == []
+    names = ["ringflash fast", "ringflash deterministic", "SDPA math", "standard attention"]
+    assert [(row["name"], row["causal"]) for row in record["rows"]] == [(n, c) for c in (True, False) for n in names]
+    for row in record["rows"]:
+        assert row["batch"] == 2
+        for part, passes in (("forward", 1.0), ("backward", 2.5)):
+            flops = passes * 4 * 40**2 * 16 * 2 * 2 / (2 if row["causal"] else 1)
+            assert row[f"{part}_tflops"] == pytest.approx(flops / row[f"{part}_ms"] / 1e9, rel=0.2, abs=1e-4)
+        assert all(row["errors"][tensor]["rms"] < 1e-6 for tensor in ("out", "dq", "dk", "dv"))
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
+    assert "standard attention" in capsys.readouterr().out
+
+
+def test_a_contender_that_cannot_is_said_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    @contextmanager
+    def raises(problem: Problem) -> Generator[Setup, None, None]:
+        raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
+        yield
+
+    @contextmanager
+    def wrong(problem: Problem) -> Generator[Setup, None, None]:
+        with single.ours(True)(problem) as setup:
+            yield Setup(setup.inputs, setup.dout, lambda q, k, v: setup.call(q, k, v) * 1.2, setup.whole)
+
+    @contextmanager
+    def gives_up(problem: Problem) -> Generator[Setup, None, None]:
+        with single.ours(True)(problem) as setup:
+            calls = iter(range(1))
+
+            def call(*qkv: torch.Tensor) -> torch.Tensor:
+                next(calls)
+                return setup.call(*qkv)
+
+            yield Setup(setup.inputs, setup.dout, call, setup.whole)
+
+    monkeypatch.setattr(single, "_free_bytes", lambda device: 1 << 10)
+    named = single.contenders(torch.device("cpu"), with_peers=True) | {
+        "raises": raises, "wrong": wrong, "gives up": gives_up, "FlashAttention-4": single.flash_attention_4,
+    }  # fmt: skip
+    monkeypatch.setattr(kernels, "contenders", lambda *_, **__: named)
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*CELL.split(), "--causal", "yes", "--json", str(path), "--png", str(tmp_path / "k.png")]) == 0
+    failed = {row["name"]: row["failed"] for row in json.loads(path.read_text())["rows"] if "failed" in row}
+    wrong_row = failed.pop("wrong")
+    assert wrong_row.startswith("ValueError: another result: ")
+    assert wrong_row.endswith(" differs by 0.2 of the largest value")
+    assert failed == {
+        "standard attention": "needs 0 GiB, 0 are free",
+        "raises": "OutOfMemoryError: tried to allocate 9 TiB",
+        "gives up": "StopIteration: ",
+        "FlashAttention-4": "not installed",
+    }
+    assert "raises: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
+
+
+def test_ours_failing_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def raises(problem: Problem) -> Generator[Setup, None, None]:
+        raise RuntimeError("no")
+        yield
+
+    named = {"ringflash fast": raises}
+    monkeypatch.setattr(kernels, "contenders", lambda *_, **__: named)
+    assert kernels.main([*CELL.split(), "--causal", "no"]) == 1
+
+
+def test_a_run_out_of_time_keeps_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*CELL.split(), "--budget-s", "0.0001", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert len(record["rows"]) == 2
+    assert record["missing"] == ["full headdim 16 seqlen 40"]
+    assert "Not measured, out of time: full headdim 16 seqlen 40" in capsys.readouterr().out
+    assert kernels.main(["--merge", str(path), str(path), "--json", str(tmp_path / "both.json")]) == 0
+    assert len(json.loads((tmp_path / "both.json").read_text())["rows"]) == 4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiled_bytes_are_those_of_the_loops(causal: bool) -> None:
+    shape, tile = Shape(2, 100, 4, 2, 32, causal), Tile(32, 16)
+    keys = queries = 0
+    for begin in range(0, 100, tile.block_m):
+        keys += len({k for k in range(100) if not causal or k < min(begin + tile.block_m, 100)})
+    for begin in range(0, 100, tile.block_n):
+        queries += 100 - (begin // tile.block_m * tile.block_m if causal else 0)
+    rows, row = 2 * 4 * 100, 32 * 2
+    assert traffic.forward_kernel(shape, tile) == 2 * 4 * 2 * row * keys + 2 * rows * row + 4 * rows
+    assert traffic.dq_kernel(shape, tile) == 2 * 4 * 2 * row * keys + 3 * rows * row + 8 * rows
+    assert traffic.dkdv_kernel(shape, tile) == 2 * 4 * (2 * row + 8) * queries + 4 * row * rows // 2
+    assert traffic.added_dq(shape, tile) == 2 * 4 * 8 * 32 * queries + rows * (8 * 32 + row)
+
+
+def test_traffic_grows_as_the_papers_say() -> None:
+    def over(seqlen: int) -> Shape:
+        return Shape(1, seqlen, 1, 1, 64, causal=False)
+
+    short, long, wide = over(4096), over(8192), Tile(128, 64)
+    reads = traffic.forward_kernel(long, wide) - traffic.compulsory(long).forward
+    assert reads / (traffic.forward_kernel(short, wide) - traffic.compulsory(short).forward) == pytest.approx(
+        4, rel=0.1
+    )
+    assert traffic.standard(long).forward / traffic.standard(short).forward == pytest.approx(4, rel=0.1)
+    assert traffic.compulsory(long).forward == 2 * traffic.compulsory(short).forward
+    assert traffic.compulsory(short).forward == 4 * 4096 * 64 * 2 + 4 * 4096
+    assert traffic.compulsory(short).backward == 8 * 4096 * 64 * 2 + 4 * 4096
+
+
+def test_traffic_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(child: list[str]) -> float:
+        raise ValueError("no permission")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.main(["--seqlens", "1024", "--headdims", "64", "--profile"]) == 0
+    out = capsys.readouterr().out
+    assert "backward fast" in out
+    assert "no profiler at hand (no CUDA device)" in out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profiler, "_with_ncu", none)
+    monkeypatch.setattr(profiler, "_with_cupti", lambda child: 7.0)
+    shape = Shape(1, 64, 1, 1, 16, causal=True)
+    assert profiler.measure(shape, "bfloat16") == (dict.fromkeys(profiler.PASSES, 7.0), "CUPTI")
+    monkeypatch.setattr(profiler, "_with_cupti", none)
+    nothing = "no profiler at hand (ncu: no permission; CUPTI: no permission)"
+    assert profiler.measure(shape, "bfloat16") == ({}, nothing)
+
+
+def test_a_profilers_output_is_read() -> None:
+    table = ['==PROF== "x"', '"ID","Metric Name","Metric Value"', '"0","dram__bytes_read.sum","1,000"']
+    assert profiler.ncu_bytes([*table, '"0","dram__bytes_write.sum","24"', '"0","other","7"']) == 1024
+    with pytest.raises(ValueError, match="no table"):
+        profiler.ncu_bytes(["==ERROR== ERR_NVGPUCTRPERM"])
+    trace = {"traceEvents": [{"args": {"dram__bytes_read.sum": 5.0}}, {"args": {}}, {"name": "x"}]}
+    assert profiler.trace_bytes(json.dumps(trace)) == 5
+    with pytest.raises(ValueError, match="no counters"):
+        profiler.trace_bytes('{"traceEvents": []}')
+
+
+def test_memory_allowed() -> None:
+    problem = Problem.random(64, 8, 1, 16, torch.device("cpu"), torch.bfloat16)
+    q, kv = 64 * 8 * 16, 64 * 16
+    inputs, results = 2 * (2 * q + 2 * kv), 2 * q + 2 * (q + 2 * kv)
+    assert sum(memory.allowed_bytes(problem).values()) == inputs + results + 4 * q + 8 * 64 * 8
+
+
+def test_memory_wants_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "kernels", "--memory", "4096"]) == 2
+    assert "--memory: expected a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("headdim", "blocks"), [(64, (64, 454)), (128, (128, 227)), (256, (114, 114))])
+def test_blocks_of_the_papers_formula(headdim: int, blocks: tuple[int, int]) -> None:
+    assert tiles.papers_blocks(tiles.SHARED_BYTES, headdim) == blocks
+
+
+def test_the_page_on_tiles_is_that_of_the_shipped_configuration() -> None:
+    page = PAGE.read_text()
+    assert tiles.renewed(page) == page, "run python -m ringflash.bench.tiles docs/tiles.md"
+
+
+def test_flex_sees_causal_blocks() -> None:
+    dense = single._causal_blocks(300, torch.device("cpu")).to_dense()[0, 0]
+    assert dense.tolist() == torch.ones(3, 3, dtype=torch.int32).tril().tolist()
+
+
+def test_a_picture_of_part_of_a_run(tmp_path: Path) -> None:
+    row = {"seqlen": 1024, "headdim": 64, "causal": True, "name": "ringflash fast", "nheads": 2, "nheads_kv": 2}
+    plot.draw(tmp_path / "part.png", [row | {"dtype": "bfloat16", "forward_tflops": 3.0}], "CPU")
+    assert (tmp_path / "part.png").exists()

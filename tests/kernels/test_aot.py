@@ -1,0 +1,111 @@
+"""The gate without a GPU: what ptxas says is read right, what is worse fails, and it compiles where tests interpret."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
+from ringflash.kernels.aot.compiler import Usage, parse_ptxas
+from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, write
+
+LOG = """
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 2469 by compiler to allow use of registers in GMMA \
+in function '_dkdv_kernel'
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
+register resources for the wgmma pipeline in the function '_dkdv_kernel'
+ptxas info    : 11 bytes gmem
+ptxas info    : Compiling entry function '_dkdv_kernel' for 'sm_90a'
+ptxas info    : Function properties for _dkdv_kernel
+    88 bytes stack frame, 108 bytes spill stores, 120 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 88 bytes cumulative stack size
+ptxas info    : Compile time = 307.053 ms
+"""
+
+NAME = "sm_90 dkdv bfloat16 d128 causal alone"
+USAGE = Usage(registers=255, spills=100, shared=83200, matmul="wgmma")
+
+
+def test_reads_what_ptxas_says() -> None:
+    expected = {"registers": 255, "spills": 228, "serialised": ("C7510",), "advice": ("C7519",)}
+    assert parse_ptxas(LOG) == expected
+
+
+def test_a_log_that_is_none_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no registers"):
+        parse_ptxas("")
+
+
+def test_the_same_passes() -> None:
+    verdict = compare({NAME: USAGE}, Record("3.6.0", {NAME: USAGE}))
+    assert (verdict.failures, verdict.remarks) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({"spills": 104}, "spills 104 bytes, 100 are allowed"),
+        ({"serialised": ("C7510",)}, "its WGMMAs are serialised (C7510), which is not allowed"),
+        ({"matmul": "mma"}, "no longer uses WGMMA, but mma"),
+        ({"matmul": ""}, "no longer uses WGMMA, but no tensor cores"),
+    ],
+)
+def test_worse_fails(change: dict[str, object], failure: str) -> None:
+    now = dataclasses.replace(USAGE, **change)  # pyright: ignore[reportArgumentType]
+    assert compare({NAME: now}, Record("3.6.0", {NAME: USAGE})).failures == [f"{NAME}: {failure}"]
+
+
+def test_better_is_remarked() -> None:
+    allowed = dataclasses.replace(USAGE, serialised=("C7510",))
+    verdict = compare({NAME: dataclasses.replace(USAGE, spills=0)}, Record("3.6.0", {NAME: allowed}))
+    assert verdict.failures == []
+    assert verdict.remarks == [
+        f"{NAME}: spills 0 bytes, well under the 100 allowed",
+        f"{NAME}: its WGMMAs are no longer serialised (C7510)",
+    ]
+
+
+def test_what_is_not_recorded_fails_and_what_is_gone_is_told() -> None:
+    record = Record("3.6.0", {"sm_90 gone": USAGE})
+    assert compare({NAME: USAGE}, record).failures == [f"{NAME}: not in the record; it spills 100 bytes"]
+    assert forgotten({NAME: USAGE}, record) == ["sm_90 gone"]
+
+
+def test_shared_memory_has_the_limit_of_its_target() -> None:
+    usage = dataclasses.replace(USAGE, shared=200_000)
+    assert over_limit({NAME: usage}) == []
+    on_80 = NAME.replace("90", "80")
+    assert over_limit({on_80: usage}) == [f"{on_80}: takes 200000 bytes of shared memory of 166912"]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "allowance.json"
+    record = Record("3.6.0", {NAME: dataclasses.replace(USAGE, advice=("C7519",)), "sm_80 x": USAGE})
+    assert read(path) == Record("", {})
+    write(record, path)
+    assert read(path) == record
+
+
+def test_every_case_names_what_there_is_and_the_record_knows_it() -> None:
+    recorded = read().kernels
+    for case in cases():
+        assert case.kernel in LAUNCHES
+        assert case.dtype in DTYPES
+        assert case.mask in MASKS
+        assert case.mode in MODES
+        assert any(name == case.name or name.startswith(case.name + " _") for name in recorded), case.name
+    names = [case.name for case in cases()]
+    assert len(names) == len(set(names))
+    assert {case.kernel for case in cases()} == set(LAUNCHES)
+
+
+def test_compiles_although_tests_interpret() -> None:
+    command = [sys.executable, "-m", "ringflash.kernels.aot", "--jobs", "1", "--only", "delta", "float32", "d64"]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "sm_90   delta float32 d64 full alone" in result.stdout
+    assert "1 kernels in" in result.stdout

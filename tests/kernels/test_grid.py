@@ -1,0 +1,57 @@
+"""The grid of heads, headdims, lengths and dtypes that FlashAttention is tested with; on a GPU."""
+
+import pytest
+import torch
+
+import ringflash as rf
+from tests.accuracy import Problem, assert_accurate
+from tests.kernels.test_portable import DEVICE, GPU, ROUNDING
+
+pytestmark = [
+    pytest.mark.skipif(not GPU, reason="hours in the interpreter"),
+    pytest.mark.timeout(900),  # kernels are compiled first
+]
+
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+HEADDIMS = [64, 96, 128, 192, 256]
+LENGTHS = [
+    (1, 1),
+    (3, 3),
+    (64, 128),
+    (113, 203),
+    (108, 256),
+    (239, 1),
+    (256, 512),
+    (512, 256),
+    (640, 128),
+    (799, 3),
+    (1023, 1024),
+    (1024, 1023),
+    (2048, 2048),
+    (4224, 4224),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grid(dtype: torch.dtype, heads: str, headdim: int, causal: bool) -> None:
+    misses = []
+    for index, seqlen in enumerate(LENGTHS):
+        given = Problem.random(
+            seqlen=seqlen,
+            heads=HEADS[heads],
+            headdim=headdim,
+            batch=2 if max(seqlen) <= 1024 else 1,
+            dtype=dtype,
+            mask=rf.Causal() if causal else None,
+            device=DEVICE,
+            seed=index,
+        )
+        for deterministic in (True, False):
+            try:
+                assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+            except AssertionError as error:
+                misses.append(f"{seqlen}, {'deterministic' if deterministic else 'fast'}: {error}")
+    assert not misses, "\n".join(misses)

@@ -1,0 +1,108 @@
+"""The Triton kernels under every mode within the bars: in the interpreter without a GPU, else on it."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ringflash as rf
+from ringflash.layout import LAYOUTS
+from ringflash.masks import Mask
+from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
+from tests.strategies import masks, modes
+from tests.test_modes import MODES
+
+SEQLEN = 515 if GPU else 83
+# In the interpreter a mode costs seconds: those that share no code are together.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "none": {},
+    "dropout and headdim_v": MODES["dropout"] | MODES["headdim_v"],
+    "softcap, alibi and sinks": MODES["softcap"] | MODES["alibi"] | MODES["sinks"],
+    "all": MODES["all"],
+}
+CASES = MODES | {"192 and 128": {"headdim": (192, 128)}} if GPU else TOGETHER
+DRAWN = settings(deadline=None, max_examples=60 if GPU else 4, suppress_health_check=[HealthCheck.too_slow])
+
+
+def problem(mode: str, **given: Any) -> Problem:
+    defaults = {"seqlen": SEQLEN, "batch": 2, "heads": (4, 2) if GPU else (2, 1), "mask": rf.Causal(), "headdim": 16}
+    return Problem.random(**{**defaults, "device": DEVICE, **CASES[mode], **given})
+
+
+@pytest.mark.parametrize("mode", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flash(dtype: torch.dtype, mode: str) -> None:
+    given = problem(mode, dtype=dtype)
+    for deterministic in (True, False):
+        assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+
+
+@pytest.mark.parametrize("mode", CASES if GPU else [mode for mode in CASES if mode != "none"])
+@pytest.mark.parametrize("layout", LAYOUTS if GPU else ["zigzag"])
+@pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float32])
+def test_rings(dtype: torch.dtype, layout: str, mode: str) -> None:
+    given = problem(mode, dtype=dtype, seqlen=SEQLEN if GPU else 50)
+    context = rf.ContextParallel.local(3, layout)
+    for deterministic in (True, False):
+        assert_accurate(given.ring(context, backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+
+
+@pytest.mark.parametrize("mask", [None, rf.Causal() & rf.Documents([0, 13, 60, SEQLEN])])
+@pytest.mark.parametrize("mode", CASES if GPU else ["all"])
+def test_masks(mode: str, mask: Mask | None) -> None:
+    given = problem(mode, mask=mask)
+    for deterministic in (True, False):
+        assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+
+
+@pytest.mark.parametrize("seqlen", [(30, 83), (83, 30)])
+def test_fewer_and_more_queries_than_keys(seqlen: tuple[int, int]) -> None:
+    given = problem("all", seqlen=seqlen)
+    assert_accurate(given.flash(backend="triton"), given, rounding=ROUNDING)
+
+
+@DRAWN
+@given(mode=modes(), mask=masks(40), world=st.integers(1, 3), layout=st.sampled_from(LAYOUTS), fast=st.booleans())
+def test_any_modes_and_masks_agree_with_eager(
+    mode: dict[str, Any], mask: Mask, world: int, layout: str, fast: bool
+) -> None:
+    given = Problem.random(seqlen=40, heads=(2, 1), mask=mask, device=DEVICE, **mode)
+    context = rf.ContextParallel.local(world, layout)
+    results = [given.ring(context, backend=backend, deterministic=not fast) for backend in ("triton", "eager")]
+    for got, expected in zip(*results, strict=True):
+        size = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(got, expected, rtol=0, atol=3e-5 * size)
+
+
+def test_the_weights_that_eager_drops() -> None:
+    """Values that are the columns of the identity show the weights."""
+    seqlen = 64
+    q, k = (torch.randn(2, seqlen, heads, 16, device=DEVICE) for heads in (4, 2))
+    v = torch.eye(seqlen, device=DEVICE)[None, :, None].expand(2, -1, 2, -1)
+    dropped = []
+    for backend in ("triton", "eager"):
+        options = rf.AttentionOptions(backend=backend)
+        out = as_tensor(rf.flash_attention(q, k, v, dropout=rf.Dropout(0.4, seed=2**61 + 77), options=options))
+        dropped.append(out == 0)
+    assert torch.equal(*dropped)
+    assert 0.3 < dropped[0].double().mean() < 0.5
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_deterministic_is_bitwise(mode: str) -> None:
+    given = problem(mode, seqlen=1024 if GPU else 40, dtype=torch.float16)
+    first = given.flash(backend="triton", deterministic=True)
+    for _ in range(250 if GPU else 1):
+        again = given.flash(backend="triton", deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_fast_and_deterministic_agree() -> None:
+    given = problem("none", dtype=torch.float16)
+    fast, exact = (given.flash(backend="triton", deterministic=x) for x in (False, True))
+    assert torch.equal(fast[0], exact[0])
+    for a, b in zip(fast[1:], exact[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
