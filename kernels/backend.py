@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -89,6 +91,13 @@ class TileKernels(Protocol):
         `has_single_pass`.
         """
         ...
+
+
+@contextmanager
+def kernels_of(x: Tensor) -> Generator[None, None, None]:
+    """Where kernels run: on the device of `x`, and without autocast, so that their own matmuls keep their dtype."""
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        yield
 
 
 def choose(name: str, q: Tensor) -> TileKernels:

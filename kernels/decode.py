@@ -28,13 +28,9 @@ from ringflash.kernels.decode_config import decode_config, splits_for
 from ringflash.kernels.decode_merge import Target, last_touch, merge, target_of
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.kernels.meeting import Scoring
-from ringflash.kernels.portable import state_dtype
 from ringflash.kernels.scores import tanh
 from ringflash.kernels.tiles import head_of, load_rows, row_pointers, strided, wide
 from ringflash.state import LN2
-
-__all__ = ["attend", "combine", "partial", "state_dtype"]
-
 
 # Numbers that change from call to call: the kernel is not compiled anew for their multiples of 16.
 _SIZES = ["row_tiles", "splits", "capacity", "seqlen_q", "nheads", "nheads_kv", "left", "right"]

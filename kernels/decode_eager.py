@@ -17,7 +17,7 @@ from ringflash.kernels.decode_step import Partials, Sight, Step, merge_tree
 from ringflash.kernels.meeting import Scoring
 from ringflash.state import LOG2E, AttentionState
 
-__all__ = ["attend", "combine", "partial", "state_dtype"]
+__all__ = ["attend", "combine", "partial"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ringflash.layout import Chunk
@@ -20,8 +21,8 @@ class Scoring:
     Args:
         softmax_scale: what q k^T is multiplied with.
         softcap: bound of the scores; 0 is none.
-        alibi_slopes: float32 (batch or 1, nheads), contiguous, or None.
-        sinks: float32 (nheads,), a logit a head that takes weight from every row and has no value, or None.
+        alibi_slopes: (batch or 1, nheads), contiguous, float32 (float64 for float64 inputs), or None.
+        sinks: (nheads,), likewise, a logit a head that takes weight from every row and has no value, or None.
         dropout_p: share of the weights that is dropped.
         dropout_seed: which ones.
     """
@@ -32,6 +33,28 @@ class Scoring:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
+
+    @staticmethod
+    def of(
+        dtype: torch.dtype,
+        softmax_scale: float,
+        softcap: float,
+        *,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | None = None,
+    ) -> Scoring:
+        """From what a custom op is given: slopes and sinks of any shape and dtype allowed, for inputs of `dtype`."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        return Scoring(
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes).to(dtype).contiguous(),
+            sinks=None if sinks is None else sinks.to(dtype).contiguous(),
+            dropout_p=dropout_p,
+            dropout_seed=0 if dropout_seed is None else int(dropout_seed),
+        )
 
     @property
     def before_tanh(self) -> float:

@@ -12,7 +12,8 @@ from ringflash.kernels.backward_dkdv import backward_dkdv
 from ringflash.kernels.backward_dq import backward_dq
 from ringflash.kernels.delta import delta
 from ringflash.kernels.forward import forward
-from ringflash.masks import Causal, Full, Mask
+from ringflash.kernels.visibility import has_short_spans
+from ringflash.masks import Mask
 
 __all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward", "has_single_pass", "state_dtype"]
 
@@ -28,7 +29,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask) -> bool:
     """Where the sweeps said so; see `config.has_single_pass`."""
-    return config.has_single_pass(q.shape[3], v.shape[3], short_spans=not isinstance(mask, Full | Causal))
+    return config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
 
 
 def check_supported(q: Tensor) -> None:

@@ -63,12 +63,6 @@ def make_programs(
     own, others = (k_chunks, q_chunks) if by_keys else (q_chunks, k_chunks)
     block = block_n if by_keys else block_m
     owned = Tiles.of(own, block)
-    spans = (
-        _query_spans(mask, q_chunks, owned, block_m)
-        if by_keys
-        else _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
-    )
-    tiles = bounds.lo  # not read
     lengths, starts = (torch.tensor([(c.length, c.start) for c in others], device="cpu")).unbind(1)
     lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
     if by_keys:
@@ -78,10 +72,15 @@ def make_programs(
     else:  # past the last key that any row sees storage may hold anything
         ends = torch.minimum((hi.where(hi > lo, 0).amax(1)[:, None] - starts).clamp(min=0), lengths)[:, None]
         even = bool((ends % block_n == 0).all())
+    tiles = bounds.lo  # not read
     if bounds.kind == LISTED:
         lists = visits(mask, q_chunks, k_chunks, block_m, block_n, device, by_keys)
         full, partial, end = lists.ranges.unbind(-1)
         spans, tiles = torch.stack([full, full, partial, end], -1), lists.tiles
+    elif by_keys:
+        spans = _query_spans(mask, q_chunks, owned, block_m)
+    else:
+        spans = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
     about = torch.stack([lengths.cumsum(0) - lengths, starts, lengths], 1).expand(*spans.shape[:-1], 3)
     spans = torch.cat([spans, ends.expand(spans.shape[:-1])[..., None], about], -1)
     own_lengths = torch.tensor([chunk.length for chunk in own], device="cpu")

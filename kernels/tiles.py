@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from ringflash.kernels.config import Call, padded_headdim
 from ringflash.kernels.meeting import Meeting
-from ringflash.masks import Causal, Full
+from ringflash.kernels.visibility import has_short_spans
 
 
 class Strided(NamedTuple):
@@ -61,7 +61,7 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
     """What tiles are chosen for."""
     ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
-    return Call(q.shape[3], v.shape[3], q.dtype, ragged, not isinstance(meeting.mask, Full | Causal), capability())
+    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), capability())
 
 
 def strided(x: Tensor) -> Strided:

@@ -23,6 +23,11 @@ LAST_KEY = 2**31 - 1  # positions are int32 in the kernels
 AT_ONCE = 2**25  # entries of the largest tensor that listing tiles makes
 
 
+def has_short_spans(mask: Mask) -> bool:
+    """Whether rows may see a part of the sequence that is not all before them: any mask with a table or lists."""
+    return not isinstance(mask, Full | Causal)
+
+
 @dataclass(frozen=True, eq=False)
 class RowBounds:
     """How a kernel is told which keys its rows see: those of [lo, hi), and when LISTED of these what the bitmap shows.
@@ -53,7 +58,7 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
     """The bounds of the rows that `q_chunks` store."""
     unread = torch.zeros(1, dtype=torch.int32, device=device)
     no_cells = torch.zeros(1, 1, dtype=torch.uint8, device=device)
-    if isinstance(mask, Full | Causal):
+    if not has_short_spans(mask):
         return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, no_cells, 1)
     rows = positions(q_chunks, "cpu")
     lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))

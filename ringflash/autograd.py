@@ -81,28 +81,6 @@ def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: 
     }
 
 
-def _scoring(
-    dtype: torch.dtype,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-) -> Scoring:
-    dtype = torch.promote_types(dtype, torch.float32)
-    if alibi_slopes is not None:
-        alibi_slopes = torch.atleast_2d(alibi_slopes).to(dtype).contiguous()
-    return Scoring(
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=None if sinks is None else sinks.to(dtype).contiguous(),
-        dropout_p=dropout_p,
-        dropout_seed=0 if dropout_seed is None else int(dropout_seed),
-    )
-
-
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
@@ -125,14 +103,19 @@ def attention(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries of this process over the keys of all ranks of the named context."""
-    scoring = _scoring(q.dtype, sinks, alibi_slopes, dropout_seed, softmax_scale, softcap, dropout_p)
+    scoring = Scoring.of(
+        q.dtype,
+        softmax_scale,
+        softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
     tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
     ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
     shards = zip(ranks.plans, ranks.transports, *map(ranks.shards, (q, k, v)), strict=True)
-    with (
-        torch.autocast(q.device.type, enabled=False),
-        torch.cuda.device_of(q),
-    ):  # the kernels' own matmuls keep their dtype
+    with backends.kernels_of(q):
         results = ranks.run([ring.forward(q, k, v, plan, tiles, transport) for plan, transport, q, k, v in shards])
     outs, lses = zip(*results, strict=True)
     return _joined(outs, 1), _joined(lses, 2)
@@ -182,12 +165,20 @@ def attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
-    scoring = _scoring(q.dtype, sinks, alibi_slopes, dropout_seed, softmax_scale, softcap, dropout_p)
+    scoring = Scoring.of(
+        q.dtype,
+        softmax_scale,
+        softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
     tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
     ranks = _Ranks("attention backward", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
     dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
     shards = zip(ranks.plans, ranks.transports, dlses, *map(ranks.shards, (dout, q, k, v, out)), strict=True)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+    with backends.kernels_of(q):
         results = ranks.run(
             [
                 ring.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport)

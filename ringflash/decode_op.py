@@ -65,12 +65,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse over the valid keys of all ranks of the named context."""
     kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
-    scoring = Scoring(
-        softmax_scale,
-        softcap,
-        None if alibi_slopes is None else torch.atleast_2d(alibi_slopes).float().contiguous(),
-        None if sinks is None else sinks.float().contiguous(),
-    )
+    scoring = Scoring.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     capacity = k_cache.shape[1] // lengths.shape[0]
     ranks = context_by_name(context) if context else None
     try:
@@ -85,11 +80,11 @@ def decode(
         raise
     step = Step(scoring, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
     if ranks is None:
-        with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):  # matmuls keep their dtype
+        with backends.kernels_of(q):
             return kernels.attend(q, k_cache, v_cache, lengths[0], step)
     _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
     whole = Step(scoring, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+    with backends.kernels_of(q):
         parts = [
             kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
             for rank, k, v, lengths in zip(
