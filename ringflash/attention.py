@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringflash import autograd
+from ringflash.checks import check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
@@ -236,13 +236,8 @@ def _validate(
     if dropout is not None and not isinstance(dropout, Dropout):
         remedy = "Pass rf.Dropout(p), or none while evaluating."
         raise ArgumentError("dropout", expected="None or a rf.Dropout", got=repr(dropout), remedy=remedy)
-    if not 0.0 <= softcap < math.inf:
-        raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
-    scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
-    if not 0.0 < scale < math.inf:
-        remedy = "Flip the sign of q for a negative scale."
-        raise ArgumentError("softmax_scale", expected="positive and finite", got=scale, remedy=remedy)
-    return scale
+    check_softcap(softcap)
+    return scale_of(softmax_scale, headdim)
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:

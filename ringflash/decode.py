@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringflash import decode_op
+from ringflash.checks import check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
@@ -222,14 +222,8 @@ def _check_scoring(q: Tensor, softmax_scale: float | None, options: DecodeOption
             expected = f"a floating tensor {' or '.join(map(str, shapes))} on {q.device}"
             raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a query head.")
         _check_no_gradient(name, x)
-    if not 0.0 <= options.softcap < math.inf:
-        remedy = "0 is no cap."
-        raise ArgumentError("softcap", expected="0 or positive, and finite", got=options.softcap, remedy=remedy)
-    scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
-    if not 0.0 < scale < math.inf:
-        remedy = "Flip the sign of q for a negative scale."
-        raise ArgumentError("softmax_scale", expected="positive and finite", got=scale, remedy=remedy)
-    return scale
+    check_softcap(options.softcap)
+    return scale_of(softmax_scale, headdim)
 
 
 def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel | None) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(ringflash.__file__).parent
 ALLOWED = {
     "errors": set(),
     "state": set(),
+    "checks": {"errors"},
     "layout": {"errors"},
     "masks": {"errors", "layout"},
     "dropout": {"errors"},
@@ -26,8 +27,8 @@ ALLOWED = {
     "context": {"errors", "layout", "masks", "plan", "transport"},
     "autograd": {"context", "kernels", "masks", "plan", "ring", "transport"},
     "decode_op": {"context", "errors", "kernels", "masks"},
-    "decode": {"context", "decode_op", "errors", "kernels", "masks"},
-    "attention": {"autograd", "context", "dropout", "errors", "kernels", "masks"},
+    "decode": {"checks", "context", "decode_op", "errors", "kernels", "masks"},
+    "attention": {"autograd", "checks", "context", "dropout", "errors", "kernels", "masks"},
 }
 
 

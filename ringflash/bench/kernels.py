@@ -33,6 +33,7 @@ from ringflash.bench.report import print_cells, print_traffic
 from ringflash.bench.single import Unavailable, contenders
 from ringflash.bench.tiles import pass_bytes
 from ringflash.bench.traffic import Shape, Traffic
+from ringflash.errors import ArgumentError
 
 MATMUL = "matmul"
 BACKWARD = 2.5  # in forwards
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     computes = options.traffic or options.profile
     usual = QUICK if options.quick else CPU if device.type == "cpu" and not computes else FULL
+    _check(options, computes)
     for name, value in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -105,6 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", type=int, metavar="SEQLEN", help="peak memory, 8:1 heads of 128; 1 when above its bound"
     )
     return parser
+
+
+def _check(options: argparse.Namespace, computes: bool) -> None:
+    """Raises ArgumentError for an option that what is asked for would not look at."""
+    if options.png is not None and (computes or options.memory is not None):
+        remedy = "Leave --png out, or measure."
+        raise ArgumentError("--png", expected="figures to draw", got="--traffic, --profile or --memory", remedy=remedy)
+    given = [name for name in FULL if name != "rounds" and getattr(options, name) is not None]
+    if options.memory is not None and given:
+        got = ", ".join(f"--{name}" for name in given)
+        remedy = "Its length is its own argument; heads are 8:1 of 128."
+        raise ArgumentError("--memory", expected="no other sizes", got=got, remedy=remedy)
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:

@@ -14,6 +14,7 @@ from ringflash.bench import kernels, memory, plot, profiler, single, tiles, timi
 from ringflash.bench.problem import Problem, Setup
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.cli import main
+from ringflash.errors import ArgumentError
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiles.md"
 CELL = "--seqlens 40 --headdims 16 --nheads 2 --tokens 80 --dtype float32 --rounds 2"
@@ -201,3 +202,15 @@ def test_a_picture_of_part_of_a_run(tmp_path: Path) -> None:
     row = {"seqlen": 1024, "headdim": 64, "causal": True, "name": "ringflash fast", "nheads": 2, "nheads_kv": 2}
     plot.draw(tmp_path / "part.png", [row | {"dtype": "bfloat16", "forward_tflops": 3.0}], "CPU")
     assert (tmp_path / "part.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--traffic", "--png", "x.png"], "--png: expected figures to draw"),
+        (["--memory", "64", "--headdims", "64"], "--memory: expected no other sizes, got --headdims"),
+    ],
+)
+def test_options_that_would_be_ignored(arguments: list[str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        kernels.main(arguments)

@@ -1,0 +1,22 @@
+"""Checks of what attention and decoding both take."""
+
+from __future__ import annotations
+
+import math
+
+from ringflash.errors import ArgumentError
+
+
+def check_softcap(softcap: float) -> None:
+    """Raises ArgumentError unless `softcap` bounds scores, or is 0 for none."""
+    if not 0.0 <= softcap < math.inf:
+        raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
+
+
+def scale_of(softmax_scale: float | None, headdim: int) -> float:
+    """The scale a caller means: None is 1 / sqrt(headdim). Raises ArgumentError unless it is positive and finite."""
+    scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
+    if not 0.0 < scale < math.inf:
+        remedy = "Flip the sign of q for a negative scale."
+        raise ArgumentError("softmax_scale", expected="positive and finite", got=scale, remedy=remedy)
+    return scale
