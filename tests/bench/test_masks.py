@@ -1,0 +1,96 @@
+"""The mask benchmark counts what masks show, compares documents with their batch, and says what failed."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.bench import masks, timing
+from ringflash.cli import main
+from ringflash.errors import ArgumentError
+
+CELL = "--seqlens 300 --headdims 16 --nheads 2 --window 40 --documents 4 --dtype float32 --rounds 2"
+NAMES = ["causal", "window of 40", "25% of blocks of 128", "4 documents", "batch of 4"]
+
+
+@pytest.fixture(autouse=True)
+def _quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MAX_CALLS", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_every_case_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "masks", *CELL.split(), "--nheads-kv", "1", "--json", str(tmp_path / "masks.json")]) == 0
+    record = json.loads((tmp_path / "masks.json").read_text())
+    assert record["command"] == f"ringflash bench masks {CELL} --nheads-kv 1 --json masks.json"
+    assert [row["name"] for row in record["rows"]] == NAMES
+    causal = record["rows"][0]
+    for row in record["rows"]:
+        for part in ("forward", "backward_fast", "backward_deterministic"):
+            expected = row["share"] * causal[f"{part}_ms"]
+            assert row[f"{part}_expected_ms"] == pytest.approx(expected, rel=0.01, abs=1e-3)
+            assert row[f"{part}_cost"] == pytest.approx(row[f"{part}_ms"] / expected, rel=0.05)
+            assert causal[f"{part}_cost"] == 1.0
+    out = capsys.readouterr().out
+    assert all(name in out for name in NAMES)
+
+
+def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert masks.main(["--backend", "eager"]) == 0
+    assert "256 tokens, 2:2 heads of 32, bfloat16, backend eager, CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seqlen", "window", "documents"), [(300, 40, 4), (256, 1, 1), (12, 100, 12)])
+def test_pairs_are_those_of_the_mask(seqlen: int, window: int, documents: int) -> None:
+    for case in masks.cases(seqlen, window, documents):
+        assert isinstance(case.attend, partial)
+        positions = torch.arange(seqlen // case.sequences)
+        seen = case.attend.keywords["mask"].dense(positions, positions)
+        assert case.pairs == case.sequences * int(seen.sum()), case.name
+
+
+def test_a_case_that_fails_is_said_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    attention, calls = rf.flash_attention, iter(range(7))
+
+    def flawed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: object, **more: object) -> torch.Tensor:
+        if "Sparse" in repr(mask):
+            raise ArgumentError("mask", expected="an interval", got="blocks", remedy="Use another backend.")
+        if "Window" in repr(mask) and next(calls) == 6:
+            raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
+        out = attention(q, k, v, mask=mask, **more)  # pyright: ignore[reportArgumentType]
+        assert isinstance(out, torch.Tensor)
+        return out * 1.2 if "Documents" in repr(mask) else out
+
+    monkeypatch.setattr(rf, "flash_attention", flawed)
+    path = tmp_path / "masks.json"
+    assert masks.main([*CELL.split(), "--json", str(path)]) == 1
+    failed = {row["name"]: row["failed"] for row in json.loads(path.read_text())["rows"] if "failed" in row}
+    assert failed.pop("batch of 4").startswith("ValueError: another result: out differs by 0.17 of the largest value")
+    assert failed == {
+        "window of 40": "OutOfMemoryError: tried to allocate 9 TiB",
+        "25% of blocks of 128": "ArgumentError: mask: expected an interval, got blocks. Use another backend.",
+    }
+    assert "window of 40: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--documents 7", "--documents: expected a number that divides 300 tokens, got 7"),
+        ("--window 0", "--window: expected at least 1, got 0"),
+        ("--nheads-kv 3", "nheads: expected a positive multiple of nheads_kv = 3"),
+        ("--backend cuda", "backend: expected one of "),
+    ],
+)
+def test_bad_arguments_measure_nothing(changed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "masks", *CELL.split(), *changed.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
