@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.kernels import eager
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
 
-BACKENDS = ("auto", "triton", "eager")
+BACKENDS = ("auto", "hopper", "triton", "eager")
 
 
 class TileKernels(Protocol):
@@ -30,7 +30,7 @@ class TileKernels(Protocol):
         """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
         ...
 
-    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
         """Whether `backward_dkdv` with dq is the faster backward."""
         ...
 
@@ -101,7 +101,10 @@ def kernels_of(x: Tensor) -> Generator[None, None, None]:
 
 
 def choose(name: str, q: Tensor) -> TileKernels:
-    """The kernels for `q`: "triton", "eager", or with "auto" Triton on CUDA devices where it knows the dtype.
+    """The kernels for `q`.
+
+    "triton" and "eager" are those. "hopper" are those for sm_90, with Triton's for what they do not know. "auto" is
+    the first of hopper, triton and eager that device and dtype allow.
 
     Raises:
         ArgumentError: unknown name, or a device or dtype that the named backend cannot do.
@@ -111,6 +114,11 @@ def choose(name: str, q: Tensor) -> TileKernels:
     if name == "eager" or (name == "auto" and not (q.is_cuda and q.dtype != torch.float64)):
         return eager
     from ringflash.kernels import portable  # here, so that CPU users never import Triton
+    from ringflash.kernels.hopper import backend as hopper
 
     portable.check_supported(q)
-    return portable
+    missing = None if name == "triton" else hopper.why_not(q.device)
+    if name == "hopper" and missing is not None:
+        remedy = 'Choose "auto" or "triton".'
+        raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)
+    return portable if name == "triton" or missing is not None else hopper

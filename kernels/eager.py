@@ -138,7 +138,7 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
     """Always: it has fewer matmuls, and here the sums have one order all the same."""
     return True
 

@@ -12,6 +12,7 @@ from ringflash.kernels.backward_dkdv import backward_dkdv
 from ringflash.kernels.backward_dq import backward_dq
 from ringflash.kernels.delta import delta
 from ringflash.kernels.forward import forward
+from ringflash.kernels.meeting import Scoring
 from ringflash.kernels.visibility import has_short_spans
 from ringflash.masks import Mask
 
@@ -27,7 +28,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
     """Where the sweeps said so; see `config.has_single_pass`."""
     return config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
 

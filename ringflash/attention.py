@@ -32,7 +32,8 @@ class AttentionOptions:
         sinks: (nheads,), a learned logit a head that takes part in the softmax of every row that sees a key and has no
             value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
             parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
-        backend: "auto" (Triton on CUDA devices, else eager), "triton" or "eager".
+        backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
+            or "auto": the first of these that the device and dtype allow.
     """
 
     return_lse: bool = False

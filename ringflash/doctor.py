@@ -65,4 +65,9 @@ def _backend(device: str, dtype: torch.dtype) -> str:
         chosen = backend.choose("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype))
     except ArgumentError as error:
         return f"none: {error}"
-    return "eager kernels" if chosen is eager else "Triton kernels"
+    if chosen is eager:
+        return "eager kernels"
+    from ringflash.kernels.hopper import backend as hopper  # here: Triton is imported late
+
+    missing = hopper.why_not(torch.device(device))
+    return "Gluon kernels for sm_90" if missing is None else f"Triton kernels; not those for sm_90: {missing}"

@@ -206,7 +206,7 @@ def backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # once: a sum's gradient is one number, expanded
     delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
     wide = kernels.state_dtype(q.dtype)
-    single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask)
+    single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask, tiles.scoring)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
     dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)

@@ -145,15 +145,29 @@ def as_tensor(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def assert_accurate(got: Sequence[Tensor], problem: Problem, *, rounding: float = 0.0) -> None:
-    """Each of out, dq, dk, dv and dsinks is within the bar of its dtype.
+    """Each of out, dq, dk, dv and dsinks is within the bar of its dtype."""
+    assert_accurate_together([got], [problem], rounding=rounding)
+
+
+def assert_accurate_together(
+    results: Sequence[Sequence[Tensor]], problems: Sequence[Problem], *, rounding: float = 0.0
+) -> None:
+    """As `assert_accurate`, of several problems that differ in their numbers alone, taken as one sample.
+
+    The largest errors of two kernels are comparable when both are the largest of many: a few rows decide them.
 
     `rounding` is what may always be, in eps of the result's size: for kernels that compute float32 in float32. Rows
     that see a key or two, which make the largest errors, are exact in plain attention by luck, while a flash backward
     rounds dP and delta apart. dsinks has a number a head, too few for ratios to be steady: the random walk of an error
     of one eps in each row may always be.
     """
-    bar = BARS[got[0].dtype]
-    for name, g, e, p in zip(NAMES, got, problem.exact, problem.plain, strict=False):
+    problem = problems[0]
+    bar = BARS[problem.q.dtype]
+    for index, name in enumerate(NAMES[: len(results[0])]):
+        g = torch.cat([got[index] for got in results])
+        e, p = (
+            torch.cat([of[index] for of in side]) for side in zip(*((x.exact, x.plain) for x in problems), strict=True)
+        )
         assert g.shape == e.shape
         assert torch.isfinite(g).all(), f"{name} has a NaN or Inf"
         error, plain_error = (g.double() - e).abs(), (p.double() - e).abs()

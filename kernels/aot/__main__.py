@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ringflash.kernels.aot.cases import Case, cases
 from ringflash.kernels.aot.compiler import Usage, compile_case, prepare
-from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, write
+from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, spilling, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = read()
     _print(measured, record)
     print(f"{len(measured)} kernels in {seconds:.0f} s by {options.jobs} processes, triton {triton.__version__}")
-    remarks: list[str] = []
+    remarks = spilling(measured)
     if options.record:  # what this run did not reach stays as it was
         stays = record.kernels if options.only or failures else {}
         write(Record(triton.__version__, {**stays, **measured}))

@@ -35,10 +35,15 @@ MASKS: dict[str, Mask] = {
 }
 
 # What a mode changes in the scoring. Beside these, "carried" is a ring's hop between others (two chunks, state in and
-# out, gradients added to), "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
+# out, gradients added to), of which "first", "middle" and "last" are forwards, "mha" has as many heads of keys as of
+# queries, "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
     "carried": {},
+    "first": {},
+    "middle": {},
+    "last": {},
+    "mha": {},
     "dlse": {},
     "split": {},
     "ragged": {},  # a length that is no multiple of a tile: loads have bounds
@@ -79,6 +84,7 @@ class Case:
 
 
 TILE_KERNELS = ("forward", "dq", "dkdv", "single_pass")
+HOPPER_BACKWARDS = ("hopper_backward", "hopper_dkdv", "hopper_dq")
 
 
 def cases() -> list[Case]:
@@ -123,6 +129,21 @@ def _cases() -> Iterator[Case]:
         yield Case("decode", "bfloat16", 128, "causal", mode)
     yield Case("decode", "bfloat16", 192, "causal", headdim_v=128)
     yield Case("decode", "bfloat16", 128, "full", "split", arch=80)
+    yield from _hopper_cases()
+
+
+def _hopper_cases() -> Iterator[Case]:
+    for headdim, mask in product((64, 96, 128, 256), ("full", "causal", "table")):
+        yield Case("hopper_forward", "bfloat16", headdim, mask)
+    for headdim, mode in product((64, 128), ("first", "middle", "last")):
+        yield Case("hopper_forward", "bfloat16", headdim, "causal", mode)
+    yield Case("hopper_forward", "float16", 128, "causal")
+    for kernel in HOPPER_BACKWARDS:
+        for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
+            yield Case(kernel, "bfloat16", headdim, mask)
+        for headdim, mode in product((64, 128), ("mha", "carried")):
+            yield Case(kernel, "bfloat16", headdim, "causal", mode)
+        yield Case(kernel, "float16", 128, "causal")
 
 
 def launch(case: Case) -> None:
@@ -136,13 +157,15 @@ class _Inputs:
     def __init__(self, case: Case) -> None:
         self.mask, self.mode = MASKS[case.mask], case.mode
         self.carried = case.mode == "carried"
+        in_ring = case.mode in ("carried", "first", "middle", "last")
+        self.nheads_kv = NHEADS if case.mode == "mha" else NHEADS_KV
         self._dtype = DTYPES[case.dtype]
         self._headdim, self._headdim_v = case.headdim, case.headdim_v or case.headdim
-        self.q, self.k, self.v = self.keys(NHEADS), self.keys(NHEADS_KV), self.values(NHEADS_KV)
+        self.q, self.k, self.v = self.keys(NHEADS), self.keys(self.nheads_kv), self.values(self.nheads_kv)
         self.scoring = Scoring(**{"softmax_scale": case.headdim**-0.5} | MODES[case.mode])
         whole = (Chunk(0, SEQLEN - 3 if case.mode == "ragged" else SEQLEN),)
         halves = Chunk(0, SEQLEN // 2), Chunk(3 * SEQLEN // 2, SEQLEN // 2)
-        chunks = halves if self.carried else whole  # a ring's layout is zigzag
+        chunks = halves if in_ring else whole  # a ring's layout is zigzag
         self.meeting = Meeting(chunks, chunks, self.mask, self.scoring)
 
     def keys(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -155,6 +178,10 @@ class _Inputs:
         return torch.zeros(BATCH, NHEADS, SEQLEN)
 
     @property
+    def state(self) -> AttentionState:
+        return AttentionState(self.rows(), self.rows(), self.values(NHEADS, torch.float32))
+
+    @property
     def gradients(self) -> torch.dtype | None:
         """A ring's gradients pass from hop to hop in float32; a single device's are rounded by their kernel."""
         return torch.float32 if self.carried else None
@@ -165,9 +192,8 @@ class _Inputs:
 
 
 def _forward(x: _Inputs) -> None:
-    state = AttentionState(x.rows(), x.rows(), x.values(NHEADS, torch.float32)) if x.carried else None
-    whole = {"first": not x.carried, "last": not x.carried}
-    portable.forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), **whole)
+    given = {"state": x.state if x.carried else None, "first": not x.carried, "last": not x.carried}
+    portable.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.rows(), **given)
 
 
 def _dq(x: _Inputs) -> None:
@@ -175,7 +201,7 @@ def _dq(x: _Inputs) -> None:
 
 
 def _dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
-    dk, dv = x.keys(NHEADS_KV, x.gradients), x.values(NHEADS_KV, x.gradients)
+    dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
     portable.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
 
 
@@ -195,6 +221,31 @@ def _decode(x: _Inputs) -> None:
     decode.attend(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
 
 
+def _hopper_forward(x: _Inputs) -> None:
+    from ringflash.kernels.hopper.forward import forward  # here: the other cases do not need Gluon
+
+    first, last = x.mode in ("alone", "first"), x.mode in ("alone", "last")
+    state = None if first and last else x.state
+    forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), first=first, last=last)
+
+
+def _hopper_dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
+    from ringflash.kernels.hopper.backward import backward
+
+    dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
+    backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
+
+
+def _hopper_backward(x: _Inputs) -> None:
+    _hopper_dkdv(x, dq=x.keys(NHEADS, torch.float32))
+
+
+def _hopper_dq(x: _Inputs) -> None:
+    from ringflash.kernels.hopper.backward_dq import backward_dq
+
+    backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
+
+
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "forward": _forward,
     "dq": _dq,
@@ -202,4 +253,8 @@ LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "single_pass": _single_pass,
     "delta": _delta,
     "decode": _decode,
+    "hopper_forward": _hopper_forward,
+    "hopper_backward": _hopper_backward,
+    "hopper_dkdv": _hopper_dkdv,
+    "hopper_dq": _hopper_dq,
 }

@@ -14,6 +14,7 @@ RECORD = Path(__file__).with_name("allowance.json")
 # Shared memory of one program, in bytes: CUDA C++ programming guide, table of technical specifications.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 
+HOPPER_SPILLS = 16  # bytes: these kernels are tiled so that what their loops use stays in registers
 MUCH_BETTER = 64  # bytes of spills under the allowance from which on it should be recorded anew
 
 
@@ -65,6 +66,13 @@ def over_limit(measured: Mapping[str, Usage]) -> list[str]:
         if usage.shared > limit:
             failures.append(f"{name}: takes {usage.shared} bytes of shared memory of {limit}")
     return failures
+
+
+def spilling(measured: Mapping[str, Usage]) -> list[str]:
+    """Remarks on the kernels of `kernels/hopper` that spill, whatever the record allows them."""
+    hopper = {name: usage for name, usage in measured.items() if name.split()[1].startswith("hopper_")}
+    many = {name: usage.spills for name, usage in hopper.items() if usage.spills > HOPPER_SPILLS}
+    return [f"{name}: spills {spills} bytes, a Hopper kernel should not" for name, spills in many.items()]
 
 
 def compare(measured: Mapping[str, Usage], record: Record) -> Verdict:

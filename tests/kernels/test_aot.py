@@ -10,7 +10,7 @@ import pytest
 
 from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
-from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, write
+from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
 
 LOG = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 2469 by compiler to allow use of registers in GMMA \
@@ -68,6 +68,13 @@ def test_better_is_remarked() -> None:
     ]
 
 
+def test_hopper_kernels_that_spill_are_remarked() -> None:
+    names = [f"sm_90 {kernel} bfloat16 d128 causal alone" for kernel in ("hopper_dkdv", "hopper_dq", "dq")]
+    spills = HOPPER_SPILLS + 4, HOPPER_SPILLS, 100
+    measured = {name: dataclasses.replace(USAGE, spills=x) for name, x in zip(names, spills, strict=True)}
+    assert spilling(measured) == [f"{names[0]}: spills 20 bytes, a Hopper kernel should not"]
+
+
 def test_what_is_not_recorded_fails_and_what_is_gone_is_told() -> None:
     record = Record("3.6.0", {"sm_90 gone": USAGE})
     assert compare({NAME: USAGE}, record).failures == [f"{NAME}: not in the record; it spills 100 bytes"]
@@ -97,6 +104,9 @@ def test_every_case_names_what_there_is_and_the_record_knows_it() -> None:
         assert case.mask in MASKS
         assert case.mode in MODES
         assert any(name == case.name or name.startswith(case.name + " _") for name in recorded), case.name
+        if case.kernel.startswith("hopper_"):
+            assert case.arch == 90
+            assert case.dtype != "float32"
     names = [case.name for case in cases()]
     assert len(names) == len(set(names))
     assert {case.kernel for case in cases()} == set(LAUNCHES)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ringflash as rf
-from tests.accuracy import Problem, assert_accurate
+from tests.accuracy import Problem, assert_accurate_together
+from tests.kernels.backends import GPU_BACKENDS
 from tests.kernels.test_portable import DEVICE, GPU, ROUNDING
 
 pytestmark = [
@@ -32,26 +33,34 @@ LENGTHS = [
 ]
 
 
+DRAWS = 4
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_grid(dtype: torch.dtype, heads: str, headdim: int, causal: bool) -> None:
+def test_grid(dtype: torch.dtype, heads: str, headdim: int, causal: bool, backend: str) -> None:
     misses = []
     for index, seqlen in enumerate(LENGTHS):
-        given = Problem.random(
-            seqlen=seqlen,
-            heads=HEADS[heads],
-            headdim=headdim,
-            batch=2 if max(seqlen) <= 1024 else 1,
-            dtype=dtype,
-            mask=rf.Causal() if causal else None,
-            device=DEVICE,
-            seed=index,
-        )
+        draws = [
+            Problem.random(
+                seqlen=seqlen,
+                heads=HEADS[heads],
+                headdim=headdim,
+                batch=8 if max(seqlen) <= 256 else 2,
+                dtype=dtype,
+                mask=rf.Causal() if causal else None,
+                device=DEVICE,
+                seed=index + draw * len(LENGTHS),
+            )
+            for draw in range(DRAWS)
+        ]
         for deterministic in (True, False):
+            results = [draw.flash(backend=backend, deterministic=deterministic) for draw in draws]
             try:
-                assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+                assert_accurate_together(results, draws, rounding=ROUNDING)
             except AssertionError as error:
                 misses.append(f"{seqlen}, {'deterministic' if deterministic else 'fast'}: {error}")
     assert not misses, "\n".join(misses)

@@ -1,4 +1,4 @@
-"""The Triton kernels under every mode within the bars: in the interpreter without a GPU, else on it."""
+"""The kernels under every mode within the bars: in the interpreter without a GPU, else on it."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ import ringflash as rf
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Mask
 from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
 from tests.strategies import masks, modes
 from tests.test_modes import MODES
@@ -32,30 +33,33 @@ def problem(mode: str, **given: Any) -> Problem:
     return Problem.random(**{**defaults, "device": DEVICE, **CASES[mode], **given})
 
 
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("mode", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flash(dtype: torch.dtype, mode: str) -> None:
+def test_flash(dtype: torch.dtype, mode: str, backend: str) -> None:
     given = problem(mode, dtype=dtype)
     for deterministic in (True, False):
-        assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+        assert_accurate(given.flash(backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
 
 
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("mode", CASES if GPU else [mode for mode in CASES if mode != "none"])
 @pytest.mark.parametrize("layout", LAYOUTS if GPU else ["zigzag"])
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float32])
-def test_rings(dtype: torch.dtype, layout: str, mode: str) -> None:
+def test_rings(dtype: torch.dtype, layout: str, mode: str, backend: str) -> None:
     given = problem(mode, dtype=dtype, seqlen=SEQLEN if GPU else 50)
     context = rf.ContextParallel.local(3, layout)
     for deterministic in (True, False):
-        assert_accurate(given.ring(context, backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+        assert_accurate(given.ring(context, backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
 
 
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("mask", [None, rf.Causal() & rf.Documents([0, 13, 60, SEQLEN])])
 @pytest.mark.parametrize("mode", CASES if GPU else ["all"])
-def test_masks(mode: str, mask: Mask | None) -> None:
-    given = problem(mode, mask=mask)
+def test_masks(mode: str, mask: Mask | None, backend: str) -> None:
+    given = problem(mode, mask=mask, dtype=DTYPE_OF[backend])
     for deterministic in (True, False):
-        assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
+        assert_accurate(given.flash(backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("seqlen", [(30, 83), (83, 30)])
@@ -91,18 +95,20 @@ def test_the_weights_that_eager_drops() -> None:
     assert 0.3 < dropped[0].double().mean() < 0.5
 
 
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("mode", ["none", "all"])
-def test_deterministic_is_bitwise(mode: str) -> None:
+def test_deterministic_is_bitwise(mode: str, backend: str) -> None:
     given = problem(mode, seqlen=1024 if GPU else 40, dtype=torch.float16)
-    first = given.flash(backend="triton", deterministic=True)
+    first = given.flash(backend=backend, deterministic=True)
     for _ in range(250 if GPU else 1):
-        again = given.flash(backend="triton", deterministic=True)
+        again = given.flash(backend=backend, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-def test_fast_and_deterministic_agree() -> None:
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_fast_and_deterministic_agree(backend: str) -> None:
     given = problem("none", dtype=torch.float16)
-    fast, exact = (given.flash(backend="triton", deterministic=x) for x in (False, True))
+    fast, exact = (given.flash(backend=backend, deterministic=x) for x in (False, True))
     assert torch.equal(fast[0], exact[0])
     for a, b in zip(fast[1:], exact[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)

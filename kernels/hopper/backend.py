@@ -1,0 +1,153 @@
+"""The tile kernels of sm_90, where they apply, and the portable ones for the rest; results do not differ in kind.
+
+They take bfloat16 and float16, heads of up to 128 (forward 256, in one hop) that are as wide in values as in keys, and
+any mask of intervals. Softcap, ALiBi, sinks, dropout and bitmaps go to the portable kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ringflash.kernels import portable
+from ringflash.kernels.hopper.intervals import are_ascending
+from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
+from ringflash.kernels.meeting import Meeting, Scoring
+from ringflash.kernels.portable import delta, state_dtype
+from ringflash.kernels.visibility import row_bounds
+from ringflash.masks import KeyPadding, Mask
+from ringflash.state import AttentionState
+
+__all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "state_dtype", "why_not"]
+
+TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
+DTYPES = (torch.bfloat16, torch.float16)
+WIDEST, WIDEST_BACKWARD = 256, 128
+
+
+def why_not(device: torch.device) -> str | None:
+    """What keeps these kernels from `device`, or None."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version != TRITON:
+        return f"they are written for triton {TRITON[0]}.{TRITON[1]}, not {triton.__version__}"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"they need an NVIDIA GPU, not {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) == (9, 0) else f"they need compute capability 9.0, not {major}.{minor}"
+
+
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
+    """Wherever these kernels apply."""
+    here = _is_plain(scoring) and _knows(q, v, mask, WIDEST_BACKWARD)
+    return here or portable.has_single_pass(q, v, mask, scoring)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meeting: Meeting,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """See `TileKernels.forward`."""
+    given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
+    widest = WIDEST if first and last else WIDEST_BACKWARD
+    plain = meeting.scoring.sinks is None and _is_plain(meeting.scoring)
+    if not (plain and _knows(q, v, meeting.mask, widest) and _are_tiled(meeting, q, k, v)):
+        return portable.forward(q, k, v, meeting, **given)
+    from ringflash.kernels.hopper.forward import forward  # here: only these files need Gluon
+
+    k, v = (_without_padding(x, meeting) for x in (k, v))
+    return forward(q, k, v, meeting, **given)
+
+
+def backward_dq(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+) -> None:
+    """See `TileKernels.backward_dq`."""
+    if not _knows_backward(dout, q, k, v, meeting):
+        return portable.backward_dq(dout, q, k, v, lse, delta, dq, meeting, accumulate=accumulate)
+    from ringflash.kernels.hopper.backward_dq import backward_dq
+
+    inputs = _cleaned(dout, q, k, v, lse, delta, meeting)
+    return backward_dq(*inputs, dq, meeting, accumulate=accumulate)
+
+
+def backward_dkdv(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+    dq: Tensor | None = None,
+) -> None:
+    """See `TileKernels.backward_dkdv`."""
+    if not _knows_backward(dout, q, k, v, meeting):
+        return portable.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, meeting, accumulate=accumulate, dq=dq)
+    from ringflash.kernels.hopper.backward import backward
+
+    inputs = _cleaned(dout, q, k, v, lse, delta, meeting)
+    return backward(*inputs, dk, dv, meeting, accumulate=accumulate, dq=dq)
+
+
+def _is_plain(scoring: Scoring) -> bool:
+    """Whether weights are exp(softmax_scale q k^T), but for sinks."""
+    bare = scoring.softcap == 0 and scoring.alibi_slopes is None and scoring.dropout_p == 0
+    return bare and scoring.softmax_scale > 0
+
+
+def _knows(q: Tensor, v: Tensor, mask: Mask, widest: int) -> bool:
+    same = q.shape[3] == v.shape[3] and q.shape[3] <= widest and q.shape[3] * q.itemsize % ALIGNMENT == 0
+    return same and q.dtype in DTYPES and mask.bitmap() is None and q.shape[:3].numel() < 2**31
+
+
+def _knows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting) -> bool:
+    known = _is_plain(meeting.scoring) and _knows(q, v, meeting.mask, WIDEST_BACKWARD)
+    return known and _are_tiled(meeting, dout, q, k, v)
+
+
+def _are_tiled(meeting: Meeting, *tensors: Tensor) -> bool:
+    ascending = all(are_ascending(chunks) for chunks in (meeting.q_chunks, meeting.k_chunks))
+    return ascending and all(map(is_viewable, tensors))
+
+
+def _without_padding(x: Tensor, meeting: Meeting) -> Tensor:
+    """Keys or values, with zeros where storage may hold anything: a tile's weight 0 does not undo a NaN."""
+    if not any(isinstance(part, KeyPadding) for part in meeting.mask.parts):
+        return x
+    begin, end = row_bounds(meeting.mask, meeting.q_chunks, x.device).hull[:, :, None].unbind(1)
+    positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=x.device) for chunk in meeting.k_chunks])
+    return x.masked_fill(((positions < begin) | (positions >= end))[..., None, None], 0.0)
+
+
+def _cleaned(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, meeting: Meeting
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A backward's inputs, with zeros in padding and in rows that see nothing, which may hold anything too."""
+    k, v = (_without_padding(x, meeting) for x in (k, v))
+    if meeting.q_chunks[0].start < 0 or any(isinstance(part, KeyPadding) for part in meeting.mask.parts):
+        blind = lse == -torch.inf
+        dout, q = (x.masked_fill(blind.transpose(1, 2)[..., None], 0.0) for x in (dout, q))
+        delta = delta.masked_fill(blind, 0.0)
+    return dout, q, k, v, lse, delta

@@ -1,0 +1,447 @@
+"""Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added to float32 as its tiles come.
+
+A program owns 128 keys of one KV head at a time, 64 for each of two warpgroups, and streams the queries that see them,
+of all heads of the group: first the tiles that need a mask. Without dQ nothing is added in memory, and every run gives
+the same bits.
+
+Shapes: q, dq (batch, seqlen_q, nheads, headdim), dout as q; k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse,
+delta (batch, nheads, seqlen_q). Scores are computed transposed, S^T = k q^T - lse / softmax_scale, where the matmul's
+accumulator begins with the last term, and likewise dP^T = v dout^T - delta:
+
+    P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
+
+P^T and dS^T leave the registers as operands of dv and dk. dq needs dS of both warpgroups: it passes through shared
+memory and is multiplied one tile late, each warpgroup computing half of it; a warp of its own adds it to memory.
+Source: FlashAttention-3 (Shah et al. 2024), section B, with the tiles and the order of matmuls that were measured best
+on an H200.
+"""
+
+# Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
+from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.hopper.pipeline import (
+    Bounds,
+    Sizes,
+    Work,
+    bounds_of,
+    buffer_of,
+    draw,
+    fill,
+    filled,
+    fixed,
+    full_barrier,
+    hear,
+    hidden,
+    keep_pace,
+    leave,
+    make_barriers,
+    make_mailbox,
+    make_pace,
+    make_ring,
+    make_tiles,
+    masked_visits,
+    reduce_add,
+    sees,
+    slot_of,
+    store_rows,
+    visit,
+    wait_empty,
+    wait_full,
+    work_arguments,
+)
+from ringflash.kernels.hopper.views import tile_view, vector_view
+from ringflash.kernels.meeting import Meeting
+
+
+class Inputs(NamedTuple):
+    """What is copied: views of tensors, and vectors of a number for each row of q, `padded` of them for each head."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    minus_lse: Any
+    minus_delta: Any
+    padded: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory: rings of inputs, the numbers of the rows of q and dout, and rings of what is passed on.
+
+    A buffer of dS is two halves, one of each warpgroup, and is never left: who writes a later one has read it.
+    """
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    numbers: Any
+    ds: Any
+    dq: Any
+    mailbox: Any
+
+
+class Gradients(NamedTuple):
+    """Where dk and dv go, contiguous, of how many heads and rows, and the scores' scales: in base 2, and as it is."""
+
+    dk: Any
+    dv: Any
+    heads: Any
+    seqlen: Any
+    scale: Any
+    softmax_scale: Any
+
+
+class Kind(NamedTuple):
+    """What the kernel is compiled for, all constexpr."""
+
+    MASKED: Any
+    BELOW: Any
+    ABOVE: Any
+    WITH_DQ: Any
+    ACCUMULATE: Any
+    GROUP: Any
+    HEADDIM: Any
+    BLOCK_D: Any
+    BLOCK_M: Any
+    DS_STAGES: Any
+    ROWS: Any
+
+
+STAGES = gl.constexpr(2)  # of queries
+AHEAD = gl.constexpr(3)  # tiles of queries: what is left to copy when the next tile of keys is drawn
+
+
+@gluon.jit
+def _fill_with(ring, i, descriptor, at, numbers, vector, number):
+    """`fill`, with the numbers of the tile's rows."""
+    wait_empty(ring, i)
+    barrier = full_barrier(ring, i)
+    mbarrier.expect(barrier, descriptor.block_type.nbytes + vector.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, at, barrier, buffer_of(ring, i))
+    tma.async_copy_global_to_shared(vector, [number], barrier, numbers.index(ring.BUFFER + slot_of(i, STAGES)))
+
+
+@gluon.jit
+def _produce(inputs, shared, pace, heads, kind):
+    """One warp's role: copies what the consumers need."""
+    queries = 0  # tiles of them so far
+    taken = 0
+    place = hear(shared.mailbox, 0)
+    while place.tile >= 0:
+        total = (place.end - place.begin) * kind.GROUP
+        keep_pace(pace, taken, 0, total, AHEAD)
+        for c in gl.static_range(2):
+            at = [place.batch, (place.tile * 2 + c) * kind.ROWS, place.head, 0]
+            fill(shared.k, taken * 2 + c, inputs.k, at)
+            fill(shared.v, taken * 2 + c, inputs.v, at)
+        for i in range(total):
+            if i > 0:
+                keep_pace(pace, taken, i, total, AHEAD)
+            n, member = visit(place, i, kind.GROUP)
+            head = place.head * kind.GROUP + member
+            row = n * kind.BLOCK_M
+            number = (place.batch * heads * kind.GROUP + head) * inputs.padded + row
+            at = [place.batch, row, head, 0]
+            _fill_with(shared.q, queries + i, inputs.q, at, shared.numbers, inputs.minus_lse, number)
+            _fill_with(shared.dout, queries + i, inputs.dout, at, shared.numbers, inputs.minus_delta, number)
+        queries += total
+        leave(shared.mailbox, taken)
+        taken += 1
+        place = hear(shared.mailbox, taken)
+
+
+@gluon.jit
+def _reduce(view, shared, kind):
+    """Another warp's role: adds the tiles of dq to memory, each in two halves."""
+    queries = 0
+    taken = 0
+    place = hear(shared.mailbox, 0)
+    while place.tile >= 0:
+        total = (place.end - place.begin) * kind.GROUP
+        for i in range(total):
+            n, member = visit(place, i, kind.GROUP)
+            for c in gl.static_range(2):
+                wait_full(shared.dq, (queries + i) * 2 + c)
+                row, column = n * kind.BLOCK_M, c * 64
+                if kind.BLOCK_D == 64:
+                    row, column = row + c * 64, 0
+                reduce_add(view, [place.batch, row, place.head * kind.GROUP + member, column], buffer_of(shared.dq, c))
+            tma.store_wait(0)
+            for c in gl.static_range(2):
+                leave(shared.dq, c)
+        queries += total
+        leave(shared.mailbox, taken)
+        taken += 1
+        place = hear(shared.mailbox, taken)
+
+
+@gluon.jit
+def _start_dq(C: gl.constexpr, i, shared, kind):
+    """Half of dq of the `i`-th tile of queries: some columns of all rows, or with narrow heads some rows."""
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dq = gl.zeros([64, 64], gl.float32, Q)
+    for c in gl.static_range(2):
+        ds = shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + c)
+        k = buffer_of(shared.k, hidden(c)).reshape([kind.ROWS, kind.BLOCK_D])
+        if kind.BLOCK_D == 64:
+            ds = ds.slice(C * 64, 64, 1)
+        else:
+            k = k.slice(C * 64, 64, 1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _pass_dq(C: gl.constexpr, dq, i, ring, softmax_scale):
+    """Hands it to the warp that adds it to memory."""
+    wait_empty(ring, i * 2 + C)
+    buffer_of(ring, C).reshape([64, 64]).store(dq * softmax_scale)
+    fence_async_shared()
+    mbarrier.arrive(full_barrier(ring, C), count=1)
+
+
+@gluon.jit
+def _step(
+    C: gl.constexpr, i, row, dk, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind
+):
+    """The `i`-th tile of queries, from `row` on, and dq of the one before, unless it begins."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
+    own = C
+    if kind.WITH_DQ:
+        own = hidden(C)
+    k = buffer_of(shared.k, own).reshape([kind.ROWS, kind.BLOCK_D])
+    v = buffer_of(shared.v, own).reshape([kind.ROWS, kind.BLOCK_D])
+    q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
+    dout = filled(shared.dout, i, kind.BLOCK_M, kind.BLOCK_D)
+    minus_lse, _ = gl.broadcast(shared.numbers.index(slot_of(i, STAGES)).load(gl.SliceLayout(0, S))[None, :], shape)
+    minus_delta, _ = gl.broadcast(
+        shared.numbers.index(STAGES + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))[None, :], shape
+    )
+    minus_delta = fixed(minus_delta)
+    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * gradients.scale)
+    if MASKED:
+        queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
+        p = gl.where(sees(queries, first, stop, kind.BELOW, kind.ABOVE), p, 0.0)
+    p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = p * dp
+    dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+    ds = ds.to(q.dtype)
+    ds_operand = gl.convert_layout(ds, OPERAND)
+    if kind.WITH_DQ:
+        if not BEGINS:
+            wait_full(shared.ds, i - 1)
+        shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(full_barrier(shared.ds, i), count=1)
+    if kind.WITH_DQ and not BEGINS:
+        dq = _start_dq(C, i - 1, shared, kind)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(3, deps=[dv])
+        leave(shared.dout, i)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _pass_dq(C, dq, i - 1, shared.dq, gradients.softmax_scale)
+    else:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        leave(shared.dout, i)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    leave(shared.q, i)
+    return dk, dv
+
+
+@gluon.jit
+def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
+    """A warpgroup's role: dk and dv of 64 keys of each tile, and half of dq of the queries that see any of 128."""
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    begin = 0  # tiles of queries so far
+    taken = 0
+    place = hear(shared.mailbox, 0)
+    while place.tile >= 0:
+        keys = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
+        first, stop = keys, keys  # not read
+        if kind.MASKED:
+            first, stop = bounds_of(bounds, place.batch, keys, keys < gradients.seqlen)
+        dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
+        dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
+        for c in gl.static_range(2):
+            wait_full(shared.k, taken * 2 + c)
+            wait_full(shared.v, taken * 2 + c)
+        if place.end > place.begin:
+            n, _ = visit(place, 0, kind.GROUP)  # it may be one whose rows all see all keys
+            row = n * kind.BLOCK_M
+            dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
+            begin_full = begin
+            end = begin + (place.end - place.begin) * kind.GROUP
+            if kind.MASKED:
+                begin_full = begin + masked_visits(place) * kind.GROUP
+                for i in range(begin + 1, begin_full):
+                    n, _ = visit(place, i - begin, kind.GROUP)
+                    row = n * kind.BLOCK_M
+                    dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
+            for i in range(gl.maximum(begin + 1, begin_full), end):
+                dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
+            begin = end
+            if kind.WITH_DQ:
+                wait_full(shared.ds, end - 1)
+                dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
+                _pass_dq(C, dq, end - 1, shared.dq, gradients.softmax_scale)
+        for c in gl.static_range(2):
+            leave(shared.k, c)
+            leave(shared.v, c)
+        place = hear(shared.mailbox, taken)
+        store_rows(gradients.dk, dk * gradients.softmax_scale, place, C, gradients.heads, gradients.seqlen, kind)
+        store_rows(gradients.dv, dv, place, C, gradients.heads, gradients.seqlen, kind)
+        leave(shared.mailbox, taken)
+        taken += 1
+        place = hear(shared.mailbox, taken)
+
+
+@gluon.jit(do_not_specialize=["padded", "seqlen_k", *Sizes._fields])
+def _backward_kernel(
+    q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, padded, seqlen_k, scale, softmax_scale, tables, bounds_stride,
+    tiles_stride, ntiles, heads, all_heads, together, kind,
+):  # fmt: skip
+    bounds = Bounds(tables.bounds, bounds_stride)
+    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
+    inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
+    gradients = Gradients(dk, dv, heads, seqlen_k, scale, softmax_scale)
+    queries = make_tiles(q, 2 * STAGES)
+    keys = make_tiles(k, 4)
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, kind.BLOCK_M], minus_lse.layout)
+    barriers = make_barriers(4 * STAGES + 20 + 2 * kind.DS_STAGES)
+    q_ring = make_ring(queries, barriers, 0, 0, STAGES, 2)
+    dout_ring = make_ring(queries, barriers, STAGES, 2 * STAGES, STAGES, 2)
+    k_ring = make_ring(keys, barriers, 0, 4 * STAGES, 2, 2)
+    v_ring = make_ring(keys, barriers, 2, 4 * STAGES + 4, 2, 2)
+    pace = make_pace(barriers, 4 * STAGES + 8)
+    if kind.WITH_DQ:
+        DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
+        ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
+        dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 2, 1)
+        ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 20, kind.DS_STAGES, 1)
+        for c in gl.static_range(kind.DS_STAGES):
+            mbarrier.init(full_barrier(ds_ring, c), 2)
+        mailbox = make_mailbox(barriers, 4 * STAGES + 12, 4)
+        shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, gradients, bounds, kind)),
+                (_consume, (1, shared, gradients, bounds, kind)),
+                (_produce, (inputs, shared, pace, heads, kind)),
+                (draw, (work, mailbox, pace)),
+                (_reduce, (dq, shared, kind)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3)
+        shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, q_ring, q_ring, mailbox)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, gradients, bounds, kind)),
+                (_consume, (1, shared, gradients, bounds, kind)),
+                (_produce, (inputs, shared, pace, heads, kind)),
+                (draw, (work, mailbox, pace)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+
+
+@triton.jit(do_not_specialize=["seqlen", "padded"])
+def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < seqlen
+    of_lse = tl.load(lse + head * seqlen + rows, mask=inside, other=float("inf"))
+    of_delta = tl.load(delta + head * seqlen + rows, mask=inside, other=0.0)
+    tl.store(minus_lse + head * padded + rows, of_lse * factor, mask=rows < padded)
+    tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
+
+
+def _vectors(lse: Tensor, delta: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """-lse / softmax_scale and -delta, of rows enough for whole tiles, where those past the end have no probability."""
+    batch, nheads, seqlen = lse.shape
+    padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
+    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
+    grid = (batch * nheads, triton.cdiv(padded, 1024))
+    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, -1.0 / softmax_scale, seqlen, padded, BLOCK=1024)
+    return minus_lse, minus_delta
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+    dq: Tensor | None = None,
+) -> None:
+    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse, delta and dq are contiguous."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    seqlen_k, nheads_kv = k.shape[1:3]
+    config = backward_config(headdim, with_dq=dq is not None)
+    known = intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True)
+    group = nheads // nheads_kv
+    streamed = 2 * seqlen_q * headdim * q.itemsize * group
+    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
+    minus_lse, minus_delta = _vectors(lse, delta, meeting.scoring.softmax_scale)
+    kind = Kind(
+        MASKED=known.masked,
+        BELOW=known.below,
+        ABOVE=known.above,
+        WITH_DQ=dq is not None,
+        ACCUMULATE=accumulate,
+        GROUP=group,
+        HEADDIM=headdim,
+        BLOCK_D=config.block_d,
+        BLOCK_M=config.block_m,
+        DS_STAGES=config.ds_stages,
+        ROWS=ROWS,
+    )
+    _backward_kernel[(programs,)](
+        *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
+        *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
+        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
+        None if dq is None else tile_view(dq, 64, 64), dk, dv,
+        minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
+        Kind(*map(gl.constexpr, kind)), num_warps=4,
+    )  # fmt: skip

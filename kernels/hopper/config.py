@@ -1,0 +1,95 @@
+"""Tiles, stages and registers of the Hopper kernels, by headdim: what 227 KiB and 64k registers hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROWS = 64  # of a warpgroup's matmul
+KEYS = 2 * ROWS  # that a program of the backward owns
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward is tiled.
+
+    Args:
+        block_d: headdim rounded up to a tile's.
+        block_n: rows of keys in a tile.
+        stages: tiles of keys, and of values, in flight.
+        consumers: warpgroups, of 64 queries each.
+        registers: of a consumer's thread.
+        out_in_q: whether the result leaves through the buffers of q, for want of others.
+    """
+
+    block_d: int
+    block_n: int
+    stages: int
+    consumers: int
+    registers: int
+    out_in_q: bool = False
+
+
+_FORWARD = {
+    64: ForwardConfig(64, 128, 2, 2, 240),
+    128: ForwardConfig(128, 128, 2, 2, 240),
+    256: ForwardConfig(256, 64, 2, 2, 240, out_in_q=True),
+}
+
+
+_FORWARD_UNMASKED = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160)}  # more rows waste more of a diagonal
+
+
+def forward_config(headdim: int, *, masked: bool) -> ForwardConfig:
+    """For any headdim up to 256; `masked` where any tile may need a mask."""
+    table = _FORWARD if masked else _FORWARD_UNMASKED
+    return table[next(block for block in _FORWARD if headdim <= block)]
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward is tiled.
+
+    Args:
+        block_d: headdim rounded up to a tile's.
+        block_m: rows of queries in a tile.
+        ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least.
+    """
+
+    block_d: int
+    block_m: int
+    ds_stages: int
+
+
+_BACKWARD = {64: BackwardConfig(64, 128, 3), 128: BackwardConfig(128, 64, 4)}
+
+
+_DKDV = {64: BackwardConfig(64, 64, 0), 128: BackwardConfig(128, 64, 0)}
+
+
+def backward_config(headdim: int, *, with_dq: bool) -> BackwardConfig:
+    """For any headdim up to 128."""
+    table = _BACKWARD if with_dq else _DKDV
+    return table[next(block for block in table if headdim <= block)]
+
+
+@dataclass(frozen=True)
+class QueryConfig:
+    """How the kernel of dq alone is tiled.
+
+    Args:
+        block_d: headdim rounded up to a tile's.
+        block_n: rows of keys in a tile.
+        stages: tiles of keys, and of values, in flight.
+    """
+
+    block_d: int
+    block_n: int
+    stages: int
+
+
+_DQ = {64: QueryConfig(64, 64, 4), 128: QueryConfig(128, 64, 4)}
+
+
+def dq_config(headdim: int) -> QueryConfig:
+    """For any headdim up to 128."""
+    return _DQ[next(block for block in _DQ if headdim <= block)]

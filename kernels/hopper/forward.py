@@ -1,0 +1,370 @@
+"""Forward of one hop for sm_90: two or three warpgroups of 64 queries each, fed by a warp that copies tiles.
+
+Shapes: q (batch, seqlen_q, nheads, headdim); k, v (batch, seqlen_k, nheads_kv, headdim); out as q; m, l of the state
+and lse (batch, nheads, seqlen_q); o of the state as q, float32. A program owns a tile of queries of one head at a
+time, and visits the tiles of keys that it sees: those that need a mask before those that do not.
+
+A consumer issues S(i) = q k^T and P(i-1) v, waits for S(i), makes P(i) of it, and only then waits for the output: the
+softmax runs while the tensor cores do. Source: FlashAttention-3 (Shah et al. 2024), algorithm 2, where the online
+softmax is as in `ringflash.kernels.forward`.
+"""
+
+# Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringflash.kernels.hopper.config import KEYS, ROWS, forward_config
+from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.hopper.pipeline import (
+    Bounds,
+    Sizes,
+    Work,
+    bounds_of,
+    buffer_of,
+    draw,
+    fill,
+    filled,
+    hear,
+    keep_pace,
+    leave,
+    make_barriers,
+    make_mailbox,
+    make_pace,
+    make_ring,
+    make_tiles,
+    masked_visits,
+    sees,
+    visit,
+    work_arguments,
+)
+from ringflash.kernels.hopper.views import tile_view
+from ringflash.kernels.meeting import Meeting
+from ringflash.masks import Full
+from ringflash.state import AttentionState
+
+
+class Tiles(NamedTuple):
+    """What is copied tile by tile, in memory as views, in shared memory as rings.
+
+    `out` holds the state's o, where there is one, and then the result; where there is no room for it, it is `q`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Rows(NamedTuple):
+    """Vectors of a number a row, contiguous: the state's, and lse."""
+
+    m: Any
+    l: Any  # noqa: E741
+    lse: Any
+    heads: Any
+    seqlen: Any
+
+
+class Kind(NamedTuple):
+    """What the kernel is compiled for, all constexpr."""
+
+    FIRST: Any
+    LAST: Any
+    MASKED: Any
+    BELOW: Any
+    ABOVE: Any
+    GROUP: Any
+    BLOCK_D: Any
+    BLOCK_N: Any
+    STAGES: Any
+    CONSUMERS: Any
+    REGISTERS: Any
+    OUT_IN_Q: Any
+    ROWS: Any
+
+
+AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next tile of queries is drawn
+
+
+@gluon.jit
+def _produce(views, state, rings, mailbox, pace, kind):
+    """One warp's role: copies what the consumers need."""
+    keys = 0  # tiles of them so far
+    taken = 0
+    place = hear(mailbox, 0)
+    while place.tile >= 0:
+        total = place.end - place.begin
+        keep_pace(pace, taken, 0, total, AHEAD)
+        head = place.head // kind.GROUP
+        n, _ = visit(place, 0, 1)
+        if total > 0:  # before the queries, for whose buffers the consumers' last tile is waited for
+            fill(rings.k, keys, views.k, [place.batch, n * kind.BLOCK_N, head, 0])
+        for c in gl.static_range(kind.CONSUMERS):
+            at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
+            fill(rings.q, taken * kind.CONSUMERS + c, views.q, at)
+            if not kind.FIRST:
+                fill(rings.out, taken * kind.CONSUMERS + c, state, at)
+        if total > 0:
+            fill(rings.v, keys, views.v, [place.batch, n * kind.BLOCK_N, head, 0])
+        for i in range(1, total):
+            keep_pace(pace, taken, i, total, AHEAD)
+            n, _ = visit(place, i, 1)
+            at = [place.batch, n * kind.BLOCK_N, head, 0]
+            fill(rings.k, keys + i, views.k, at)
+            fill(rings.v, keys + i, views.v, at)
+        keys += total
+        leave(mailbox, taken)
+        taken += 1
+        place = hear(mailbox, taken)
+
+
+@gluon.jit
+def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # noqa: E741
+    """Probabilities, ready for the tensor cores, of scores of the keys from `row` on; (m, l) with them, and rescale."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    if MASKED:
+        keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
+        s = gl.where(sees(keys, first, stop, kind.BELOW, kind.ABOVE), s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    origin = m_new
+    if MASKED:  # a row that has seen nothing: -inf minus -inf is NaN
+        origin = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale - origin[:, None])
+    rescale = gl.exp2(m - origin)
+    l = l * rescale + gl.sum(p, 1)  # noqa: E741
+    return p, m_new, l, gl.convert_layout(rescale, gl.SliceLayout(1, A))
+
+
+@gluon.jit
+def _step(q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.constexpr, kind):  # noqa: E741
+    """Scores of the tile that is number `keys`, and the output of the one before: see above."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
+    zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    leave(rings.k, keys)
+    p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    leave(rings.v, keys - 1)
+    p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, A, 2))
+    return p, acc * rescale[:, None], m, l
+
+
+@gluon.jit
+def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  # noqa: E741
+    """Takes all tiles of keys that are visited into (acc, m, l)."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
+    zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    leave(rings.k, keys)
+    n, _ = visit(place, 0, 1)  # it may be one that every row sees whole
+    p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
+    p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, A, 2))
+    if not kind.FIRST:
+        acc = acc * rescale[:, None]
+    begin_full = 0
+    total = place.end - place.begin
+    if kind.MASKED:
+        begin_full = masked_visits(place)
+        for i in range(1, begin_full):
+            n, _ = visit(place, i, 1)
+            row = n * kind.BLOCK_N
+            p, acc, m, l = _step(q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
+    for i in range(gl.maximum(begin_full, 1), total):
+        p, acc, m, l = _step(q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
+    keys += total
+    if not kind.OUT_IN_Q:
+        leave(rings.q, use)
+    v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    leave(rings.v, keys - 1)
+    return acc, m, l, keys
+
+
+@gluon.jit
+def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
+    """A warpgroup's queries of a tile: the first, all, and of each the first key it sees and the one after the last."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
+    queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
+    first, stop = queries, queries  # not read
+    if kind.MASKED:
+        first, stop = bounds_of(bounds, place.batch, queries, queries < rows.seqlen)
+    return row, queries, first, stop
+
+
+@gluon.jit
+def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale, kind):
+    """A warpgroup's role: the attention of 64 queries of each tile."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    keys = 0
+    taken = 0
+    place = hear(mailbox, 0)
+    row, queries, first, stop = _rows_of(C, place, rows, bounds, kind)
+    while place.tile >= 0:
+        inside = queries < rows.seqlen
+        vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries  # into m, l and lse
+        use = taken * kind.CONSUMERS + C
+        if kind.FIRST:
+            m = gl.full([kind.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+            l = gl.zeros([kind.ROWS], gl.float32, gl.SliceLayout(1, S))  # noqa: E741
+            acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
+        else:
+            m = gl.load(rows.m + vector, mask=inside, other=float("-inf"))
+            l = gl.load(rows.l + vector, mask=inside, other=0.0)  # noqa: E741
+            acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
+        q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
+        if place.end > place.begin:
+            acc, m, l, keys = _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind)  # noqa: E741
+        elif not kind.OUT_IN_Q:
+            leave(rings.q, use)
+
+        at = [place.batch, row, place.head, 0]
+        leave(mailbox, taken)
+        taken += 1
+        place = hear(mailbox, taken)  # now, so that its bounds come while the results leave
+        row, queries, first, stop = _rows_of(C, place, rows, bounds, kind)
+        buffer = buffer_of(rings.out, C)
+        if kind.FIRST and not kind.OUT_IN_Q:  # nobody waited for the last tile's store to have read the buffer
+            tma.store_wait(0)
+        if kind.LAST:
+            blind = l == 0.0
+            divisor = gl.where(blind, 1.0, l)
+            lse = (m + gl.log2(divisor)) * 0.6931471805599453
+            gl.store(rows.lse + vector, gl.where(blind, float("-inf"), lse), mask=inside)
+            acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
+            if not kind.FIRST:
+                buffer = buffer._reinterpret(views.out.dtype, views.out.block_shape, views.out.layout)
+            buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(views.out, at, buffer)
+        else:
+            gl.store(rows.m + vector, m, mask=inside)
+            gl.store(rows.l + vector, l, mask=inside)
+            buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(state, at, buffer)
+        if kind.OUT_IN_Q or not kind.FIRST:
+            tma.store_wait(0)
+        if kind.OUT_IN_Q:
+            leave(rings.q, use)
+        elif not kind.FIRST:
+            leave(rings.out, use)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["seqlen_q", *Sizes._fields])
+def _forward_kernel(
+    q, k, v, out, state, m, l, lse, seqlen_q, scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads,  # noqa: E741
+    together, kind,
+):  # fmt: skip
+    bounds = Bounds(tables.bounds, bounds_stride)
+    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
+    views = Tiles(q, k, v, out)
+    barriers = make_barriers(4 * kind.CONSUMERS + 4 * kind.STAGES + 8)
+    queries = make_tiles(q, kind.CONSUMERS)
+    keys = make_tiles(k, 2 * kind.STAGES)
+    q_ring = make_ring(queries, barriers, 0, 0, kind.CONSUMERS, 1)
+    out_ring = q_ring
+    if not kind.OUT_IN_Q:
+        of_out = out if kind.FIRST and kind.LAST else state
+        outs = make_tiles(of_out, kind.CONSUMERS)
+        out_ring = make_ring(outs, barriers, 0, 2 * kind.CONSUMERS, kind.CONSUMERS, 1)
+    k_ring = make_ring(keys, barriers, 0, 4 * kind.CONSUMERS, kind.STAGES, kind.CONSUMERS)
+    v_ring = make_ring(keys, barriers, kind.STAGES, 4 * kind.CONSUMERS + 2 * kind.STAGES, kind.STAGES, kind.CONSUMERS)
+    rings = Tiles(q_ring, k_ring, v_ring, out_ring)
+    rows = Rows(m, l, lse, heads, seqlen_q)
+    mailbox = make_mailbox(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
+    pace = make_pace(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES + 4)
+    fence_async_shared()
+    if kind.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, views, state, rings, rows, bounds, mailbox, scale, kind)),
+                (_consume, (1, views, state, rings, rows, bounds, mailbox, scale, kind)),
+                (_produce, (views, state, rings, mailbox, pace, kind)),
+                (draw, (work, mailbox, pace)),
+            ],
+            [4, 1, 1],
+            [kind.REGISTERS, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, views, state, rings, rows, bounds, mailbox, scale, kind)),
+                (_consume, (1, views, state, rings, rows, bounds, mailbox, scale, kind)),
+                (_consume, (2, views, state, rings, rows, bounds, mailbox, scale, kind)),
+                (_produce, (views, state, rings, mailbox, pace, kind)),
+                (draw, (work, mailbox, pace)),
+            ],
+            [4, 4, 1, 1],
+            [kind.REGISTERS, kind.REGISTERS, 24, 24],
+        )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meeting: Meeting,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    masked = not isinstance(meeting.mask, Full) or k.shape[1] % KEYS > 0
+    config = forward_config(headdim, masked=masked)
+    own = config.consumers * ROWS
+    known = intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, q.device, by_keys=False)
+    tables, sizes, programs = work_arguments(known, batch, nheads, 2 * k.shape[1] * headdim * k.itemsize, q.device)
+    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
+    kind = Kind(
+        FIRST=first,
+        LAST=last,
+        MASKED=known.masked,
+        BELOW=known.below,
+        ABOVE=known.above,
+        GROUP=nheads // k.shape[2],
+        BLOCK_D=config.block_d,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        CONSUMERS=config.consumers,
+        REGISTERS=config.registers,
+        OUT_IN_Q=config.out_in_q,
+        ROWS=ROWS,
+    )
+    _forward_kernel[(programs,)](
+        tile_view(q, ROWS, config.block_d),
+        *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
+        *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
+        m, l, lse, seqlen_q, meeting.scoring.to_base2, tables, *sizes, Kind(*map(gl.constexpr, kind)),
+        num_warps=4,
+    )  # fmt: skip

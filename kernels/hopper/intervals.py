@@ -1,0 +1,119 @@
+"""What the programs of a Hopper kernel are told of a mask: rows of storage, an interval of them for each row.
+
+Every interval mask shows a query consecutive keys, and a key consecutive queries, because neither bound ever falls. As
+long as chunks lie in storage in the order of their positions, the rows of storage that are seen are consecutive too,
+whatever the layout: these kernels know neither chunks nor positions, and their tiles may cross a chunk's border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.visibility import LAST_KEY
+from ringflash.layout import Chunk, positions
+from ringflash.masks import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """The tables of one launch. Its programs own tiles of one side's rows, and visit tiles of the other's.
+
+    Args:
+        below: whether a row does not see the beginning of a tile that is visited.
+        above: whether a row does not see the end of one.
+        bounds: int32 (batch or 1, rows, 2), contiguous: a row sees the other side's rows from the first to before the
+            second.
+        bounds_stride: elements from one sequence's bounds to the next's, 0 when they are all alike.
+        tiles: int32 (batch or 1, ntiles, 4): [first, third of these) some row of the tile sees; of [first, second) and
+            [third, fourth) some rows see only some; [second, third) every row sees whole. Counted in tiles.
+        tiles_stride: as `bounds_stride`.
+        order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late.
+    """
+
+    below: bool
+    above: bool
+    bounds: Tensor
+    bounds_stride: int
+    tiles: Tensor
+    tiles_stride: int
+    order: Tensor
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile that is visited needs a mask."""
+        return self.below or self.above
+
+
+def are_ascending(chunks: Sequence[Chunk]) -> bool:
+    """Whether positions rise through storage, as intervals of storage need."""
+    return all(before.stop <= after.start for before, after in pairwise(chunks))
+
+
+@lru_cache(maxsize=128)
+def intervals(
+    mask: Mask,
+    q_chunks: Sequence[Chunk],
+    k_chunks: Sequence[Chunk],
+    own_block: int,
+    block: int,
+    device: torch.device,
+    by_keys: bool,
+) -> Intervals:
+    """The tables for tiles of `own_block` rows that visit tiles of `block` rows; with `by_keys` keys own."""
+    first, stop = _seen(mask, q_chunks, k_chunks)
+    if by_keys:
+        keys = torch.arange(sum(chunk.length for chunk in k_chunks), device="cpu").expand(len(first), -1).contiguous()
+        first, stop = torch.searchsorted(stop, keys, right=True), torch.searchsorted(first, keys, right=True)
+    tiles = _tiles(first, stop, own_block, block, by_keys)
+    begin, _, _, end = tiles.unbind(-1)
+    own = torch.arange(first.shape[1], device="cpu") // own_block
+    blind = (first >= stop) & (begin < end)[:, own]
+    below = bool(((first > begin[:, own] * block) & (first < stop) | blind).any())
+    above = bool(((stop < end[:, own] * block) & (first < stop) | blind).any())
+    above |= by_keys and first.shape[1] % own_block > 0
+    order = (end - begin).sum(0).argsort(descending=True, stable=True)
+    bounds, tiles, order = (
+        x.to(torch.int32).contiguous().to(device) for x in (torch.stack([first, stop], -1), tiles, order)
+    )
+    strides = (0 if x.shape[0] == 1 else x.stride(0) for x in (bounds, tiles))
+    return Intervals(below, above, bounds, next(strides), tiles, next(strides), order)
+
+
+def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    """int64 (batch or 1, seqlen_q) each: the rows of keys that a query sees, from the first to before the second.
+
+    Neither ever falls; where the second is not the larger nothing is seen.
+    """
+    lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
+    held = positions(k_chunks, "cpu")
+    first, stop = (torch.searchsorted(held, x.contiguous()) for x in (lo, hi))
+    return first, stop
+
+
+def _tiles(first: Tensor, stop: Tensor, own_block: int, block: int, by_keys: bool) -> Tensor:
+    """int64 (batch or 1, ntiles, 4): `Intervals.tiles`.
+
+    Rows past the end count as seeing all when they are queries, whose results nobody keeps. Keys there see nothing: dq
+    is a sum over all rows of a tile.
+    """
+    live = stop > first
+    last = 2**31
+
+    def tiled(x: Tensor, filling: int) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % own_block), value=filling)
+        return padded.unflatten(1, (-1, own_block))
+
+    some_first = tiled(first.where(live, last), last).amin(2)
+    some_stop = tiled(stop.where(live, 0), 0).amax(2)
+    all_first, all_stop = tiled(first, 0).amax(2), tiled(stop.where(live, 0), 0 if by_keys else last).amin(2)
+    begin = torch.minimum(some_first, some_stop) // block
+    end = torch.maximum(-(-some_stop // block), begin)
+    full_begin = (-(-all_first // block)).clamp(begin, end)
+    full_end = (all_stop // block).clamp(full_begin, end)
+    return torch.stack([begin, full_begin, full_end, end], -1)

@@ -1,0 +1,380 @@
+"""What the roles of a Hopper kernel share: buffers that pass between them, and the tiles that they take one by one.
+
+A `Ring` is a few buffers of shared memory with two barriers each. The producer waits for `empty` and starts a copy that
+completes `full`; consumers wait for `full` and arrive at `empty`. Use i of a ring is of buffer i % stages, whose
+barriers then complete for the (i // stages)-th time.
+
+Programs stay on their multiprocessor and take tiles until there are none, so that copies for the next tile begin while
+this one ends. A warp of its own draws the numbers of tiles from a counter in memory and tells the others.
+"""
+
+# Gluon's DSL is not Python to a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ringflash.kernels.hopper.intervals import Intervals
+
+TOGETHER_BYTES = 16 * 2**20  # of keys and values of the heads whose tiles are mixed: they stay in L2
+
+
+class Bounds(NamedTuple):
+    """Which rows of the other side each row sees: `Intervals.bounds`."""
+
+    base: Any
+    batch: Any
+
+
+class Ring(NamedTuple):
+    """Some buffers of an allocation, and of another the barriers that they are full, followed by those that are empty.
+
+    Rings share allocations because a warpgroup keeps the address of each in a register.
+    """
+
+    buffers: Any
+    barriers: Any
+    BUFFER: Any
+    BARRIER: Any
+    STAGES: Any
+
+
+class Work(NamedTuple):
+    """The tiles of a launch: those of `Intervals`, for `heads` of each sequence in turn."""
+
+    tiles: Any
+    tiles_stride: Any
+    order: Any
+    counter: Any
+    ntiles: Any
+    heads: Any
+    all_heads: Any
+    together: Any
+
+
+class Tables(NamedTuple):
+    """The tensors of both, as a kernel takes them."""
+
+    bounds: Any
+    tiles: Any
+    order: Any
+    counter: Any
+
+
+class Sizes(NamedTuple):
+    """The numbers of both: arguments of their own, since those of a tuple would be compiled for."""
+
+    bounds_stride: int
+    tiles_stride: int
+    ntiles: int
+    heads: int
+    all_heads: int
+    together: int
+
+
+class Place(NamedTuple):
+    """A tile, and the tiles of the other side that it visits; `tile` is -1 when there are no more."""
+
+    tile: Any
+    batch: Any
+    head: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr):
+    """Barriers, for `make_ring` to start."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def make_tiles(descriptor, COUNT: gl.constexpr):
+    """Buffers, for `COUNT` tiles of a view."""
+    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 - Gluon unpacks no lists
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def make_ring(
+    buffers, barriers, BUFFER: gl.constexpr, BARRIER: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr
+):
+    """A ring of two to four buffers, each of which `READERS` roles must leave before it is empty."""
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(BARRIER + i), 1)
+        mbarrier.init(barriers.index(BARRIER + STAGES + i), READERS)
+    return Ring(buffers, barriers, BUFFER, BARRIER, STAGES)
+
+
+@gluon.jit
+def slot_of(i, STAGES: gl.constexpr):
+    """Which of the stages use `i` is of."""
+    slot = i % STAGES
+    if STAGES != 3:  # a power of two; that `i` is not negative is not known to the compiler
+        slot = i & (STAGES - 1)
+    return slot
+
+
+@gluon.jit
+def phase_of(i, STAGES: gl.constexpr):
+    """The parity of how often that stage was used before."""
+    uses = i // STAGES
+    if STAGES != 3:
+        uses = i >> (STAGES // 2)
+    return uses & 1
+
+
+@gluon.jit
+def buffer_of(ring, i):
+    """The buffer of use `i`."""
+    return ring.buffers.index(ring.BUFFER + slot_of(i, ring.STAGES))
+
+
+@gluon.jit
+def full_barrier(ring, i):
+    """That which use `i` completes."""
+    return ring.barriers.index(ring.BARRIER + slot_of(i, ring.STAGES))
+
+
+@gluon.jit
+def empty_barrier(ring, i):
+    """That which completes when the buffer of use `i` has been left."""
+    return ring.barriers.index(ring.BARRIER + ring.STAGES + slot_of(i, ring.STAGES))
+
+
+@gluon.jit
+def wait_full(ring, i):
+    """Returns when use `i` is full."""
+    mbarrier.wait(full_barrier(ring, i), phase_of(i, ring.STAGES))
+
+
+@gluon.jit
+def wait_empty(ring, i):
+    """Returns when the buffer of use `i` has been left."""
+    mbarrier.wait(empty_barrier(ring, i), phase_of(i, ring.STAGES) ^ 1)
+
+
+@gluon.jit
+def leave(ring, i):
+    """This role has read use `i`."""
+    mbarrier.arrive(empty_barrier(ring, i), count=1)
+
+
+@gluon.jit
+def fill(ring, i, descriptor, place):
+    """Starts the copy of the tile at `place` as use `i`, once the buffer is empty."""
+    wait_empty(ring, i)
+    mbarrier.expect(full_barrier(ring, i), descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, place, full_barrier(ring, i), buffer_of(ring, i))
+
+
+@gluon.jit
+def filled(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Use `i` as a (ROWS, COLUMNS) matrix, once it is full."""
+    wait_full(ring, i)
+    return buffer_of(ring, i).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def make_mailbox(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
+    """A ring of two places, for `READERS` roles that each read all."""
+    numbers = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return make_ring(numbers, barriers, 0, BARRIER, 2, READERS)
+
+
+@gluon.jit
+def make_pace(barriers, BARRIER: gl.constexpr):
+    """A ring of signals, with no buffers."""
+    return make_ring(barriers, barriers, 0, BARRIER, 2, 1)
+
+
+@gluon.jit
+def keep_pace(pace, taken, i, total, AHEAD: gl.constexpr):
+    """The producer's, before it copies the `i`-th of `total`: when few are left, the next tile is to be drawn."""
+    mbarrier.arrive(full_barrier(pace, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
+
+
+@gluon.jit
+def _put(mailbox, at, number):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mailbox.buffers.index(at).store(gl.full([1], number, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def tell(mailbox, i, place):
+    """One warp's: the `i`-th place."""
+    wait_empty(mailbox, i)
+    slot = slot_of(i, 2)
+    _put(mailbox, slot * 8, place.tile)
+    _put(mailbox, slot * 8 + 1, place.batch)
+    _put(mailbox, slot * 8 + 2, place.head)
+    _put(mailbox, slot * 8 + 3, place.begin)
+    _put(mailbox, slot * 8 + 4, place.full_begin)
+    _put(mailbox, slot * 8 + 5, place.full_end)
+    _put(mailbox, slot * 8 + 6, place.end)
+    mbarrier.arrive(full_barrier(mailbox, i), count=1)
+
+
+@gluon.jit
+def _get(mailbox, at):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(mailbox.buffers.index(at).load(LAYOUT), 0)
+
+
+@gluon.jit
+def hear(mailbox, i):
+    """The `i`-th place. Who reads leaves it when done: to hear it again is cheaper than to keep it in registers."""
+    wait_full(mailbox, i)
+    slot = slot_of(i, 2)
+    return Place(
+        _get(mailbox, slot * 8),
+        _get(mailbox, slot * 8 + 1),
+        _get(mailbox, slot * 8 + 2),
+        _get(mailbox, slot * 8 + 3),
+        _get(mailbox, slot * 8 + 4),
+        _get(mailbox, slot * 8 + 5),
+        _get(mailbox, slot * 8 + 6),
+    )
+
+
+@gluon.jit
+def _place_of(work, number):
+    """The tile with a number: `together` heads at a time, of them the tiles that visit most first."""
+    group = number // (work.ntiles * work.together)
+    within = number - group * work.ntiles * work.together
+    size = gl.minimum(work.together, work.all_heads - group * work.together)
+    tile = gl.load(work.order + within // size)
+    of_all = group * work.together + within % size
+    batch = of_all // work.heads
+    entry = work.tiles + batch * work.tiles_stride + tile * 4
+    begin, full_begin = gl.load(entry), gl.load(entry + 1)
+    full_end, end = gl.load(entry + 2), gl.load(entry + 3)
+    return Place(tile, batch, of_all % work.heads, begin, full_begin, full_end, end)
+
+
+@gluon.jit
+def draw(work, mailbox, pace):
+    """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end."""
+    total = work.ntiles * work.all_heads
+    drawn = 0
+    number = gl.program_id(0)
+    while number < total:
+        tell(mailbox, drawn, _place_of(work, number))
+        wait_full(pace, drawn)
+        drawn += 1
+        number = gl.atomic_add(work.counter, 1)
+    tell(mailbox, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def masked_visits(place):
+    """How many visited tiles need a mask: these come first."""
+    return place.full_begin - place.begin + place.end - place.full_end
+
+
+@gluon.jit
+def visit(place, i, GROUP: gl.constexpr):
+    """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first."""
+    low = place.full_begin - place.begin
+    masked = low + place.end - place.full_end
+    full = place.full_end - place.full_begin
+    of_masked, of_full = i, i - masked * GROUP
+    member = 0
+    if GROUP > 1:
+        member = gl.where(of_full < 0, of_masked // gl.maximum(masked, 1), of_full // gl.maximum(full, 1))
+        of_masked -= member * masked
+        of_full -= member * full
+    before = gl.where(of_masked < low, place.begin + of_masked, place.full_end + of_masked - low)
+    return gl.where(i < masked * GROUP, before, place.full_begin + of_full), member
+
+
+@gluon.jit
+def bounds_of(bounds, batch, rows, inside):
+    """First row of the other side that each of `rows` sees, and the one after the last."""
+    entry = bounds.base + batch * bounds.batch + rows * 2
+    inside &= rows >= 0  # where there are no more tiles
+    return gl.load(entry, mask=inside, other=2**30), gl.load(entry + 1, mask=inside, other=0)
+
+
+@gluon.jit
+def sees(others, first, stop, BELOW: gl.constexpr, ABOVE: gl.constexpr):
+    """Which of the other side's rows each row sees, where only its first, only its last or both may lie in a tile."""
+    if BELOW and ABOVE:
+        seen = (others[None, :] >= first[:, None]) & (others[None, :] < stop[:, None])
+    elif BELOW:
+        seen = others[None, :] >= first[:, None]
+    else:
+        seen = others[None, :] < stop[:, None]
+    return seen
+
+
+@gluon.jit
+def hidden(i):
+    """`i`, where the compiler does not know it.
+
+    A matmul's operand has a descriptor for every 16 columns. Those of a buffer whose number is known are made before
+    the loop, in more registers than there are.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fixed(x):
+    """`x`, where the compiler does not know it: it would fill a second accumulator while the first is in use."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def store_rows(target, x, place, C: gl.constexpr, heads, seqlen, kind):
+    """Writes a warpgroup's rows of a gradient, (batch, seqlen, heads, headdim) and contiguous, or adds them."""
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    rows = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, A))
+    columns = gl.arange(0, kind.BLOCK_D, gl.SliceLayout(0, A))
+    number = (place.batch * seqlen + rows).to(gl.int64) * heads + place.head
+    pointers = target + (number * kind.HEADDIM)[:, None] + columns[None, :]
+    inside = (rows < seqlen)[:, None] & (columns < kind.HEADDIM)[None, :]
+    if kind.ACCUMULATE:
+        x += gl.load(pointers, mask=inside, other=0.0)
+    gl.store(pointers, x.to(target.dtype.element_ty), mask=inside)
+
+
+@builtin
+def reduce_add(descriptor, place, source, _semantic=None):
+    """Adds a tile of shared memory to memory, asynchronously as a store; Triton 3.6 has no name for it."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, source.handle)
+
+
+def work_arguments(
+    known: Intervals, batch: int, heads: int, streamed_bytes: int, device: torch.device
+) -> tuple[Tables, Sizes, int]:
+    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are those that visit a head's tiles."""
+    ntiles = known.order.numel()
+    programs = min(ntiles * batch * heads, processors(device))
+    counter = torch.full((1,), programs, dtype=torch.int32, device=device)
+    sizes = Sizes(
+        bounds_stride=known.bounds_stride,
+        tiles_stride=known.tiles_stride,
+        ntiles=ntiles,
+        heads=heads,
+        all_heads=batch * heads,
+        together=max(1, min(batch * heads, TOGETHER_BYTES // streamed_bytes)),
+    )
+    return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; one where kernels are only compiled."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,252 @@
+"""Which calls the Hopper kernels take, and what these are given; no kernel runs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.kernels import eager
+from ringflash.kernels.backend import choose
+from ringflash.kernels.hopper import backend
+from ringflash.kernels.hopper.storage import is_viewable
+from ringflash.kernels.meeting import Meeting, Scoring
+from ringflash.layout import Chunk
+from ringflash.masks import Full, Mask
+from ringflash.state import AttentionState
+from tests.strategies import block_sparse
+
+CPU = torch.device("cpu")
+SEQLEN = 48
+WHOLE = (Chunk(0, SEQLEN),)
+PLAIN = Scoring(softmax_scale=0.125)
+
+
+def call(
+    headdim: int = 64,
+    headdim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: Mask | None = None,
+    chunks: tuple[Chunk, ...] = WHOLE,
+    carried: bool = False,
+    change: Callable[[Tensor], Tensor] = lambda x: x,
+    **scoring: Any,
+) -> tuple[list[Tensor], Meeting, bool]:
+    """q, k and v of a hop, what it computes, and whether it is one of several."""
+    q, k = (change(torch.ones(2, SEQLEN, heads, headdim, dtype=dtype)) for heads in (4, 2))
+    v = change(torch.ones(2, SEQLEN, 2, headdim_v or headdim, dtype=dtype))
+    return [q, k, v], Meeting(chunks, chunks, mask or Full(), replace(PLAIN, **scoring)), carried
+
+
+Call = tuple[list[Tensor], Meeting, bool]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Which launcher was called with what, instead of a launch."""
+    seen = []
+
+    def spy(name: str) -> Callable[..., None]:
+        return lambda *given, **named: seen.append((name, given, named))
+
+    monkeypatch.setattr("ringflash.kernels.hopper.forward.forward", spy("hopper"))
+    monkeypatch.setattr("ringflash.kernels.hopper.backward.backward", spy("hopper"))
+    for name in ("forward", "backward_dq", "backward_dkdv"):
+        monkeypatch.setattr(f"ringflash.kernels.portable.{name}", spy("portable"))
+    return seen
+
+
+def run_forward(given: Call) -> None:
+    (q, k, v), meeting, carried = given
+    out, lse = v.new_zeros((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
+    state = AttentionState(lse, lse, out.float()) if carried else None
+    backend.forward(q, k, v, meeting, state=state, out=out, lse=lse, first=not carried, last=True)
+
+
+def run_backward(given: Call) -> None:
+    (q, k, v), meeting, carried = given
+    dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=dq)
+
+
+def innermost(x: Tensor) -> Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same from an address that is no multiple of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+KNOWN: dict[str, Call] = {
+    "full": call(),
+    "float16": call(dtype=torch.float16),
+    "causal": call(mask=rf.Causal()),
+    "window": call(mask=rf.SlidingWindow(5, 3)),
+    "padding and documents": call(mask=rf.KeyPadding([SEQLEN, 3]) & rf.Documents([0, 7, SEQLEN])),
+    "two chunks": call(chunks=(Chunk(0, 24), Chunk(72, 24)), carried=True),
+    "negative queries": call(mask=rf.Causal(), chunks=(Chunk(-8, SEQLEN),)),
+    "narrow": call(headdim=8),
+    "odd": call(headdim=40),
+    "128 in a ring": call(headdim=128, carried=True),
+    "heads before rows": call(change=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "some of the heads": call(change=lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]]),
+}
+UNKNOWN: dict[str, Call] = {
+    "softcap": call(softcap=20.0),
+    "alibi": call(alibi_slopes=torch.ones(1, 4)),
+    "dropout": call(dropout_p=0.1),
+    "softmax_scale of 0": call(softmax_scale=0.0),
+    "bitmap": call(mask=rf.Causal() & block_sparse(SEQLEN, 16, seed=0, density=0.5)),
+    "tree": call(mask=rf.Tree([-1, 0, 0], start=9)),
+    "wider values": call(headdim=64, headdim_v=128),
+    "narrower values": call(headdim=128, headdim_v=64),
+    "float32": call(dtype=torch.float32),
+    "256 in a ring": call(headdim=256, carried=True),
+    "wider than 256": call(headdim=264),
+    "rows of 72 bytes": call(headdim=36),
+    "chunks out of order": call(chunks=(Chunk(24, 24), Chunk(0, 24))),
+    "headdim not innermost": call(change=innermost),
+    "unaligned": call(change=shifted),
+    "expanded": call(change=lambda x: x[:, :1].expand(x.shape)),
+}
+
+
+@pytest.mark.parametrize("run", [run_forward, run_backward])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*((name, "hopper") for name in KNOWN), *((name, "portable") for name in UNKNOWN)]
+)
+def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call], None]) -> None:
+    given = KNOWN[name] if kernels == "hopper" else UNKNOWN[name]
+    run(given)
+    assert [kernels_called for kernels_called, _, _ in calls] == [kernels]
+
+
+def test_routes_of_sinks_and_of_wide_heads(calls: list[Any]) -> None:
+    """Sinks change the forward alone, and the forward takes wider heads."""
+    for given in (call(sinks=torch.zeros(4)), call(headdim=256)):
+        run_forward(given)
+        run_backward(given)
+    assert [kernels for kernels, _, _ in calls] == ["portable", "hopper", "hopper", "portable"]
+
+
+def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
+    (q, k, v), meeting, _ = call()
+    lse = torch.zeros(2, 4, SEQLEN)
+    dout = torch.ones((), dtype=q.dtype).expand_as(q)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False)
+    assert [kernels for kernels, _, _ in calls] == ["portable"]
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
+def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: str) -> None:
+    (q, _, v), meeting, _ = given = (KNOWN | UNKNOWN)[name]
+    run_backward(given)
+    if calls[0][0] == "hopper":
+        assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring)
+
+
+@pytest.mark.parametrize("run", [run_forward, run_backward])
+def test_without_padding_nothing_is_copied(calls: list[Any], run: Callable[[Call], None]) -> None:
+    given = call(mask=rf.Causal() & rf.Documents([0, 7, SEQLEN]))
+    run(given)
+    ((_, arguments, _),) = calls
+    assert [x for x in given[0] if not any(x is argument for argument in arguments)] == []
+
+
+def test_nan_in_padding_is_gone(calls: list[Any]) -> None:
+    (q, k, v), _, _ = given = call(mask=rf.KeyPadding([SEQLEN - 8, 5]))
+    clean = [x.clone() for x in (k, v)]
+    for x in (k, v):
+        x[0, SEQLEN - 8 :] = math.nan
+        x[1, 5:] = math.nan
+    run_forward(given)
+    ((_, (got_q, *got, _), _),) = calls
+    assert got_q is q
+    for x, expected in zip(got, clean, strict=True):
+        assert torch.isfinite(x).all()
+        assert torch.equal(x[0, : SEQLEN - 8], expected[0, : SEQLEN - 8])
+        assert torch.equal(x[1, :5], expected[1, :5])
+        assert (x[1, 5:] == 0).all()
+    assert k[1, 5:].isnan().all()  # the caller's stays
+
+
+def test_keys_of_two_chunks_are_cut_by_position(calls: list[Any]) -> None:
+    chunks = Chunk(0, 24), Chunk(72, 24)
+    (_, k, _), _, _ = given = call(mask=rf.KeyPadding([80, 20]), chunks=chunks)
+    k[0, 32:] = math.nan
+    k[1, 20:] = math.nan
+    run_forward(given)
+    got = calls[0][1][1]
+    assert got[:, :, 0, 0].sum(1).tolist() == [32, 20]
+
+
+@pytest.mark.parametrize(
+    ("mask", "start"), [(rf.KeyPadding([5, SEQLEN]) & rf.Documents([0, 20, SEQLEN]), 0), (rf.Causal(), -8)]
+)
+def test_nan_in_queries_that_see_nothing_is_gone(calls: list[Any], mask: Mask, start: int) -> None:
+    (q, k, v), meeting, _ = call(mask=mask, chunks=(Chunk(start, SEQLEN),))
+    blind = torch.zeros(2, SEQLEN, dtype=torch.bool)
+    blind[0, 20:] = start == 0
+    blind[:, :8] |= start < 0
+    lse = torch.zeros(2, 4, SEQLEN).masked_fill(blind[:, None], -math.inf)
+    dout = torch.ones_like(q)
+    for x in (q, dout):
+        x[blind] = math.nan
+    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False)
+    ((kernels, (got_dout, got_q, *_), _),) = calls
+    assert kernels == "hopper"
+    for x in (got_dout, got_q):
+        assert (x[blind] == 0).all()
+        assert (x[~blind] == 1).all()
+
+
+def test_why_not_here() -> None:
+    reason = backend.why_not(CPU)
+    assert reason is not None
+    assert "an NVIDIA GPU, not cpu" in reason
+
+
+def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.7.1+gitabcdef")
+    assert backend.why_not(CPU) == "they are written for triton 3.6, not 3.7.1+gitabcdef"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_why_not_on_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    reason = backend.why_not(torch.device("cuda"))
+    expected = "they need compute capability 9.0, not {}.{}".format(*capability)
+    assert reason == (None if capability == (9, 0) else expected)
+
+
+def test_hopper_refuses_a_cpu() -> None:
+    with pytest.raises(ArgumentError, match=r"^backend: expected (what the hopper kernels run on|CUDA tensors)"):
+        choose("hopper", torch.zeros(1, 4, 2, 16))
+
+
+def test_auto_is_eager_on_a_cpu() -> None:
+    assert choose("auto", torch.zeros(1, 4, 2, 16)) is eager
+
+
+def test_is_viewable() -> None:
+    x = torch.zeros(2, 6, 4, 16, dtype=torch.bfloat16)
+    assert is_viewable(x)
+    assert is_viewable(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert is_viewable(x[:, ::2])
+    assert is_viewable(x[..., :8])
+    assert is_viewable(x[..., 8:])
+    assert is_viewable(x[:1].expand(1, 6, 4, 16))
+    assert is_viewable(torch.as_strided(x, (1, 1, 1, 8), (3, 5, 7, 1)))  # steps that nobody takes
+    assert not is_viewable(x[..., 4:12])  # from an address
+    assert not is_viewable(torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16))  # with a step
+    assert not is_viewable(innermost(x))
+    assert not is_viewable(x[:, :, :1].expand(2, 6, 4, 16))
+    assert not is_viewable(x[:, :0])

@@ -1,0 +1,49 @@
+"""The Hopper kernels give the same bits whenever they run, whichever program took which tile; on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from tests.accuracy import Problem
+from tests.kernels.backends import GPU_BACKENDS
+
+pytestmark = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")
+
+MASKS = [rf.Causal(), rf.Causal() & rf.SlidingWindow(300, 0), None]
+
+
+def problem(mask: rf.Causal | None, headdim: int) -> Problem:
+    return Problem.random(
+        seqlen=1500, heads=(8, 2), headdim=headdim, dtype=torch.bfloat16, mask=mask, device="cuda", batch=3
+    )
+
+
+def run(given: Problem, inputs: list[Tensor], **options: Any) -> Tensor:
+    chosen = rf.AttentionOptions(backend="hopper", **options)
+    out = rf.flash_attention(*inputs, mask=given.mask, options=chosen)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_forward(headdim: int, mask: rf.Causal | None) -> None:
+    given = problem(mask, headdim)
+    first = run(given, [given.q, given.k, given.v])
+    different = sum((run(given, [given.q, given.k, given.v]) != first).any().long() for _ in range(1000))
+    assert not different
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_deterministic_backward(headdim: int, mask: rf.Causal | None) -> None:
+    given = problem(mask, headdim)
+    inputs = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
+    out = run(given, inputs, deterministic=True)
+    first = torch.autograd.grad(out, inputs, given.dout, retain_graph=True)
+    for _ in range(250):
+        again = torch.autograd.grad(out, inputs, given.dout, retain_graph=True)
+        assert all(map(torch.equal, again, first))
