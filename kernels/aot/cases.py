@@ -23,6 +23,7 @@ from ringflash.masks import BlockSparse, Causal, Full, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
 BATCH, SEQLEN, NHEADS, NHEADS_KV = 2, 256, 8, 2
+LONG_SEQLEN = 8192
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -30,19 +31,24 @@ MASKS: dict[str, Mask] = {
     "full": Full(),
     "causal": Causal(),
     "table": Causal() & SlidingWindow(64, 64),
+    "window": Causal() & SlidingWindow(LONG_SEQLEN // 2, 0),
     "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
     "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
 }
 
 # What a mode changes in the scoring. Beside these, "carried" is a ring's hop between others (two chunks, state in and
-# out, gradients added to), of which "first", "middle" and "last" are forwards, "mha" has as many heads of keys as of
-# queries, "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
+# out, gradients added to), of which "first", "middle" and "last" are forwards, those with "long" have LONG_SEQLEN rows,
+# "mha" has as many heads of keys as of queries, "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
     "carried": {},
     "first": {},
     "middle": {},
     "last": {},
+    "long": {},
+    "long first": {},
+    "long middle": {},
+    "long last": {},
     "mha": {},
     "dlse": {},
     "split": {},
@@ -138,6 +144,9 @@ def _hopper_cases() -> Iterator[Case]:
     for headdim, mode in product((64, 128), ("first", "middle", "last")):
         yield Case("hopper_forward", "bfloat16", headdim, "causal", mode)
     yield Case("hopper_forward", "float16", 128, "causal")
+    for mode in ("long", "long first", "long middle", "long last"):  # tiled for many visits
+        yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
+    yield Case("hopper_forward", "bfloat16", 64, "window", "long")
     for kernel in HOPPER_BACKWARDS:
         for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)
@@ -157,25 +166,27 @@ class _Inputs:
     def __init__(self, case: Case) -> None:
         self.mask, self.mode = MASKS[case.mask], case.mode
         self.carried = case.mode == "carried"
-        in_ring = case.mode in ("carried", "first", "middle", "last")
+        self.role = next((role for role in ("first", "middle", "last") if role in case.mode), "alone")
+        self.seqlen = LONG_SEQLEN if "long" in case.mode else SEQLEN
+        in_ring = self.carried or self.role != "alone"
         self.nheads_kv = NHEADS if case.mode == "mha" else NHEADS_KV
         self._dtype = DTYPES[case.dtype]
         self._headdim, self._headdim_v = case.headdim, case.headdim_v or case.headdim
         self.q, self.k, self.v = self.keys(NHEADS), self.keys(self.nheads_kv), self.values(self.nheads_kv)
         self.scoring = Scoring(**{"softmax_scale": case.headdim**-0.5} | MODES[case.mode])
-        whole = (Chunk(0, SEQLEN - 3 if case.mode == "ragged" else SEQLEN),)
-        halves = Chunk(0, SEQLEN // 2), Chunk(3 * SEQLEN // 2, SEQLEN // 2)
+        whole = (Chunk(0, self.seqlen - 3 if case.mode == "ragged" else self.seqlen),)
+        halves = Chunk(0, self.seqlen // 2), Chunk(3 * self.seqlen // 2, self.seqlen // 2)
         chunks = halves if in_ring else whole  # a ring's layout is zigzag
         self.meeting = Meeting(chunks, chunks, self.mask, self.scoring)
 
     def keys(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(BATCH, SEQLEN, nheads, self._headdim, dtype=dtype or self._dtype)
+        return torch.zeros(BATCH, self.seqlen, nheads, self._headdim, dtype=dtype or self._dtype)
 
     def values(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(BATCH, SEQLEN, nheads, self._headdim_v, dtype=dtype or self._dtype)
+        return torch.zeros(BATCH, self.seqlen, nheads, self._headdim_v, dtype=dtype or self._dtype)
 
     def rows(self) -> Tensor:
-        return torch.zeros(BATCH, NHEADS, SEQLEN)
+        return torch.zeros(BATCH, NHEADS, self.seqlen)
 
     @property
     def state(self) -> AttentionState:
@@ -224,7 +235,7 @@ def _decode(x: _Inputs) -> None:
 def _hopper_forward(x: _Inputs) -> None:
     from ringflash.kernels.hopper.forward import forward  # here: the other cases do not need Gluon
 
-    first, last = x.mode in ("alone", "first"), x.mode in ("alone", "last")
+    first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
     state = None if first and last else x.state
     forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), first=first, last=last)
 

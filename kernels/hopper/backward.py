@@ -5,8 +5,8 @@ of all heads of the group: first the tiles that need a mask. Without dQ nothing 
 the same bits.
 
 Shapes: q, dq (batch, seqlen_q, nheads, headdim), dout as q; k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse,
-delta (batch, nheads, seqlen_q). Scores are computed transposed, S^T = k q^T - lse / softmax_scale, where the matmul's
-accumulator begins with the last term, and likewise dP^T = v dout^T - delta:
+delta (batch, nheads, seqlen_q). Scores are computed transposed, S^T = k q^T - lse / softmax_scale, and likewise
+dP^T = v dout^T - delta, where with wide heads the matmuls' accumulators begin with the last terms:
 
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
@@ -61,16 +61,17 @@ from ringflash.kernels.hopper.pipeline import (
     make_tiles,
     masked_visits,
     reduce_add,
-    sees,
     slot_of,
     store_rows,
     visit,
     wait_empty,
     wait_full,
+    where_seen,
     work_arguments,
 )
 from ringflash.kernels.hopper.views import tile_view, vector_view
 from ringflash.kernels.meeting import Meeting
+from ringflash.state import LOG2E
 
 
 class Inputs(NamedTuple):
@@ -121,6 +122,8 @@ class Kind(NamedTuple):
     WITH_DQ: Any
     ACCUMULATE: Any
     GROUP: Any
+    FROM_END: Any
+    PRELOADED: Any
     HEADDIM: Any
     BLOCK_D: Any
     BLOCK_M: Any
@@ -143,6 +146,18 @@ def _fill_with(ring, i, descriptor, at, numbers, vector, number):
 
 
 @gluon.jit
+def _copy_queries(inputs, shared, place, i, use, heads, kind):
+    """The `i`-th tile of queries that is visited."""
+    n, member = visit(place, i, kind.GROUP, kind.FROM_END)
+    head = place.head * kind.GROUP + member
+    row = n * kind.BLOCK_M
+    number = (place.batch * heads * kind.GROUP + head) * inputs.padded + row
+    at = [place.batch, row, head, 0]
+    _fill_with(shared.q, use, inputs.q, at, shared.numbers, inputs.minus_lse, number)
+    _fill_with(shared.dout, use, inputs.dout, at, shared.numbers, inputs.minus_delta, number)
+
+
+@gluon.jit
 def _produce(inputs, shared, pace, heads, kind):
     """One warp's role: copies what the consumers need."""
     queries = 0  # tiles of them so far
@@ -151,20 +166,15 @@ def _produce(inputs, shared, pace, heads, kind):
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         keep_pace(pace, taken, 0, total, AHEAD)
+        if total > 0:  # before the keys, for whose buffers the consumers' last tile is waited for
+            _copy_queries(inputs, shared, place, 0, queries, heads, kind)
         for c in gl.static_range(2):
             at = [place.batch, (place.tile * 2 + c) * kind.ROWS, place.head, 0]
-            fill(shared.k, taken * 2 + c, inputs.k, at)
             fill(shared.v, taken * 2 + c, inputs.v, at)
-        for i in range(total):
-            if i > 0:
-                keep_pace(pace, taken, i, total, AHEAD)
-            n, member = visit(place, i, kind.GROUP)
-            head = place.head * kind.GROUP + member
-            row = n * kind.BLOCK_M
-            number = (place.batch * heads * kind.GROUP + head) * inputs.padded + row
-            at = [place.batch, row, head, 0]
-            _fill_with(shared.q, queries + i, inputs.q, at, shared.numbers, inputs.minus_lse, number)
-            _fill_with(shared.dout, queries + i, inputs.dout, at, shared.numbers, inputs.minus_delta, number)
+            fill(shared.k, taken * 2 + c, inputs.k, at)
+        for i in range(1, total):
+            keep_pace(pace, taken, i, total, AHEAD)
+            _copy_queries(inputs, shared, place, i, queries + i, heads, kind)
         queries += total
         leave(shared.mailbox, taken)
         taken += 1
@@ -180,7 +190,7 @@ def _reduce(view, shared, kind):
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         for i in range(total):
-            n, member = visit(place, i, kind.GROUP)
+            n, member = visit(place, i, kind.GROUP, kind.FROM_END)
             for c in gl.static_range(2):
                 wait_full(shared.dq, (queries + i) * 2 + c)
                 row, column = n * kind.BLOCK_M, c * 64
@@ -222,6 +232,12 @@ def _pass_dq(C: gl.constexpr, dq, i, ring, softmax_scale):
 
 
 @gluon.jit
+def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
+    """-lse of the `i`-th tile's rows, or from STAGES on -delta; not loaded before `i`, where that is hidden."""
+    return shared.numbers.index(FIRST + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))
+
+
+@gluon.jit
 def _step(
     C: gl.constexpr, i, row, dk, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind
 ):
@@ -230,27 +246,30 @@ def _step(
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
-    own = C
-    if kind.WITH_DQ:
-        own = hidden(C)
-    k = buffer_of(shared.k, own).reshape([kind.ROWS, kind.BLOCK_D])
-    v = buffer_of(shared.v, own).reshape([kind.ROWS, kind.BLOCK_D])
+    k = buffer_of(shared.k, hidden(C)).reshape([kind.ROWS, kind.BLOCK_D])
+    v = buffer_of(shared.v, hidden(C)).reshape([kind.ROWS, kind.BLOCK_D])
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
     dout = filled(shared.dout, i, kind.BLOCK_M, kind.BLOCK_D)
-    minus_lse, _ = gl.broadcast(shared.numbers.index(slot_of(i, STAGES)).load(gl.SliceLayout(0, S))[None, :], shape)
-    minus_delta, _ = gl.broadcast(
-        shared.numbers.index(STAGES + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))[None, :], shape
-    )
-    minus_delta = fixed(minus_delta)
-    s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * gradients.scale)
+    if kind.PRELOADED:
+        minus_lse, _ = gl.broadcast(_numbers_of(shared, i, 0, S)[None, :], shape)
+        minus_delta, _ = gl.broadcast(_numbers_of(shared, i, STAGES, S)[None, :], shape)
+        minus_delta = fixed(minus_delta)
+        s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = gl.exp2(s * gradients.scale)
+    else:
+        s = warpgroup_mma(k, q.permute((1, 0)), shape, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), shape, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = gl.exp2(s * gradients.scale + _numbers_of(shared, hidden(i), 0, S)[None, :])
     if MASKED:
         queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
-        p = gl.where(sees(queries, first, stop, kind.BELOW, kind.ABOVE), p, 0.0)
+        p = where_seen(p, queries, first, stop, 0.0, kind.BELOW, kind.ABOVE)
     p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=[dp])
+    if not kind.PRELOADED:
+        dp = dp + _numbers_of(shared, hidden(i), STAGES, S)[None, :]
     ds = p * dp
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
@@ -278,6 +297,13 @@ def _step(
 
 
 @gluon.jit
+def _leave_keys(ring):
+    """Both warpgroups read the keys of both, for dq."""
+    for c in gl.static_range(2):
+        leave(ring, c)
+
+
+@gluon.jit
 def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
     """A warpgroup's role: dk and dv of 64 keys of each tile, and half of dq of the queries that see any of 128."""
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
@@ -296,7 +322,7 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
             wait_full(shared.k, taken * 2 + c)
             wait_full(shared.v, taken * 2 + c)
         if place.end > place.begin:
-            n, _ = visit(place, 0, kind.GROUP)  # it may be one whose rows all see all keys
+            n, _ = visit(place, 0, kind.GROUP, kind.FROM_END)  # it may be one whose rows all see all keys
             row = n * kind.BLOCK_M
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
             begin_full = begin
@@ -310,13 +336,17 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
             for i in range(gl.maximum(begin + 1, begin_full), end):
                 dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
             begin = end
+            _leave_keys(shared.v)
             if kind.WITH_DQ:
                 wait_full(shared.ds, end - 1)
                 dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
+                _leave_keys(shared.k)
                 _pass_dq(C, dq, end - 1, shared.dq, gradients.softmax_scale)
-        for c in gl.static_range(2):
-            leave(shared.k, c)
-            leave(shared.v, c)
+            else:
+                _leave_keys(shared.k)
+        else:
+            _leave_keys(shared.v)
+            _leave_keys(shared.k)
         place = hear(shared.mailbox, taken)
         store_rows(gradients.dk, dk * gradients.softmax_scale, place, C, gradients.heads, gradients.seqlen, kind)
         store_rows(gradients.dv, dv, place, C, gradients.heads, gradients.seqlen, kind)
@@ -347,9 +377,7 @@ def _backward_kernel(
         DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
         ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
         dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 2, 1)
-        ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 20, kind.DS_STAGES, 1)
-        for c in gl.static_range(kind.DS_STAGES):
-            mbarrier.init(full_barrier(ds_ring, c), 2)
+        ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 20, kind.DS_STAGES, 1, 2)
         mailbox = make_mailbox(barriers, 4 * STAGES + 12, 4)
         shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
         fence_async_shared()
@@ -391,13 +419,13 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, 
     tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
 
 
-def _vectors(lse: Tensor, delta: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """-lse / softmax_scale and -delta, of rows enough for whole tiles, where those past the end have no probability."""
+def _vectors(lse: Tensor, delta: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability."""
     batch, nheads, seqlen = lse.shape
     padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
-    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, -1.0 / softmax_scale, seqlen, padded, BLOCK=1024)
+    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
     return minus_lse, minus_delta
 
 
@@ -423,7 +451,8 @@ def backward(
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
-    minus_lse, minus_delta = _vectors(lse, delta, meeting.scoring.softmax_scale)
+    factor = -1.0 / meeting.scoring.softmax_scale if config.preloaded else -LOG2E
+    minus_lse, minus_delta = _vectors(lse, delta, factor)
     kind = Kind(
         MASKED=known.masked,
         BELOW=known.below,
@@ -431,6 +460,8 @@ def backward(
         WITH_DQ=dq is not None,
         ACCUMULATE=accumulate,
         GROUP=group,
+        FROM_END=config.from_end,
+        PRELOADED=config.preloaded,
         HEADDIM=headdim,
         BLOCK_D=config.block_d,
         BLOCK_M=config.block_m,

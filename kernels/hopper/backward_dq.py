@@ -28,7 +28,9 @@ from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Sizes,
     Work,
+    arrived,
     bounds_of,
+    carried,
     draw,
     fill,
     filled,
@@ -42,9 +44,9 @@ from ringflash.kernels.hopper.pipeline import (
     make_ring,
     make_tiles,
     masked_visits,
-    sees,
     store_rows,
     visit,
+    where_seen,
     work_arguments,
 )
 from ringflash.kernels.hopper.views import tile_view
@@ -74,6 +76,7 @@ class Kind(NamedTuple):
     """What the kernel is compiled for, all constexpr."""
 
     MASKED: Any
+    LOOPS: Any
     BELOW: Any
     ABOVE: Any
     ACCUMULATE: Any
@@ -89,6 +92,15 @@ AHEAD = gl.constexpr(4)  # tiles of keys: what is left to copy when the next til
 
 
 @gluon.jit
+def _copy_keys(views, rings, place, i, use, kind):
+    """The `i`-th tile of keys that is visited."""
+    n, _ = visit(place, i)
+    at = [place.batch, n * kind.BLOCK_N, place.head // kind.GROUP, 0]
+    fill(rings.k, use, views.k, at)
+    fill(rings.v, use, views.v, at)
+
+
+@gluon.jit
 def _produce(views, rings, mailbox, pace, kind):
     """One warp's role: copies what the consumers need."""
     keys = 0  # tiles of them so far
@@ -97,17 +109,15 @@ def _produce(views, rings, mailbox, pace, kind):
     while place.tile >= 0:
         total = place.end - place.begin
         keep_pace(pace, taken, 0, total, AHEAD)
+        if total > 0:  # before the queries, for whose buffers the consumers' last tile is waited for
+            _copy_keys(views, rings, place, 0, keys, kind)
         for c in gl.static_range(2):
             at = [place.batch, (place.tile * 2 + c) * kind.ROWS, place.head, 0]
             fill(rings.q, taken * 2 + c, views.q, at)
             fill(rings.dout, taken * 2 + c, views.dout, at)
-        for i in range(total):
-            if i > 0:
-                keep_pace(pace, taken, i, total, AHEAD)
-            n, _ = visit(place, i, 1)
-            at = [place.batch, n * kind.BLOCK_N, place.head // kind.GROUP, 0]
-            fill(rings.k, keys + i, views.k, at)
-            fill(rings.v, keys + i, views.v, at)
+        for i in range(1, total):
+            keep_pace(pace, taken, i, total, AHEAD)
+            _copy_keys(views, rings, place, i, keys + i, kind)
         keys += total
         leave(mailbox, taken)
         taken += 1
@@ -120,6 +130,7 @@ def _step(q, dout, minus_lse, minus_delta, ds, dq, keys, row, first, stop, scale
     """dS of the tile that is number `keys`, and dq of the one before, unless it begins."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     shape = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     v = filled(rings.v, keys, kind.BLOCK_N, kind.BLOCK_D)
@@ -132,19 +143,19 @@ def _step(q, dout, minus_lse, minus_delta, ds, dq, keys, row, first, stop, scale
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         before = filled(rings.k, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-        dq = warpgroup_mma(ds, before, dq, is_async=True)
+        dq = warpgroup_mma(arrived(ds, q.dtype, OPERAND), before, dq, is_async=True)
         s = warpgroup_mma_wait(2, deps=[s])
     p = gl.exp2(s * scale)
     if MASKED:
         columns = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
-        p = gl.where(sees(columns, first, stop, kind.BELOW, kind.ABOVE), p, 0.0)
+        p = where_seen(p, columns, first, stop, 0.0, kind.BELOW, kind.ABOVE)
     dp = warpgroup_mma_wait(0 if BEGINS else 1, deps=[dp])
     leave(rings.v, keys)
-    new = (p * dp).to(q.dtype)
+    new = carried(p * dp, q.dtype, OPERAND, kind.LOOPS)
     if not BEGINS:
         dq = warpgroup_mma_wait(0, deps=[dq])
         leave(rings.k, keys - 1)
-    return gl.convert_layout(new, gl.DotOperandLayout(0, A, 2)), dq
+    return new, dq
 
 
 @gluon.jit
@@ -152,6 +163,7 @@ def _consume(C: gl.constexpr, rings, rows, bounds, mailbox, scale, softmax_scale
     """A warpgroup's role: dq of 64 queries of each tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     keys = 0
     taken = 0
     place = hear(mailbox, 0)
@@ -169,7 +181,7 @@ def _consume(C: gl.constexpr, rings, rows, bounds, mailbox, scale, softmax_scale
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         dout = filled(rings.dout, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
-            n, _ = visit(place, 0, 1)  # it may be one that every row sees whole
+            n, _ = visit(place, 0)  # it may be one that every row sees whole
             row = n * kind.BLOCK_N
             ds, dq = _step(
                 q, dout, minus_lse, minus_delta, q, dq, keys, row, first, stop, scale, rings, kind.MASKED, True, kind
@@ -179,7 +191,7 @@ def _consume(C: gl.constexpr, rings, rows, bounds, mailbox, scale, softmax_scale
             if kind.MASKED:
                 begin_full = masked_visits(place)
                 for i in range(1, begin_full):
-                    n, _ = visit(place, i, 1)
+                    n, _ = visit(place, i)
                     row = n * kind.BLOCK_N
                     ds, dq = _step(
                         q, dout, minus_lse, minus_delta, ds, dq, keys + i, row, first, stop, scale, rings, True, False,
@@ -191,7 +203,7 @@ def _consume(C: gl.constexpr, rings, rows, bounds, mailbox, scale, softmax_scale
                 )
             keys += total
             last = filled(rings.k, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-            dq = warpgroup_mma(ds, last, dq, is_async=True)
+            dq = warpgroup_mma(arrived(ds, q.dtype, OPERAND), last, dq, is_async=True)
             leave(rings.q, use)
             leave(rings.dout, use)
             dq = warpgroup_mma_wait(0, deps=[dq])
@@ -271,13 +283,16 @@ def backward_dq(
     config = dq_config(headdim)
     own = 2 * ROWS
     known = intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, q.device, by_keys=False)
-    tables, sizes, programs = work_arguments(known, batch, nheads, 2 * k.shape[1] * headdim * k.itemsize, q.device)
+    group = nheads // k.shape[2]  # whose heads stream the same
+    streamed = 2 * k.shape[1] * headdim * k.itemsize // group
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, q.device)
     kind = Kind(
         MASKED=known.masked,
+        LOOPS=1 + known.masked,
         BELOW=known.below,
         ABOVE=known.above,
         ACCUMULATE=accumulate,
-        GROUP=nheads // k.shape[2],
+        GROUP=group,
         HEADDIM=headdim,
         BLOCK_D=config.block_d,
         BLOCK_N=config.block_n,

@@ -36,12 +36,20 @@ _FORWARD = {
 }
 
 
-_FORWARD_UNMASKED = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160)}  # more rows waste more of a diagonal
+# A third warpgroup keeps the tensor cores busier; but the tile is longer, and of a diagonal's tiles more is wasted.
+_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160)}
+LONG_VISITS = 24
 
 
-def forward_config(headdim: int, *, masked: bool) -> ForwardConfig:
-    """For any headdim up to 256; `masked` where any tile may need a mask."""
-    table = _FORWARD if masked else _FORWARD_UNMASKED
+def forward_config(headdim: int, *, masked: bool, visits: float) -> ForwardConfig:
+    """For any headdim up to 256.
+
+    Args:
+        headdim: of queries, keys and values.
+        masked: whether any tile of keys that is visited needs a mask.
+        visits: tiles of keys that a tile of queries visits, on average, with the tiles for no visits.
+    """
+    table = _FORWARD_LONG if not masked or visits >= LONG_VISITS else _FORWARD
     return table[next(block for block in _FORWARD if headdim <= block)]
 
 
@@ -53,17 +61,23 @@ class BackwardConfig:
         block_d: headdim rounded up to a tile's.
         block_m: rows of queries in a tile.
         ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least.
+        from_end: whether tiles that need no mask are visited from the last to the first. Under a causal mask programs
+            then read the same queries at about the same time.
+        preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
+            fewer registers, but the matmuls begin later.
     """
 
     block_d: int
     block_m: int
     ds_stages: int
+    from_end: bool
+    preloaded: bool
 
 
-_BACKWARD = {64: BackwardConfig(64, 128, 3), 128: BackwardConfig(128, 64, 4)}
+_BACKWARD = {64: BackwardConfig(64, 128, 3, False, False), 128: BackwardConfig(128, 64, 4, True, True)}
 
 
-_DKDV = {64: BackwardConfig(64, 64, 0), 128: BackwardConfig(128, 64, 0)}
+_DKDV = {64: BackwardConfig(64, 64, 0, False, True), 128: BackwardConfig(128, 64, 0, True, True)}
 
 
 def backward_config(headdim: int, *, with_dq: bool) -> BackwardConfig:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,14 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.hopper.config import KEYS, ROWS, forward_config
-from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
+from ringflash.kernels.hopper.intervals import Intervals, intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Sizes,
     Work,
+    arrived,
     bounds_of,
     buffer_of,
+    carried,
     draw,
     fill,
     filled,
@@ -47,13 +50,12 @@ from ringflash.kernels.hopper.pipeline import (
     make_ring,
     make_tiles,
     masked_visits,
-    sees,
     visit,
+    where_seen,
     work_arguments,
 )
 from ringflash.kernels.hopper.views import tile_view
 from ringflash.kernels.meeting import Meeting
-from ringflash.masks import Full
 from ringflash.state import AttentionState
 
 
@@ -85,6 +87,7 @@ class Kind(NamedTuple):
     FIRST: Any
     LAST: Any
     MASKED: Any
+    LOOPS: Any
     BELOW: Any
     ABOVE: Any
     GROUP: Any
@@ -110,7 +113,7 @@ def _produce(views, state, rings, mailbox, pace, kind):
         total = place.end - place.begin
         keep_pace(pace, taken, 0, total, AHEAD)
         head = place.head // kind.GROUP
-        n, _ = visit(place, 0, 1)
+        n, _ = visit(place, 0)
         if total > 0:  # before the queries, for whose buffers the consumers' last tile is waited for
             fill(rings.k, keys, views.k, [place.batch, n * kind.BLOCK_N, head, 0])
         for c in gl.static_range(kind.CONSUMERS):
@@ -122,7 +125,7 @@ def _produce(views, state, rings, mailbox, pace, kind):
             fill(rings.v, keys, views.v, [place.batch, n * kind.BLOCK_N, head, 0])
         for i in range(1, total):
             keep_pace(pace, taken, i, total, AHEAD)
-            n, _ = visit(place, i, 1)
+            n, _ = visit(place, i)
             at = [place.batch, n * kind.BLOCK_N, head, 0]
             fill(rings.k, keys + i, views.k, at)
             fill(rings.v, keys + i, views.v, at)
@@ -139,7 +142,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     if MASKED:
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
-        s = gl.where(sees(keys, first, stop, kind.BELOW, kind.ABOVE), s, float("-inf"))
+        s = where_seen(s, keys, first, stop, float("-inf"), kind.BELOW, kind.ABOVE)
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     origin = m_new
     if MASKED:  # a row that has seen nothing: -inf minus -inf is NaN
@@ -155,18 +158,18 @@ def _step(q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.cons
     """Scores of the tile that is number `keys`, and the output of the one before: see above."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma(arrived(p, q.dtype, OPERAND), v, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     leave(rings.k, keys)
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
     acc = warpgroup_mma_wait(0, deps=[acc])
     leave(rings.v, keys - 1)
-    p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, A, 2))
-    return p, acc * rescale[:, None], m, l
+    return carried(p, q.dtype, OPERAND, kind.LOOPS), acc * rescale[:, None], m, l
 
 
 @gluon.jit
@@ -174,14 +177,15 @@ def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  #
     """Takes all tiles of keys that are visited into (acc, m, l)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     leave(rings.k, keys)
-    n, _ = visit(place, 0, 1)  # it may be one that every row sees whole
+    n, _ = visit(place, 0)  # it may be one that every row sees whole
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
-    p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, A, 2))
+    p = carried(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
         acc = acc * rescale[:, None]
     begin_full = 0
@@ -189,7 +193,7 @@ def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  #
     if kind.MASKED:
         begin_full = masked_visits(place)
         for i in range(1, begin_full):
-            n, _ = visit(place, i, 1)
+            n, _ = visit(place, i)
             row = n * kind.BLOCK_N
             p, acc, m, l = _step(q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
     for i in range(gl.maximum(begin_full, 1), total):
@@ -198,7 +202,7 @@ def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  #
     if not kind.OUT_IN_Q:
         leave(rings.q, use)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma(arrived(p, q.dtype, OPERAND), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     leave(rings.v, keys - 1)
     return acc, m, l, keys
@@ -326,6 +330,18 @@ def _forward_kernel(
         )
 
 
+def _tiling(meeting: Meeting, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
+    """How the forward is tiled, which depends on how many tiles are visited, and the tables of that."""
+
+    def tables(config: ForwardConfig) -> Intervals:
+        own = config.consumers * ROWS
+        return intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, device, by_keys=False)
+
+    known = tables(forward_config(headdim, masked=True, visits=0))
+    config = forward_config(headdim, masked=known.masked, visits=known.visits)
+    return config, tables(config)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -340,19 +356,19 @@ def forward(
 ) -> None:
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
-    masked = not isinstance(meeting.mask, Full) or k.shape[1] % KEYS > 0
-    config = forward_config(headdim, masked=masked)
-    own = config.consumers * ROWS
-    known = intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, q.device, by_keys=False)
-    tables, sizes, programs = work_arguments(known, batch, nheads, 2 * k.shape[1] * headdim * k.itemsize, q.device)
+    config, known = _tiling(meeting, headdim, q.device)
+    group = nheads // k.shape[2]  # whose heads stream the same
+    streamed = 2 * k.shape[1] * headdim * k.itemsize // group
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, q.device)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     kind = Kind(
         FIRST=first,
         LAST=last,
         MASKED=known.masked,
+        LOOPS=1 + known.masked,
         BELOW=known.below,
         ABOVE=known.above,
-        GROUP=nheads // k.shape[2],
+        GROUP=group,
         BLOCK_D=config.block_d,
         BLOCK_N=config.block_n,
         STAGES=config.stages,

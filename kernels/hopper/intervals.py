@@ -34,6 +34,7 @@ class Intervals:
             [third, fourth) some rows see only some; [second, third) every row sees whole. Counted in tiles.
         tiles_stride: as `bounds_stride`.
         order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late.
+        visits: how many of the other side's tiles one visits, on average.
     """
 
     below: bool
@@ -43,6 +44,7 @@ class Intervals:
     tiles: Tensor
     tiles_stride: int
     order: Tensor
+    visits: float
 
     @property
     def masked(self) -> bool:
@@ -77,12 +79,13 @@ def intervals(
     below = bool(((first > begin[:, own] * block) & (first < stop) | blind).any())
     above = bool(((stop < end[:, own] * block) & (first < stop) | blind).any())
     above |= by_keys and first.shape[1] % own_block > 0
-    order = (end - begin).sum(0).argsort(descending=True, stable=True)
+    visits = end - begin
+    order = visits.sum(0).argsort(descending=True, stable=True)
     bounds, tiles, order = (
         x.to(torch.int32).contiguous().to(device) for x in (torch.stack([first, stop], -1), tiles, order)
     )
     strides = (0 if x.shape[0] == 1 else x.stride(0) for x in (bounds, tiles))
-    return Intervals(below, above, bounds, next(strides), tiles, next(strides), order)
+    return Intervals(below, above, bounds, next(strides), tiles, next(strides), order, float(visits.double().mean()))
 
 
 def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ringflash.kernels.hopper.intervals import Intervals
 
-TOGETHER_BYTES = 16 * 2**20  # of keys and values of the heads whose tiles are mixed: they stay in L2
+TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
+TOGETHER_WAVES = 2  # of their tiles, at the least, so that the last heads' longest tiles do not begin at the end
 
 
 class Bounds(NamedTuple):
@@ -39,7 +41,8 @@ class Bounds(NamedTuple):
 class Ring(NamedTuple):
     """Some buffers of an allocation, and of another the barriers that they are full, followed by those that are empty.
 
-    Rings share allocations because a warpgroup keeps the address of each in a register.
+    Rings share allocations because a warpgroup keeps the address of each in a register. Barriers of their own would
+    also save the compiler's synchronisation of a warpgroup before each wait, but the forward is slower without it.
     """
 
     buffers: Any
@@ -109,11 +112,17 @@ def make_tiles(descriptor, COUNT: gl.constexpr):
 
 @gluon.jit
 def make_ring(
-    buffers, barriers, BUFFER: gl.constexpr, BARRIER: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr
+    buffers,
+    barriers,
+    BUFFER: gl.constexpr,
+    BARRIER: gl.constexpr,
+    STAGES: gl.constexpr,
+    READERS: gl.constexpr,
+    WRITERS: gl.constexpr = 1,
 ):
-    """A ring of two to four buffers, each of which `READERS` roles must leave before it is empty."""
+    """A ring of two to four buffers, each filled by `WRITERS` roles, and empty when `READERS` have left it."""
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(BARRIER + i), 1)
+        mbarrier.init(barriers.index(BARRIER + i), WRITERS)
         mbarrier.init(barriers.index(BARRIER + STAGES + i), READERS)
     return Ring(buffers, barriers, BUFFER, BARRIER, STAGES)
 
@@ -285,8 +294,11 @@ def masked_visits(place):
 
 
 @gluon.jit
-def visit(place, i, GROUP: gl.constexpr):
-    """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first."""
+def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
+    """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first.
+
+    With `FROM_END` those that do not are visited from the last to the first.
+    """
     low = place.full_begin - place.begin
     masked = low + place.end - place.full_end
     full = place.full_end - place.full_begin
@@ -297,7 +309,10 @@ def visit(place, i, GROUP: gl.constexpr):
         of_masked -= member * masked
         of_full -= member * full
     before = gl.where(of_masked < low, place.begin + of_masked, place.full_end + of_masked - low)
-    return gl.where(i < masked * GROUP, before, place.full_begin + of_full), member
+    after = place.full_begin + of_full
+    if FROM_END:
+        after = place.full_end - 1 - of_full
+    return gl.where(i < masked * GROUP, before, after), member
 
 
 @gluon.jit
@@ -309,15 +324,29 @@ def bounds_of(bounds, batch, rows, inside):
 
 
 @gluon.jit
-def sees(others, first, stop, BELOW: gl.constexpr, ABOVE: gl.constexpr):
-    """Which of the other side's rows each row sees, where only its first, only its last or both may lie in a tile."""
+def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.constexpr, ABOVE: gl.constexpr):
+    """`x` where its row sees that of the other side, else -inf or 0; only the first, the last or both may lie here.
+
+    In assembly, since comparisons that the compiler makes ahead of `x` are kept as bits and taken apart again.
+    """
+    FILLING: gl.constexpr = "0f00000000" if OTHERWISE == 0.0 else "0fFF800000"
+    KEPT: gl.constexpr = "selp.f32 $0, $1, " + FILLING + ", seen; }"
     if BELOW and ABOVE:
-        seen = (others[None, :] >= first[:, None]) & (others[None, :] < stop[:, None])
+        x = gl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.ge.s32 seen, $2, $3; setp.lt.and.s32 seen, $2, $4, seen; " + KEPT,
+            "=f,f,r,r,r", [x, others[None, :], first[:, None], stop[:, None]], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     elif BELOW:
-        seen = others[None, :] >= first[:, None]
+        x = gl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.ge.s32 seen, $2, $3; " + KEPT,
+            "=f,f,r,r", [x, others[None, :], first[:, None]], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        seen = others[None, :] < stop[:, None]
-    return seen
+        x = gl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.lt.s32 seen, $2, $3; " + KEPT,
+            "=f,f,r,r", [x, others[None, :], stop[:, None]], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return x
 
 
 @gluon.jit
@@ -334,6 +363,42 @@ def hidden(i):
 def fixed(x):
     """`x`, where the compiler does not know it: it would fill a second accumulator while the first is in use."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def carried(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constexpr):
+    """Float32 numbers as the operand of `DTYPE` that a later step multiplies, on its way there through `LOOPS` loops.
+
+    Through two they go as pairs, an int32 each: numbers of 16 bits would be taken out of their registers between the
+    loops, and each register put together again in every step.
+    """
+    if LOOPS == 1:
+        x = gl.convert_layout(x.to(DTYPE), LAYOUT)
+    else:
+        ROWS: gl.constexpr = x.shape[0]
+        PAIRS: gl.constexpr = x.shape[1] // 2
+        even, odd = gl.split(x.reshape([ROWS, PAIRS, 2]))
+        ASM: gl.constexpr = f"cvt.rn.{'bf16' if gl.bfloat16 == DTYPE else 'f16'}x2.f32 $0, $2, $1;"
+        x = gl.inline_asm_elementwise(ASM, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return x
+
+
+@builtin
+def _halves(pairs, dtype, _semantic=None):
+    types = (gl.constexpr(dtype).value,) * 2  # which a kernel could not write
+    asm = "mov.b32 {$0, $1}, $2;"
+    return gl.inline_asm_elementwise(asm, "=h,=h,r", [pairs], types, is_pure=True, pack=1, _semantic=_semantic)
+
+
+@gluon.jit
+def arrived(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What was `carried`, as the matmul takes it from registers."""
+    if x.dtype == gl.int32:
+        ROWS: gl.constexpr = x.shape[0]
+        COLUMNS: gl.constexpr = x.shape[1] * 2
+        even, odd = _halves(x, DTYPE)
+        x = gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
+    return x
 
 
 @gluon.jit
@@ -360,7 +425,7 @@ def reduce_add(descriptor, place, source, _semantic=None):
 def work_arguments(
     known: Intervals, batch: int, heads: int, streamed_bytes: int, device: torch.device
 ) -> tuple[Tables, Sizes, int]:
-    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are those that visit a head's tiles."""
+    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
     counter = torch.full((1,), programs, dtype=torch.int32, device=device)
@@ -370,9 +435,17 @@ def work_arguments(
         ntiles=ntiles,
         heads=heads,
         all_heads=batch * heads,
-        together=max(1, min(batch * heads, TOGETHER_BYTES // streamed_bytes)),
+        together=heads_together(ntiles, batch * heads, streamed_bytes, programs),
     )
     return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
+
+
+def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int) -> int:
+    """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others."""
+    least = max(TOGETHER_BYTES // streamed_bytes, triton.cdiv(TOGETHER_WAVES * programs, ntiles), 1)
+    if least >= heads:
+        return heads
+    return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)
 
 
 def processors(device: torch.device) -> int:

@@ -1,0 +1,41 @@
+"""The forward of narrow heads is tiled otherwise where queries see many keys; on a GPU."""
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
+from ringflash.kernels.hopper.intervals import intervals
+from ringflash.layout import Chunk
+from ringflash.masks import Mask
+from tests.accuracy import Problem, assert_accurate
+from tests.kernels.backends import GPU_BACKENDS
+
+CASES = [(6500, rf.Causal()), (9000, rf.Causal() & rf.SlidingWindow(4000, 0)), (6500, rf.KeyPadding([6400]))]
+
+
+@pytest.mark.parametrize(("seqlen", "mask"), CASES)
+def test_cases_are_long(seqlen: int, mask: Mask) -> None:
+    whole = (Chunk(0, seqlen),)
+    known = intervals(mask, whole, whole, 128, 128, torch.device("cpu"), by_keys=False)
+    assert known.visits >= LONG_VISITS
+    short = forward_config(64, masked=True, visits=0)
+    assert forward_config(64, masked=True, visits=known.visits).consumers > short.consumers
+
+
+@pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")
+@pytest.mark.parametrize(("seqlen", "mask"), CASES)
+def test_accuracy(seqlen: int, mask: Mask) -> None:
+    given = Problem.random(
+        seqlen=seqlen, heads=(2, 1), headdim=64, batch=1, dtype=torch.bfloat16, mask=mask, device="cuda"
+    )
+    assert_accurate(given.flash(backend="hopper"), given)
+
+
+@pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_state_passes(layout: str) -> None:
+    given = Problem.random(
+        seqlen=13000, heads=(2, 1), headdim=64, batch=1, dtype=torch.bfloat16, mask=rf.Causal(), device="cuda"
+    )
+    assert_accurate(given.ring(rf.ContextParallel.local(2, layout=layout), backend="hopper"), given)

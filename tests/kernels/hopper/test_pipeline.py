@@ -1,0 +1,24 @@
+"""Which heads' tiles are mixed in a launch."""
+
+import pytest
+
+from ringflash.kernels.hopper.pipeline import TOGETHER_BYTES, heads_together
+
+MIB = 2**20
+
+
+def test_what_they_stream_stays_in_cache() -> None:
+    assert heads_together(ntiles=1000, heads=64, streamed_bytes=2 * MIB, programs=132) == TOGETHER_BYTES // (2 * MIB)
+
+
+@pytest.mark.parametrize("ntiles", [1, 8, 32, 100])
+def test_their_tiles_fill_the_gpu(ntiles: int) -> None:
+    assert heads_together(ntiles, heads=1000, streamed_bytes=2**40, programs=132) * ntiles >= 2 * 132
+
+
+@pytest.mark.parametrize("heads", [1, 7, 16, 61, 64, 120])
+@pytest.mark.parametrize("ntiles", [1, 32, 500])
+def test_the_last_group_is_about_as_large(heads: int, ntiles: int) -> None:
+    size = heads_together(ntiles, heads, streamed_bytes=8 * MIB, programs=132)
+    assert 1 <= size <= heads
+    assert (heads % size or size) * 2 >= size
