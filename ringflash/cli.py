@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
-        "bench": (_bench, "measure attention on this machine: `bench ring`, `kernels`, `masks`, `decode`"),
+        "bench": (_bench, "measure attention on this machine: `bench ring`, `kernels`, `masks`, `hops`, `decode`"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
     }
     name = args[0] if args else "--help"
@@ -60,6 +60,7 @@ def _bench(args: list[str]) -> int:
         "ring": (_bench_ring, "ring attention over all ranks, beside its peers; started by torchrun"),
         "kernels": (_bench_kernels, "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
         "masks": (_bench_masks, "attention on one device under masks, beside the time their visible pairs should take"),
+        "hops": (_bench_hops, "what a hop of a ring costs by its role, on one device and without a transport"),
         "decode": (_bench_decode, "decoding with a KV cache, beside its peers"),
     }
     name = args[0] if args else "--help"
@@ -99,6 +100,12 @@ def _bench_kernels(args: list[str]) -> int:
 
 def _bench_masks(args: list[str]) -> int:
     from ringflash.bench.masks import main as bench
+
+    return bench(args)
+
+
+def _bench_hops(args: list[str]) -> int:
+    from ringflash.bench.hops import main as bench
 
     return bench(args)
 

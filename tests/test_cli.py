@@ -51,7 +51,11 @@ def test_bench_ring_says_how_it_is_started(capsys: pytest.CaptureFixture[str], m
         (["--help"], 0, "  kernels "),
         ([], 2, "  decode "),
         (["kernel"], 2, "Did you mean kernels?"),
-        (["--seqlens", "4096"], 2, "expected one of ring, kernels, masks, decode, got '--seqlens'. Put its name first"),
+        (
+            ["--seqlens", "4096"],
+            2,
+            "expected one of ring, kernels, masks, hops, decode, got '--seqlens'. Put its name first",
+        ),
     ],
 )
 def test_bench_names_its_benchmarks(
@@ -61,7 +65,7 @@ def test_bench_names_its_benchmarks(
     assert message in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("benchmark", ["ring", "kernels", "masks"])
+@pytest.mark.parametrize("benchmark", ["ring", "kernels", "masks", "hops"])
 def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["bench", benchmark, "--help"])

@@ -6,7 +6,7 @@ Contenders take turns in rounds whose order rotates, with a large matmul among t
 4 seqlen^2 nheads headdim batch for a forward, half of it where causal, and 2.5 times it for a backward. The forward is
 that of training, with gradients recorded. Times are the device's own: see `timing`. Errors are those of the first
 sequence's first KV head and its query heads; peak memory is beside the inputs. A long run fits in pieces, by --headdims
-or --seqlens, whose JSON --merge joins.
+or --seqlens, whose JSON --merge joins. Where the kernels are those for sm_90, the portable ones run beside them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ringflash.bench.accuracy import TENSORS, Yardstick
 from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, Setup, difference, failure
 from ringflash.bench.report import print_cells, print_traffic
 from ringflash.bench.single import Unavailable, contenders
-from ringflash.bench.tiles import pass_bytes
+from ringflash.bench.tiles import auto_kernels, pass_bytes
 from ringflash.bench.traffic import Shape, Traffic
 from ringflash.errors import ArgumentError
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if all(row["within"] for row in rows) else 1
     shapes, about = _shapes(options), dict[str, Any]()
     if computes:
-        return _traffic(shapes, options, command, name)
+        return _traffic(shapes, options, device, command, name)
     if options.merge:
         earlier = [json.loads(path.read_text()) for path in options.merge]
         rows, missing = [row for run in earlier for row in run["rows"]], []
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers", action="store_true", help="SDPA, FlexAttention, FlashAttention-4, standard attention"
     )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, as the tables name them; peers too")
     parser.add_argument("--quick", action="store_true", help="1k and 8k tokens, headdim 128, three rounds")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
     parser.add_argument("--png", type=Path, help="where to draw them")
@@ -114,6 +115,10 @@ def _check(options: argparse.Namespace, computes: bool) -> None:
     if options.png is not None and (computes or options.memory is not None):
         remedy = "Leave --png out, or measure."
         raise ArgumentError("--png", expected="figures to draw", got="--traffic, --profile or --memory", remedy=remedy)
+    if options.only is not None and (computes or options.merge or options.memory is not None):
+        got = "--traffic, --profile, --merge or --memory"
+        remedy = "Leave --only out, or measure."
+        raise ArgumentError("--only", expected="contenders to measure", got=got, remedy=remedy)
     given = [name for name in FULL if name != "rounds" and getattr(options, name) is not None]
     if options.memory is not None and given:
         got = ", ".join(f"--{name}" for name in given)
@@ -141,7 +146,7 @@ def _run(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of all cells that the budget allows, and the names of the others."""
     begin, rows = time.monotonic(), []
-    named = contenders(device, with_peers=options.peers)
+    named = contenders(device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
     for number, shape in enumerate(shapes):
         if options.budget_s is not None and time.monotonic() - begin > options.budget_s:
             return rows, [_name(shape) for shape in shapes[number:]]
@@ -159,6 +164,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """The rows of one cell, one a contender."""
     dtype = DTYPES[options.dtype]
+    kernels = auto_kernels(device, dtype)
     sizes = (shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
     problem = Problem.random(*sizes, device, dtype, batch=shape.batch, causal=shape.causal)
     yardstick = Yardstick.of(problem) if shape.seqlen <= options.errors_to else None
@@ -183,7 +189,7 @@ def _measure(
         del expected
         times, matmul_tflops = _take_turns(setups, _matmul(dtype, device), rows, options)
     for name, row in rows.items():
-        row |= _figures(times.get(name, {}), problem.forward_flops, matmul_tflops) | _bytes(name, shape)
+        row |= _figures(times.get(name, {}), problem.forward_flops, matmul_tflops) | _bytes(name, shape, kernels)
     return list(rows.values())
 
 
@@ -202,13 +208,14 @@ def _agreement(results: list[Tensor], expected: list[Tensor], yardstick: Yardsti
     return {"errors": {name: dataclasses.asdict(error) for name, error in yardstick.errors(results).items()}}
 
 
-def _bytes(name: str, shape: Shape) -> dict[str, Any]:
-    """HBM bytes of both passes, computed, for the contenders whose accesses are known."""
+def _bytes(name: str, shape: Shape, kernels: str) -> dict[str, Any]:
+    """HBM bytes of both passes, computed, where a contender's accesses are known; `kernels` are those of "auto"."""
     must = traffic.compulsory(shape)
     moved = traffic.standard(shape) if name == "standard attention" else None
     if name.startswith("ringflash"):
-        tiled = pass_bytes(shape)
-        moved = Traffic(tiled["forward"], tiled[f"backward {name.removeprefix('ringflash ')}"])
+        mode, _, named_kernels = name.removeprefix("ringflash ").partition(", ")
+        tiled = pass_bytes(shape, named_kernels or kernels)
+        moved = Traffic(tiled["forward"], tiled[f"backward {mode}"])
     if moved is None:
         return {}
     return {
@@ -290,22 +297,25 @@ def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops:
     return figures
 
 
-def _traffic(shapes: list[Shape], options: argparse.Namespace, command: str, device: str) -> int:
-    """Prints and writes HBM bytes: computed, and with --profile measured."""
+def _traffic(
+    shapes: list[Shape], options: argparse.Namespace, device: torch.device, command: str, device_name: str
+) -> int:
+    """Prints and writes HBM bytes: computed, of the kernels that "auto" means here, and with --profile measured."""
     rows, why = [], ""
+    kernels = auto_kernels(device, DTYPES[options.dtype])
     for shape in shapes:
         must, materialised = traffic.compulsory(shape), traffic.standard(shape)
         measured: dict[str, float] = {}
         if options.profile and (rows == [] or rows[-1]["measured"]):  # once without a profiler is enough
             measured, why = profiler.measure(shape, options.dtype)
-        row = {"compulsory": dataclasses.asdict(must), "tiled": pass_bytes(shape)}
+        row = {"compulsory": dataclasses.asdict(must), "tiled": pass_bytes(shape, kernels)}
         row |= {"standard": dataclasses.asdict(materialised), "measured": measured}
         rows.append(dataclasses.asdict(shape) | row)
-    print_traffic(rows)
+    print_traffic(rows, kernels)
     if options.profile:
         print(f"measured with {why}" if rows[0]["measured"] else why)
     if options.json is not None:
-        record.write(options.json, command, device, rows, profiler=why)
+        record.write(options.json, command, device_name, rows, profiler=why, kernels=kernels)
     return 0
 
 

@@ -17,6 +17,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
     headdims = sorted({row["headdim"] for row in rows})
     panels = [panel for panel in PANELS if any(row["causal"] == panel[1] for row in rows)]
     names = list(dict.fromkeys(row["name"] for row in rows))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(map(_mode, names)))}
     figure = Figure(figsize=(1.5 + 4.2 * len(headdims), 1.0 + 2.7 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), len(headdims), sharex=True, sharey="row", squeeze=False)
@@ -26,13 +27,15 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
             ax = axes[line][column]
             ax.set_title(f"{part}, {'causal' if causal else 'full'}, headdim {headdim}", fontsize=10)
             cell = [row for row in rows if row["headdim"] == headdim and row["causal"] == causal]
-            for number, name in enumerate(names):
+            for name in names:
                 points = sorted((row["seqlen"], row[f"{part}_tflops"]) for row in cell if _has(row, name, part))
-                if not points or (part == "forward" and name == "ringflash deterministic"):
+                twin = name.replace("deterministic", "fast")
+                if not points or (part == "forward" and name != twin and twin in names):
                     continue  # the forward of both modes is one
                 width, order = (2.2, 3) if name.startswith("ringflash") else (1.2, 2)
+                style, colour = "o-" if name == _mode(name) else "o--", colours[_mode(name)]
                 xs, ys = zip(*points, strict=True)
-                handles[name] = ax.plot(xs, ys, "o-", color=f"C{number}", lw=width, zorder=order, ms=3.5)[0]
+                handles[name] = ax.plot(xs, ys, style, color=colour, lw=width, zorder=order, ms=3.5)[0]
             rates = sorted({(row["seqlen"], row["matmul_tflops"]) for row in cell if row.get("matmul_tflops")})
             if rates:
                 xs, ys = zip(*rates, strict=True)
@@ -57,6 +60,11 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
 
 def _has(row: Mapping[str, Any], name: str, part: str) -> bool:
     return row["name"] == name and f"{part}_tflops" in row
+
+
+def _mode(name: str) -> str:
+    """The name without its kernels', where it has one: the same mode has the same colour."""
+    return name.partition(", ")[0]
 
 
 def _short(seqlen: int) -> str:

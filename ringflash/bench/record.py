@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -12,8 +13,9 @@ from typing import Any
 
 
 def command(program: str, arguments: Sequence[str]) -> str:
-    """The command line without folders: where its files lie says nothing about the run."""
-    return " ".join([program, *(Path(argument).name if os.sep in argument else argument for argument in arguments)])
+    """The command line, as a shell takes it, without folders: where its files lie says nothing about the run."""
+    names = (Path(argument).name if os.sep in argument else argument for argument in arguments)
+    return " ".join([program, *map(shlex.quote, names)])
 
 
 def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:

@@ -61,9 +61,9 @@ def _rate(tflops: float) -> str:
     return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.2g}"
 
 
-def print_traffic(rows: Sequence[Mapping[str, Any]]) -> None:
-    """HBM bytes in MiB: compulsory, with the tiles shipped and no cache, measured, and standard attention's."""
-    table = Table(title="HBM traffic in MiB; computed, but for the columns that say measured")
+def print_traffic(rows: Sequence[Mapping[str, Any]], kernels: str) -> None:
+    """HBM bytes in MiB: compulsory, with the tiles of `kernels` and no cache, measured, and standard attention's."""
+    table = Table(title=f"HBM traffic of the {kernels} kernels in MiB; computed, but for the columns that say measured")
     for column in ("cell", "pass", "compulsory", "tiled, no cache", "measured", "standard attention"):
         table.add_column(column, justify="left" if column in ("cell", "pass") else "right")
     for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import ringflash as rf
 from ringflash.bench.problem import Contender, Problem, Setup
+from ringflash.bench.tiles import HOPPER, PORTABLE, auto_kernels
+from ringflash.errors import ArgumentError
 
 STANDARD_MATRICES = 4  # seqlen x seqlen at once, in the backward: P, dP, its masked copy, dS
 FLEX_BLOCK = 128
@@ -23,9 +25,9 @@ class Unavailable(RuntimeError):
     """A contender that this machine has no package or no memory for."""
 
 
-def ours(deterministic: bool) -> Contender:
+def ours(deterministic: bool, backend: str = "auto") -> Contender:
     """`flash_attention`; the forward is the same in both modes."""
-    options = rf.AttentionOptions(deterministic=deterministic)
+    options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -131,9 +133,22 @@ def standard(problem: Problem) -> Generator[Setup, None, None]:
     yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
 
 
-def contenders(device: torch.device, *, with_peers: bool) -> dict[str, Contender]:
-    """Everything to measure on `device`, by name; ours first."""
+def contenders(
+    device: torch.device, dtype: torch.dtype, *, with_peers: bool, only: Sequence[str] | None = None
+) -> dict[str, Contender]:
+    """What to measure on `device` with inputs of `dtype`, by name; ours first.
+
+    Where "auto" does not mean the portable kernels they are there too. With `only` it is the contenders named, peers
+    among them.
+
+    Raises:
+        ArgumentError: `only` names one that there is not.
+    """
     named: dict[str, Contender] = {"ringflash fast": ours(False), "ringflash deterministic": ours(True)}
+    if auto_kernels(device, dtype) == HOPPER:
+        named[f"ringflash fast, {PORTABLE}"] = ours(False, "triton")
+        named[f"ringflash deterministic, {PORTABLE}"] = ours(True, "triton")
+    with_peers = with_peers or only is not None
     if with_peers and device.type == "cuda":
         named["SDPA flash (FA2)"] = sdpa(SDPBackend.FLASH_ATTENTION)
         named["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION)
@@ -143,7 +158,13 @@ def contenders(device: torch.device, *, with_peers: bool) -> dict[str, Contender
         named["SDPA math"] = sdpa(SDPBackend.MATH)
     if with_peers:
         named["standard attention"] = standard
-    return named
+    if only is None:
+        return named
+    for name in only:
+        if name not in named:
+            expected, remedy = f"some of {', '.join(map(repr, named))}", "Quote a name that has spaces."
+            raise ArgumentError("--only", expected=expected, got=repr(name), remedy=remedy)
+    return {name: contender for name, contender in named.items() if name in only}
 
 
 def _as_it_is(x: Tensor) -> Tensor:

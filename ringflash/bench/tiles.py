@@ -2,7 +2,7 @@
 
     python -m ringflash.bench.tiles docs/tiles.md
 
-renews the tables in the page, which stand between marks named as the functions here.
+renews the tables in the page, which stand between marks named as the functions here and are of the portable kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from ringflash.bench import traffic
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.kernels import config
 from ringflash.kernels.config import TileConfig
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, dq_config, forward_config
+from ringflash.kernels.hopper.storage import ALIGNMENT
 
+PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
 HEADDIMS = (64, 128, 256)
 SHARED_BYTES = 227 * 1024  # that a block may have, of 228 KiB an SM, on H100 and H200
 REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits; of an SM, and what a thread can address
@@ -136,8 +139,25 @@ def shipped_table() -> list[str]:
     return lines
 
 
-def pass_bytes(shape: Shape) -> dict[str, int]:
-    """Bytes of each pass with the tiles shipped, from the loads and stores of its kernels."""
+def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """HOPPER where backend "auto" means those kernels for inputs of `dtype`; PORTABLE anywhere else, on a CPU too."""
+    if device.type != "cuda":
+        return PORTABLE
+    from ringflash.kernels.hopper import backend  # here: it imports Triton
+
+    return HOPPER if backend.why_not(device) is None and dtype in backend.DTYPES else PORTABLE
+
+
+def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
+    """Bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
+
+    HOPPER leaves to the others what it does not know: float32, and the backward of wide heads.
+    """
+    passes = _portable_bytes(shape)
+    return passes | _hopper_bytes(shape) if kernels == HOPPER else passes
+
+
+def _portable_bytes(shape: Shape) -> dict[str, int]:
     dtype = torch.float32 if shape.itemsize == 4 else torch.bfloat16
     forward, dq, dkdv = (_tile(kernel, shape.headdim, dtype) for kernel in KERNELS if kernel is not SINGLE_PASS)
     delta = traffic.delta_kernel(shape)
@@ -150,6 +170,26 @@ def pass_bytes(shape: Shape) -> dict[str, int]:
         "backward deterministic": deterministic,
         "backward fast": fast,
     }
+
+
+def _hopper_bytes(shape: Shape) -> dict[str, int]:
+    """Of the passes that those kernels compute."""
+    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # here: it imports Triton
+
+    known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
+    passes: dict[str, int] = {}
+    if known and shape.headdim <= WIDEST:
+        visits = shape.seqlen / KEYS / (2 if shape.causal else 1)
+        tiles = forward_config(shape.headdim, masked=shape.causal or shape.seqlen % KEYS > 0, visits=visits)
+        passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * ROWS, tiles.block_n))
+    if known and shape.headdim <= WIDEST_BACKWARD:
+        dq = Tile(2 * ROWS, dq_config(shape.headdim).block_n)
+        dkdv, single = (Tile(backward_config(shape.headdim, with_dq=x).block_m, KEYS) for x in (False, True))
+        before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
+        separate = traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
+        passes["backward deterministic"] = before + separate
+        passes["backward fast"] = before + traffic.dkdv_kernel(shape, single) + traffic.added_dq(shape, single)
+    return passes
 
 
 def _tile(kernel: Kernel, headdim: int, dtype: torch.dtype) -> Tile:

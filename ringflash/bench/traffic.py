@@ -1,8 +1,8 @@
 """HBM bytes that a pass moves, computed: what it must, what it does with tiles, and what standard attention does.
 
 All are of one problem: batch sequences of seqlen tokens, nheads query heads over nheads_kv KV heads. The tiled figures
-count every load and store of the kernels as if no cache helped, so they are upper bounds; the compulsory ones count
-every input and output once, as if the cache held everything, and are lower bounds.
+count every load and store of the kernels, but for a mask's tables, as if no cache helped, so they are upper bounds; the
+compulsory ones count every input and output once, as if the cache held everything, and are lower bounds.
 Source: Dao et al. 2022, "FlashAttention", theorem 2: with on-chip memory for M elements, tiled attention makes
 Theta(N^2 d^2 / M) accesses where standard attention makes Theta(N d + N^2).
 """
@@ -105,6 +105,11 @@ def dkdv_kernel(shape: Shape, tile: Tile) -> int:
 def delta_kernel(shape: Shape) -> int:
     """rowsum(dout * out): both read, a number a row written."""
     return (2 * shape.row + STATISTIC) * shape.q_rows
+
+
+def negated_statistics(shape: Shape) -> int:
+    """What the Hopper backward makes of lse and delta before it: both read, two numbers a row written."""
+    return 4 * STATISTIC * shape.q_rows
 
 
 def added_dq(shape: Shape, tile: Tile) -> int:

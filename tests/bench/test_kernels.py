@@ -15,8 +15,10 @@ from ringflash.bench.problem import Problem, Setup
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.cli import main
 from ringflash.errors import ArgumentError
+from ringflash.kernels.hopper import backend as hopper
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiles.md"
+CPU = torch.device("cpu")
 CELL = "--seqlens 40 --headdims 16 --nheads 2 --tokens 80 --dtype float32 --rounds 2"
 
 
@@ -69,7 +71,7 @@ def test_a_contender_that_cannot_is_said_in_its_row(
             yield Setup(setup.inputs, setup.dout, call, setup.whole)
 
     monkeypatch.setattr(single, "_free_bytes", lambda device: 1 << 10)
-    named = single.contenders(torch.device("cpu"), with_peers=True) | {
+    named = single.contenders(CPU, torch.float32, with_peers=True) | {
         "raises": raises, "wrong": wrong, "gives up": gives_up, "FlashAttention-4": single.flash_attention_4,
     }  # fmt: skip
     monkeypatch.setattr(kernels, "contenders", lambda *_, **__: named)
@@ -86,6 +88,41 @@ def test_a_contender_that_cannot_is_said_in_its_row(
         "FlashAttention-4": "not installed",
     }
     assert "raises: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
+
+
+def test_only_those_named_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kernels.json"
+    arguments = [*CELL.split(), "--causal", "no", "--json", str(path), "--only"]
+    assert main(["bench", "kernels", *arguments, "SDPA math", "ringflash deterministic"]) == 0
+    record = json.loads(path.read_text())
+    assert [row["name"] for row in record["rows"]] == ["ringflash deterministic", "SDPA math"]
+    assert record["command"].endswith("--json kernels.json --only 'SDPA math' 'ringflash deterministic'")
+    assert main(["bench", "kernels", *arguments, "SDPA"]) == 2
+    there = "'ringflash fast', 'ringflash deterministic', 'SDPA math', 'standard attention'"
+    assert f"--only: expected some of {there}, got 'SDPA'. " in capsys.readouterr().err
+
+
+def test_portable_kernels_are_there_where_auto_means_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(hopper, "why_not", lambda device: None)
+    named = single.contenders(gpu, torch.bfloat16, with_peers=False)
+    modes = ["ringflash fast", "ringflash deterministic"]
+    assert [*named] == [*modes, *(f"{mode}, portable" for mode in modes)]
+    assert [*single.contenders(gpu, torch.float32, with_peers=False)] == modes
+    assert [*single.contenders(CPU, torch.bfloat16, with_peers=False)] == modes
+    shape = Shape(1, 512, 2, 2, 64, causal=True)
+    for kernels_of, end in (("hopper", ""), ("portable", ", portable")):
+        bytes_of = tiles.pass_bytes(shape, kernels_of)
+        for mode in ("fast", "deterministic"):
+            row = kernels._bytes(f"ringflash {mode}{end}", shape, "hopper")
+            assert row["forward_bytes"]["computed"] == bytes_of["forward"]
+            assert row["backward_bytes"]["computed"] == bytes_of[f"backward {mode}"]
+    monkeypatch.setattr(hopper, "why_not", lambda device: "they need another")
+    assert [*single.contenders(gpu, torch.bfloat16, with_peers=False)] == modes
+    facts = {"seqlen": 512, "headdim": 64, "causal": True, "nheads": 2, "nheads_kv": 2, "dtype": "bfloat16"}
+    rows = [facts | {"name": name, "forward_tflops": 3.0, "backward_tflops": 2.0} for name in named]
+    plot.draw(tmp_path / "kernels.png", rows, "GPU")
+    assert (tmp_path / "kernels.png").exists()
 
 
 def test_ours_failing_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +162,34 @@ def test_tiled_bytes_are_those_of_the_loops(causal: bool) -> None:
     assert traffic.added_dq(shape, tile) == 2 * 4 * 8 * 32 * queries + rows * (8 * 32 + row)
 
 
+def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
+    """Queries that a forward and the dQ kernel own, of which the keys are loaded; keys that the others own."""
+    rows = 2 * 1024
+
+    def kv(headdim: int, block_m: int) -> int:
+        return 4 * headdim * 2 * 1024 * -(-1024 // block_m)
+
+    def over(headdim: int, itemsize: int = 2) -> Shape:
+        return Shape(1, 1024, 2, 2, headdim, False, itemsize)
+
+    for headdim, block_m in ((64, 192), (128, 128)):
+        row, met = 2 * headdim, 2 * 1024 * 8
+        passes = tiles.pass_bytes(over(headdim), tiles.HOPPER)
+        before = (2 * row + 4) * rows + 16 * rows
+        dkdv = (2 * row + 8) * met + 4 * row * rows
+        assert passes["forward"] == kv(headdim, block_m) + (2 * row + 4) * rows
+        assert passes["backward deterministic"] == before + kv(headdim, 128) + (3 * row + 8) * rows + dkdv
+        assert passes["backward fast"] == before + dkdv + 8 * headdim * met + (8 * headdim + row) * rows
+    wide, portable = (tiles.pass_bytes(over(256), kernels) for kernels in (tiles.HOPPER, tiles.PORTABLE))
+    for mode in ("fast", "deterministic"):
+        assert wide[f"backward {mode}"] == portable[f"backward {mode}"]
+    for other in (over(128, itemsize=4), over(20)):
+        assert tiles.pass_bytes(other, tiles.HOPPER) == tiles.pass_bytes(other)
+    uneven = Shape(1, 1000, 2, 2, 64, causal=False)  # masked at its end, by the tiles of a mask
+    forward = traffic.forward_kernel(uneven, Tile(128, 128))
+    assert tiles.pass_bytes(uneven, tiles.HOPPER)["forward"] == forward
+
+
 def test_traffic_grows_as_the_papers_say() -> None:
     def over(seqlen: int) -> Shape:
         return Shape(1, seqlen, 1, 1, 64, causal=False)
@@ -147,6 +212,7 @@ def test_traffic_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.main(["--seqlens", "1024", "--headdims", "64", "--profile"]) == 0
     out = capsys.readouterr().out
+    assert "HBM traffic of the portable kernels in MiB" in out
     assert "backward fast" in out
     assert "no profiler at hand (no CUDA device)" in out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -208,6 +274,8 @@ def test_a_picture_of_part_of_a_run(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--traffic", "--png", "x.png"], "--png: expected figures to draw"),
+        (["--traffic", "--only", "x"], "--only: expected contenders to measure"),
+        (["--merge", "x.json", "--only", "x"], "--only: expected contenders to measure"),
         (["--memory", "64", "--headdims", "64"], "--memory: expected no other sizes, got --headdims"),
     ],
 )

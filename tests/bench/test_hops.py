@@ -1,0 +1,98 @@
+"""The hop benchmark has figures for every role, checks hops before it times them, and says what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.bench import hops, timing
+from ringflash.cli import main
+from ringflash.kernels import eager
+
+CELL = "--seqlens 24 37 --headdims 16 --nheads 2 --tokens 50 --dtype float32 --rounds 2"
+
+
+@pytest.fixture(autouse=True)
+def _quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MAX_CALLS", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_every_role_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "hops", *CELL.split(), "--nheads-kv", "1", "--json", str(tmp_path / "hops.json")]) == 0
+    record = json.loads((tmp_path / "hops.json").read_text())
+    assert record["command"] == f"ringflash bench hops {CELL} --nheads-kv 1 --json hops.json"
+    cells = [(row["seqlen"], row["batch"], row["mask"]) for row in record["rows"]]
+    assert cells == [(24, 2, "full"), (24, 2, "causal"), (37, 1, "full"), (37, 1, "causal")]
+    for row in record["rows"]:
+        assert row["only_cost"] == 1.0
+        for role in ("first", "middle", "last"):
+            assert row[f"{role}_cost"] == pytest.approx(row[f"{role}_ms"] / row["only_ms"], rel=0.05)
+            assert row[f"{role}_launch_us"] > 0
+    assert "A hop's forward, 2:1 heads of 16, float32, backend auto, CPU" in capsys.readouterr().out
+
+
+def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hops.main(["--backend", "eager"]) == 0
+    assert "2:2 heads of 32, bfloat16, backend eager, CPU" in capsys.readouterr().out
+
+
+def test_roles_pass_the_state_as_a_ring_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, seen = eager.forward, set[tuple[bool, bool, bool, int]]()
+
+    def spy(q: torch.Tensor, k: torch.Tensor, *given: Any, state: Any, first: bool, last: bool, **named: Any) -> None:
+        seen.add((first, last, state is None, k.shape[1]))
+        forward(q, k, *given, state=state, first=first, last=last, **named)
+
+    monkeypatch.setattr(eager, "forward", spy)
+    assert hops.main(["--seqlens", "24", "--tokens", "24"]) == 0
+    whole = {(True, True, True, 24), (True, False, False, 24), (False, False, False, 24), (False, True, False, 24)}
+    assert seen == whole | {(True, False, False, 6), (False, False, False, 6), (False, True, False, 12)}
+
+
+@pytest.mark.parametrize(("role", "hidden"), [((True, True), "only"), ((False, False), "first, middle, last")])
+def test_a_hop_that_is_wrong_is_said_in_its_row(
+    role: tuple[bool, bool],
+    hidden: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    forward, calls = eager.forward, iter(range(99))
+
+    def flawed(q: Any, k: Any, v: Any, *given: Any, first: bool, last: bool, **named: Any) -> None:
+        attention_itself = first and last and next(calls) % 2 == 0  # what the hops are compared with
+        if (first, last) == role and not attention_itself:
+            v = v * 1.5
+        forward(q, k, v, *given, first=first, last=last, **named)
+
+    monkeypatch.setattr(eager, "forward", flawed)
+    path = tmp_path / "hops.json"
+    assert hops.main([*CELL.split(), "--json", str(path)]) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["failed"].startswith(f"ValueError: another result: out of {hidden} differs by 0.")
+        assert "only_ms" not in row
+    assert "seqlen 24, full: ValueError: another result: out of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--seqlens 64 3", "--seqlens: expected at least 4, got 3"),
+        ("--tokens 0", "--tokens: expected at least 1, got 0"),
+        ("--nheads-kv 3", "nheads: expected a positive multiple of nheads_kv = 3"),
+        ("--headdims 512", "headdim: expected 16 to 256, got 512"),
+        ("--backend cuda", "backend: expected one of "),
+    ],
+)
+def test_bad_arguments_measure_nothing(changed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "hops", *CELL.split(), *changed.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
