@@ -6,6 +6,8 @@ lies past headdim in a tile that is wider.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -18,8 +20,7 @@ def tile_view(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """`x` (batch, seqlen, nheads, headdim) in tiles of (rows, columns)."""
     # a dimension of one has a stride that nobody follows, but that is checked
     strides = [stride if size > 1 else x.shape[3] * 16 for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
-    block = [1, rows, 1, columns]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(block, x.dtype))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, columns], layout(rows, columns, x.dtype))
 
 
 def vector_view(x: Tensor, rows: int) -> TensorDescriptor:
@@ -28,6 +29,7 @@ def vector_view(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], [rows], layout)
 
 
-def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+@cache
+def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile lies in shared memory: swizzled for the tensor cores."""
-    return gl.NVMMASharedLayout.get_default_for(block, _TYPES[dtype])  # pyright: ignore[reportReturnType]
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _TYPES[dtype])  # pyright: ignore[reportReturnType]
