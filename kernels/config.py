@@ -48,6 +48,7 @@ def padded_headdim(headdim: int) -> int:
 _Tiles = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 _Table = dict[tuple[bool, int], _Tiles]
 
+LONG_KEYS = 131072  # from here on keys and values of a head leave no room in L2 for others
 LARGE_SHARED = 90  # from this compute capability on a block has 227 KiB of shared memory, before at most 163 KiB
 
 
@@ -61,12 +62,14 @@ class _Tables:
             and short, so that several must fit beside each other.
         ragged: what differs where rows are loaded with bounds, which takes registers.
         small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
+        long: what differs from LONG_KEYS keys on, where none of the above does: larger tiles read them less often.
     """
 
     usual: _Table
     short: _Table
     ragged: _Table
     small: _Table
+    long: _Table
 
 
 _FORWARD = _Tables(
@@ -81,6 +84,7 @@ _FORWARD = _Tables(
     short={(False, 64): (64, 64, 4, 3, 128)},
     ragged={(False, 64): (64, 64, 4, 3)},
     small={(False, 64): (64, 64, 4, 3)},
+    long={(False, 128): (128, 128, 8, 3)},
 )
 _DQ = _Tables(
     usual={
@@ -94,6 +98,7 @@ _DQ = _Tables(
     short={},
     ragged={},
     small={(False, 128): (128, 64, 8, 2), (False, 256): (64, 32, 8, 1)},
+    long={},
 )
 _DKDV = _Tables(
     usual={
@@ -107,6 +112,7 @@ _DKDV = _Tables(
     short={(False, 128): (32, 64, 4, 3)},
     ragged={(False, 128): (32, 64, 4, 3)},
     small={(False, 64): (64, 64, 4, 2), (False, 128): (32, 64, 4, 3), (False, 256): (32, 64, 8, 1)},
+    long={},
 )
 _SINGLE_PASS = _Tables(
     usual={
@@ -118,6 +124,7 @@ _SINGLE_PASS = _Tables(
     short={},
     ragged={},
     small={(False, 64): (64, 64, 4, 2)},
+    long={},
 )
 
 
@@ -131,6 +138,7 @@ class Call:
         dtype: of all of them.
         ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
         short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
+        seqlen_k: keys of a sequence.
         capability: of the GPU, as in 90.
     """
 
@@ -139,6 +147,7 @@ class Call:
     dtype: torch.dtype
     ragged: bool
     short_spans: bool
+    seqlen_k: int
     capability: int
 
     def choose(self, tables: _Tables) -> TileConfig:
@@ -147,6 +156,8 @@ class Call:
         table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
         if self.capability < LARGE_SHARED:
             table |= tables.small
+        elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):
+            table |= tables.long
         block_m, block_n, num_warps, num_stages, *most = table[self.dtype == torch.float32, max(64, block_d, block_dv)]
         return TileConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages, most[0] if most else None)
 

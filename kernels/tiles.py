@@ -61,7 +61,8 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
     """What tiles are chosen for."""
     ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
-    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), capability())
+    seqlen_k = sum(chunk.length for chunk in meeting.k_chunks)
+    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), seqlen_k, capability())
 
 
 def strided(x: Tensor) -> Strided:

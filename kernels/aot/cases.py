@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels import decode, portable
-from ringflash.kernels.config import has_single_pass
+from ringflash.kernels.config import LONG_KEYS, has_single_pass
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
@@ -23,7 +23,7 @@ from ringflash.masks import BlockSparse, Causal, Full, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
 BATCH, SEQLEN, NHEADS, NHEADS_KV = 2, 256, 8, 2
-LONG_SEQLEN = 8192
+LONG_SEQLEN = LONG_KEYS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -123,6 +123,9 @@ def _cases() -> Iterator[Case]:
         for mode in ("softcap", "alibi", "dropout"):
             yield Case(kernel, "bfloat16", 128, "causal", mode)
     yield Case("forward", "bfloat16", 128, "causal", "sinks")
+    for mask in ("full", "causal"):
+        yield Case("forward", "bfloat16", 128, mask, "long")
+        yield Case("forward", "bfloat16", 128, mask, "long middle")
     for dtype, headdim in product(DTYPES, (64, 128, 256)):
         yield Case("delta", dtype, headdim, "full")
     yield Case("delta", "bfloat16", 128, "full", "dlse")
@@ -203,7 +206,8 @@ class _Inputs:
 
 
 def _forward(x: _Inputs) -> None:
-    given = {"state": x.state if x.carried else None, "first": not x.carried, "last": not x.carried}
+    in_ring = x.carried or x.role == "middle"
+    given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
     portable.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.rows(), **given)
 
 

@@ -36,7 +36,7 @@ class Kernel:
 
     Args:
         name: as the page calls it.
-        config: its tiles at a headdim and dtype.
+        config: its tiles at a headdim, dtype and number of keys.
         keeps_queries: queries stay and keys stream; otherwise keys stay and queries stream.
         accumulators: float32 tiles of (rows that stay, headdim).
         scores: float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
@@ -45,7 +45,7 @@ class Kernel:
     """
 
     name: str
-    config: Callable[[int, torch.dtype], TileConfig]
+    config: Callable[[int, torch.dtype, int], TileConfig]
     keeps_queries: bool
     accumulators: int
     scores: int
@@ -53,8 +53,12 @@ class Kernel:
     products: int = 0
 
 
-def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype], TileConfig]:
-    return lambda headdim, dtype: choose(config.Call(headdim, headdim, dtype, False, False, config.LARGE_SHARED))
+def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype, int], TileConfig]:
+    def tiles(headdim: int, dtype: torch.dtype, seqlen_k: int) -> TileConfig:
+        call = config.Call(headdim, headdim, dtype, False, False, seqlen_k, config.LARGE_SHARED)
+        return choose(call)
+
+    return tiles
 
 
 SINGLE_PASS = Kernel("dK/dV and dQ", _square(config.single_pass_config), False, 2, 2, 2, 1)
@@ -97,9 +101,8 @@ def papers_blocks(shared_bytes: int, headdim: int, itemsize: int = ITEMSIZE) -> 
     return min(block, headdim), block
 
 
-def cost(kernel: Kernel, headdim: int) -> Cost:
-    """The arithmetic of one kernel at one headdim; what the compiler makes of it differs."""
-    tiles = kernel.config(headdim, torch.bfloat16)
+def cost(kernel: Kernel, tiles: TileConfig) -> Cost:
+    """The arithmetic of one kernel; what the compiler makes of it differs."""
     threads = tiles.num_warps * WARP
     stay, stream = (tiles.block_m, tiles.block_n) if kernel.keeps_queries else (tiles.block_n, tiles.block_m)
     tile_of_scores = tiles.block_m * tiles.block_n // threads
@@ -125,17 +128,22 @@ def papers_table() -> list[str]:
 def shipped_table() -> list[str]:
     """The tiles of kernels/config.py and what they take."""
     lines = _header(
-        "kernel", "headdim", "queries", "keys", "warps", "stages", "accumulators", "scores", "operands", "registers",
-        "shared KiB",
+        "kernel", "headdim", "tokens", "queries", "keys", "warps", "stages", "accumulators", "scores", "operands",
+        "registers", "shared KiB",
     )  # fmt: skip
     for kernel in KERNELS:
         for headdim in HEADDIMS:
             if kernel is SINGLE_PASS and not _single_pass_ships(headdim):
                 continue
-            tiles, takes = kernel.config(headdim, torch.bfloat16), cost(kernel, headdim)
-            chosen = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
-            registers = (takes.accumulators, takes.scores, takes.operands, takes.registers)
-            lines.append(_row(kernel.name, headdim, *chosen, *registers, takes.shared // 1024))
+            usual, many = (kernel.config(headdim, torch.bfloat16, seqlen) for seqlen in (0, config.LONG_KEYS))
+            shown = {"any": usual}
+            if many != usual:
+                shown = {f"below {config.LONG_KEYS}": usual, f"from {config.LONG_KEYS}": many}
+            for tokens, tiles in shown.items():
+                takes = cost(kernel, tiles)
+                chosen = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
+                registers = (takes.accumulators, takes.scores, takes.operands, takes.registers)
+                lines.append(_row(kernel.name, headdim, tokens, *chosen, *registers, takes.shared // 1024))
     return lines
 
 
@@ -159,11 +167,11 @@ def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
 
 def _portable_bytes(shape: Shape) -> dict[str, int]:
     dtype = torch.float32 if shape.itemsize == 4 else torch.bfloat16
-    forward, dq, dkdv = (_tile(kernel, shape.headdim, dtype) for kernel in KERNELS if kernel is not SINGLE_PASS)
+    forward, dq, dkdv = (_tile(kernel, shape, dtype) for kernel in KERNELS if kernel is not SINGLE_PASS)
     delta = traffic.delta_kernel(shape)
     deterministic = fast = delta + traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
     if _single_pass_ships(shape.headdim):
-        single = _tile(SINGLE_PASS, shape.headdim, dtype)
+        single = _tile(SINGLE_PASS, shape, dtype)
         fast = delta + traffic.dkdv_kernel(shape, single) + traffic.added_dq(shape, single)
     return {
         "forward": traffic.forward_kernel(shape, forward),
@@ -192,8 +200,8 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
     return passes
 
 
-def _tile(kernel: Kernel, headdim: int, dtype: torch.dtype) -> Tile:
-    tiles = kernel.config(headdim, dtype)
+def _tile(kernel: Kernel, shape: Shape, dtype: torch.dtype) -> Tile:
+    tiles = kernel.config(shape.headdim, dtype, shape.seqlen)
     return Tile(tiles.block_m, tiles.block_n)
 
 
