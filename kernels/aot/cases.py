@@ -144,12 +144,13 @@ def _cases() -> Iterator[Case]:
 def _hopper_cases() -> Iterator[Case]:
     for headdim, mask in product((64, 96, 128, 256), ("full", "causal", "table")):
         yield Case("hopper_forward", "bfloat16", headdim, mask)
-    for headdim, mode in product((64, 128), ("first", "middle", "last")):
-        yield Case("hopper_forward", "bfloat16", headdim, "causal", mode)
+    for headdim, mask, mode in product((64, 128), ("full", "causal", "table"), ("first", "middle", "last")):
+        yield Case("hopper_forward", "bfloat16", headdim, mask, mode)
     yield Case("hopper_forward", "float16", 128, "causal")
     for mode in ("long", "long first", "long middle", "long last"):  # tiled for many visits
         yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
-    yield Case("hopper_forward", "bfloat16", 64, "window", "long")
+    for mode in ("long", "long middle"):
+        yield Case("hopper_forward", "bfloat16", 64, "window", mode)
     for kernel in HOPPER_BACKWARDS:
         for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from ringflash.kernels import portable
+from ringflash.kernels.hopper.config import KEYS
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
 from ringflash.kernels.meeting import Meeting, Scoring
@@ -24,6 +26,7 @@ __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass"
 TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, WIDEST_BACKWARD = 256, 128
+MOST_ROWS = 2**30  # in all heads and sequences: bounds, two numbers a row, are indexed with 32 bits
 
 
 def why_not(device: torch.device) -> str | None:
@@ -34,11 +37,15 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return f"they need an NVIDIA GPU, not {device}"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if (major, minor) == (9, 0) else f"they need compute capability 9.0, not {major}.{minor}"
+    if (major, minor) != (9, 0):
+        return f"they need compute capability 9.0, not {major}.{minor}"
+    return (
+        "Triton's interpreter, which TRITON_INTERPRET asks for, does not run them" if knobs.runtime.interpret else None
+    )
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
-    """Wherever these kernels apply."""
+    """Wherever these kernels apply, as far as that is known without strides and chunks."""
     here = _is_plain(scoring) and _knows(q, v, mask, WIDEST_BACKWARD)
     return here or portable.has_single_pass(q, v, mask, scoring)
 
@@ -119,7 +126,8 @@ def _is_plain(scoring: Scoring) -> bool:
 
 def _knows(q: Tensor, v: Tensor, mask: Mask, widest: int) -> bool:
     same = q.shape[3] == v.shape[3] and q.shape[3] <= widest and q.shape[3] * q.itemsize % ALIGNMENT == 0
-    return same and q.dtype in DTYPES and mask.bitmap() is None and q.shape[:3].numel() < 2**31
+    rows = max(x.shape[0] * x.shape[2] * (x.shape[1] + KEYS) for x in (q, v))
+    return same and q.dtype in DTYPES and mask.bitmap() is None and rows < MOST_ROWS
 
 
 def _knows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting) -> bool:

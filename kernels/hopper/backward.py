@@ -6,7 +6,7 @@ the same bits.
 
 Shapes: q, dq (batch, seqlen_q, nheads, headdim), dout as q; k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse,
 delta (batch, nheads, seqlen_q). Scores are computed transposed, S^T = k q^T - lse / softmax_scale, and likewise
-dP^T = v dout^T - delta, where with wide heads the matmuls' accumulators begin with the last terms:
+dP^T = v dout^T - delta, where the matmuls' accumulators begin with the last terms, or these are added after:
 
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 

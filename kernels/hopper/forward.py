@@ -330,16 +330,20 @@ def _forward_kernel(
         )
 
 
-def _tiling(meeting: Meeting, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
+def tiling(meeting: Meeting, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
     """How the forward is tiled, which depends on how many tiles are visited, and the tables of that."""
 
     def tables(config: ForwardConfig) -> Intervals:
         own = config.consumers * ROWS
         return intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, device, by_keys=False)
 
-    known = tables(forward_config(headdim, masked=True, visits=0))
+    short = forward_config(headdim, masked=True, visits=0)
+    known = tables(short)
     config = forward_config(headdim, masked=known.masked, visits=known.visits)
-    return config, tables(config)
+    longer = tables(config)  # with which a tile may need a mask that did not
+    if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
+        return short, known
+    return config, longer
 
 
 def forward(
@@ -356,7 +360,7 @@ def forward(
 ) -> None:
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
-    config, known = _tiling(meeting, headdim, q.device)
+    config, known = tiling(meeting, headdim, q.device)
     group = nheads // k.shape[2]  # whose heads stream the same
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
     tables, sizes, programs = work_arguments(known, batch, nheads, streamed, q.device)

@@ -57,7 +57,7 @@ def are_ascending(chunks: Sequence[Chunk]) -> bool:
     return all(before.stop <= after.start for before, after in pairwise(chunks))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)  # of a ring, three tables a hop
 def intervals(
     mask: Mask,
     q_chunks: Sequence[Chunk],

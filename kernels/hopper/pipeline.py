@@ -15,6 +15,7 @@ this one ends. A warp of its own draws the numbers of tiles from a counter in me
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -440,9 +441,10 @@ def work_arguments(
     return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
 
 
+@lru_cache(maxsize=1024)
 def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int) -> int:
     """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others."""
-    least = max(TOGETHER_BYTES // streamed_bytes, triton.cdiv(TOGETHER_WAVES * programs, ntiles), 1)
+    least = max(TOGETHER_BYTES // max(streamed_bytes, 1), triton.cdiv(TOGETHER_WAVES * programs, ntiles))
     if least >= heads:
         return heads
     return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)

@@ -28,12 +28,14 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.bench import record, timing
 from ringflash.bench.problem import AGREEMENT, DTYPES, Problem, difference, failure
+from ringflash.bench.tiles import HOPPER, auto_kernels
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import TileKernels, choose, kernels_of
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
 from ringflash.masks import as_mask
 
+WIDEST_STATE = 128
 ROLES = {"only": (True, True), "first": (True, False), "middle": (False, False), "last": (False, True)}  # first, last
 FULL = {"seqlens": [4096, 8192, 16384, 32768], "headdims": [64, 128], "nheads": 16, "tokens": 16384, "rounds": 7}
 CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "rounds": 2}  # shows that it runs
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(options, name, value)
     if options.nheads_kv is None:
         options.nheads_kv = options.nheads
-    _check(options)
+    _check(options, device)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     command = record.command("ringflash bench hops", arguments)
     rows: list[dict[str, Any]] = []
@@ -113,14 +115,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises ArgumentError for sizes of which there are no hops."""
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    """Raises ArgumentError for sizes of which there are no hops, or hops of two families of kernels."""
     for name, least in (("seqlens", 4), ("tokens", 1), ("rounds", 1)):
         value = getattr(options, name)
         smallest = min(value) if isinstance(value, list) else value
         if smallest < least:
             remedy = "Leave it out for the default."
             raise ArgumentError(f"--{name}", expected=f"at least {least}", got=smallest, remedy=remedy)
+    hopper = options.backend in ("auto", "hopper") and auto_kernels(device, DTYPES[options.dtype]) == HOPPER
+    if hopper and max(options.headdims) > WIDEST_STATE:
+        remedy = "The kernels for sm_90 carry no wider state; add --backend triton."
+        raise ArgumentError("--headdims", expected=f"up to {WIDEST_STATE}", got=max(options.headdims), remedy=remedy)
 
 
 def _measure(

@@ -222,9 +222,19 @@ def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_why_not_on_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     reason = backend.why_not(torch.device("cuda"))
     expected = "they need compute capability 9.0, not {}.{}".format(*capability)
     assert reason == (None if capability == (9, 0) else expected)
+
+
+def test_why_not_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    reason = backend.why_not(torch.device("cuda"))
+    assert reason is not None
+    assert "TRITON_INTERPRET" in reason
 
 
 def test_hopper_refuses_a_cpu() -> None:

@@ -5,7 +5,9 @@ import torch
 
 import ringflash as rf
 from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
+from ringflash.kernels.hopper.forward import tiling
 from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
 from ringflash.masks import Mask
 from tests.accuracy import Problem, assert_accurate
@@ -21,6 +23,15 @@ def test_cases_are_long(seqlen: int, mask: Mask) -> None:
     assert known.visits >= LONG_VISITS
     short = forward_config(64, masked=True, visits=0)
     assert forward_config(64, masked=True, visits=known.visits).consumers > short.consumers
+
+
+def test_documents_that_fit_short_tiles_alone_keep_them() -> None:
+    """Tiles of 128 need no mask under them, tiles of 192 would."""
+    whole = (Chunk(0, 4096),)
+    meeting = Meeting(whole, whole, rf.Documents(range(0, 4097, 128)), Scoring(0.125))
+    config, known = tiling(meeting, 64, torch.device("cpu"))
+    assert config == forward_config(64, masked=True, visits=0)
+    assert not known.masked
 
 
 @pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")

@@ -22,3 +22,7 @@ def test_the_last_group_is_about_as_large(heads: int, ntiles: int) -> None:
     size = heads_together(ntiles, heads, streamed_bytes=8 * MIB, programs=132)
     assert 1 <= size <= heads
     assert (heads % size or size) * 2 >= size
+
+
+def test_keys_that_are_few_for_a_large_group() -> None:
+    assert heads_together(ntiles=1, heads=65, streamed_bytes=0, programs=132) == 65
