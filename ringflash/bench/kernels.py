@@ -148,7 +148,7 @@ def _run(
     begin, rows = time.monotonic(), []
     named = contenders(device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
     for number, shape in enumerate(shapes):
-        if options.budget_s is not None and time.monotonic() - begin > options.budget_s:
+        if number > 0 and options.budget_s is not None and time.monotonic() - begin > options.budget_s:
             return rows, [_name(shape) for shape in shapes[number:]]
         rows += _measure(shape, named, options, device)
         keep(rows, [_name(shape) for shape in shapes[number + 1 :]])
