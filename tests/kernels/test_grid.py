@@ -33,7 +33,9 @@ LENGTHS = [
 ]
 
 
-DRAWS = 4
+def draws_of(seqlen: tuple[int, int]) -> int:
+    """Problems whose errors are pooled: of few numbers the largest error, ours or plain attention's, is chance."""
+    return 16 if max(seqlen) <= 640 else 4
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
@@ -55,7 +57,7 @@ def test_grid(dtype: torch.dtype, heads: str, headdim: int, causal: bool, backen
                 device=DEVICE,
                 seed=index + draw * len(LENGTHS),
             )
-            for draw in range(DRAWS)
+            for draw in range(draws_of(seqlen))
         ]
         for deterministic in (True, False):
             results = [draw.flash(backend=backend, deterministic=deterministic) for draw in draws]
