@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.layout import Chunk
+from ringflash.masks.area import Area
 from ringflash.masks.bitmap import Bitmap
 
 
@@ -75,6 +76,10 @@ class Mask(ABC):
         bitmap = self.bitmap()
         return seen if bitmap is None else seen & bitmap.sees(positions_q, positions_k)
 
+    def area(self, seqlen_q: int, seqlen_k: int) -> Area:
+        """Counts of visible pairs of queries at the last `seqlen_q` positions with keys at the `seqlen_k` from 0 on."""
+        return _area(self, seqlen_q, seqlen_k)
+
     def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
         """Whether any row of `chunks_q` sees any key of `chunks_k`."""
         seqlen_k = max((chunk.stop for chunk in chunks_k), default=0)
@@ -87,6 +92,13 @@ class Mask(ABC):
                 if bool((last > first).any() if bitmap is None else bitmap.sees_any(rows, first, last).any()):
                     return True
         return False
+
+
+@lru_cache(maxsize=4)  # several vectors as long as the sequence each
+def _area(mask: Mask, seqlen_q: int, seqlen_k: int) -> Area:
+    first = seqlen_k - seqlen_q
+    lo, hi = torch.broadcast_tensors(*mask.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
+    return Area(lo, hi, first, mask.bitmap())
 
 
 @dataclass(frozen=True)
