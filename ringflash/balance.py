@@ -232,13 +232,37 @@ def _dealt(row_pairs: Tensor, world: int) -> Cut:
     for rank in range(world):
         owned.append([(start, start + base + (rank < longer))])
         start = owned[rank][0][1]
-    edges = torch.arange(0, whole + 1, length, device="cpu")
-    blocks = sums[edges].diff()
-    loads = [(int(sums[ranges[0][1]] - sums[ranges[0][0]]), rank) for rank, ranges in enumerate(owned)]
-    heapq.heapify(loads)
-    for block in blocks.argsort(descending=True, stable=True).tolist():
-        load, rank = heapq.heappop(loads)
-        owned[rank].append((block * length, (block + 1) * length))
-        if len(owned[rank]) <= count:
-            heapq.heappush(loads, (load + int(blocks[block]), rank))
+    blocks = sums[torch.arange(0, whole + 1, length, device="cpu")].diff()
+    loads = [int(sums[ranges[0][1]] - sums[ranges[0][0]]) for ranges in owned]
+    for ranges, dealt in zip(owned, _deal(blocks, loads, count), strict=True):
+        ranges += [(block * length, (block + 1) * length) for block in dealt]
     return tuple(map(joined, owned))
+
+
+def _deal(blocks: Tensor, loads: Sequence[int], count: int) -> list[list[int]]:
+    """`count` blocks for each rank, so that the sums of their pairs and the ranks' loads come out even.
+
+    The largest first, each to the rank with the least so far; then blocks of the rank with the most are exchanged for
+    smaller ones of the rank with the least, as long as that helps.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    dealt: list[list[int]] = [[] for _ in loads]
+    for block in blocks.argsort(descending=True, stable=True).tolist():
+        load, rank = heapq.heappop(heap)
+        dealt[rank].append(block)
+        if len(dealt[rank]) < count:
+            heapq.heappush(heap, (load + int(blocks[block]), rank))
+    total = torch.tensor(loads, device="cpu") + torch.stack([blocks[dealt[rank]].sum() for rank in range(len(loads))])
+    while True:
+        most, least = int(total.argmax()), int(total.argmin())
+        gap = int(total[most] - total[least])
+        moves = blocks[dealt[most]][:, None] - blocks[dealt[least]]
+        best = int((moves * 2 - gap).abs().argmin())
+        moved = int(moves.flatten()[best])
+        if not 0 < moved < gap or gap < CLOSE * int(total.max()):
+            return dealt
+        a, b = divmod(best, count)
+        dealt[most][a], dealt[least][b] = dealt[least][b], dealt[most][a]
+        total[most] -= moved
+        total[least] += moved

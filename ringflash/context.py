@@ -85,7 +85,7 @@ class ContextParallel:
         return f"ContextParallel({self.name})"
 
     def _cut(self, seqlen: int, mask: Mask | None) -> Layout:
-        return make_layout(self.layout, seqlen, self.world_size, mask)
+        return make_layout(self.layout, seqlen, self.world_size, None if mask is None else as_mask(mask))
 
     def _local_chunks(self, seqlen: int, mask: Mask | None) -> list[Chunk]:
         chunks = self._cut(seqlen, mask).chunks

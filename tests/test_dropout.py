@@ -13,6 +13,7 @@ import ringflash as rf
 from ringflash.dropout import kept, philox
 from ringflash.errors import ArgumentError
 from ringflash.layout import LAYOUTS
+from ringflash.masks import Full
 from tests.accuracy import as_tensor
 
 WORD = 0xFFFFFFFF
