@@ -6,12 +6,14 @@ few chunks, each drawn up in another way, the best is taken by their exact count
 - those of other layouts, which suit masks that are even by themselves;
 - from both ends of a line: documents stand in a line from those with the fewest pairs a token to those with the most,
   and one rank after another takes tokens from both ends, so many from each that its pairs come out even. A document is
-  split only where a rank's share ends in it, at most two a rank. Read from one end to the other the line of a single
-  causal document gives each rank an early and a late chunk, as zigzag does;
-- many equal blocks, those with the most pairs dealt first, each to the rank with the fewest so far: even under any mask,
-  but every rank then needs the keys of most others.
+  split only where a rank's share ends in it, at most two a rank. The line of a single causal document gives each rank
+  an early and a late chunk, as zigzag does;
+- long documents in zigzag over all ranks each, and the others from both ends of a line: even at every hop;
+- many equal blocks, those with the most pairs dealt first, each to the rank with the fewest so far: even under any
+  mask, but every rank then needs the keys of most others. Only where no other is even.
 
-Ranks are then renumbered so that keys, which pass from rank to rank in one direction, reach their last reader early.
+Ranks are renumbered so that keys, which pass from rank to rank in one direction, reach their last reader early. Among
+even cuts that one is taken whose ring is done earliest, a price for what it moves included.
 
 Sources: Graham 1969, "Bounds on multiprocessing timing anomalies" (dealing the largest first); MagiAttention 2025, the
 dispatch solver (equal chunks a rank, pairs as the load).
@@ -19,7 +21,6 @@ dispatch solver (equal chunks a rank, pairs as the load).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,13 +28,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Cut = tuple[tuple[tuple[int, int], ...], ...]  # for each rank its ranges [start, stop), rising, none adjoining the next
+from ringflash.cuts import Cut, dealt_blocks, from_both_ends, long_ones_zigzag
 
 EVEN = 1.05  # most pairs of a rank over the mean that still count as even
-CLOSE = 0.01  # a rank's pairs this near to its share need not come nearer at the price of a split document
-MOVING = 0.1  # what moving all keys to all ranks weighs, in units of the mean rank's pairs
-BLOCKS = 32  # dealt to each rank, or a few more
-TILE = 128  # documents are split at multiples of it
+ROW = 1000  # pairs in the time that a row of KV takes to the next rank: 4 heads a KV head, 550 TFLOP/s, 150 GB/s
+OVERLAPPED = 0.1  # what moving weighs that hides behind computing
 SEARCHED = 16  # ranks that are renumbered by search
 
 
@@ -57,17 +56,19 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A cut, and what it comes to."""
+    """A cut, and what it comes to: `moved` is the time of messages, as `pace` in units of the mean rank's work."""
 
     cut: Cut
     balance: float
+    pace: float
     moved: float
 
     @property
     def cost(self) -> tuple[bool, float, int]:
-        """Least is best: even cuts first, or else the evenest; then few moves; then few chunks."""
+        """Least is best: an even cut whose ring is done early and moves little, or else the evenest; of few chunks."""
         even = self.balance <= EVEN
-        return not even, self.balance + (MOVING * self.moved if even else 0.0), sum(map(len, self.cut))
+        time = self.pace + OVERLAPPED * self.moved + max(self.moved - self.pace, 0.0)
+        return not even, time if even else self.balance, sum(map(len, self.cut))
 
 
 def balanced(pairs: Pairs, world_size: int, plain: Sequence[Cut]) -> Cut:
@@ -80,21 +81,13 @@ def balanced(pairs: Pairs, world_size: int, plain: Sequence[Cut]) -> Cut:
     """
     row_pairs = pairs.row_pairs
     found = [_weighed(pairs, cut) for cut in plain]
-    found += [_weighed(pairs, cut) for cut in _from_both_ends(row_pairs, pairs.components, world_size)]
+    edges = pairs.components
+    starts, lengths = edges[:-1], edges.diff()
+    found += [_weighed(pairs, cut) for cut in from_both_ends(row_pairs, starts, lengths, world_size)]
+    found += [_weighed(pairs, cut) for cut in long_ones_zigzag(row_pairs, starts, lengths, world_size)]
     if min(found, key=lambda candidate: candidate.balance).balance > EVEN:
-        found.append(_weighed(pairs, _dealt(row_pairs, world_size)))
+        found.append(_weighed(pairs, dealt_blocks(row_pairs, world_size)))
     return min(found, key=lambda candidate: candidate.cost).cut
-
-
-def joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """In order, without empty ranges, and with neighbours made one: fewer and fuller tiles."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        elif stop > start:
-            result.append((start, stop))
-    return tuple(result)
 
 
 def reaches(meets: Tensor) -> Tensor:
@@ -111,16 +104,40 @@ def reaches(meets: Tensor) -> Tensor:
     return (by_hop * ranks[:, None]).amax(0)
 
 
+def pace(pairs: Tensor) -> float:
+    """How long a ring takes whose messages cost nothing, in units of the mean rank's work.
+
+    A rank sends at a hop what it has computed with at the hop before, so it begins hop h no earlier than the ranks that
+    it exchanged with at hop h - 1 have finished hop h - 2. Where work is even at each hop too, that holds nobody up; in
+    other cases a rank may wait, if less than if all began every hop together. Of no work at all, 1.
+
+    Args:
+        pairs: int64 (ranks, ranks), visible pairs of the first's queries with the second's keys.
+    """
+    reach = reaches(pairs > 0)
+    ranks = torch.arange(len(pairs), device="cpu")
+    earlier = before = torch.zeros_like(reach)
+    for hop in range(int(reach.max()) + 1):
+        owner, owner_before = (ranks - hop) % len(ranks), (ranks - hop + 1) % len(ranks)
+        now = before
+        if hop:
+            now = torch.maximum(now, earlier.roll(1).where(hop <= reach[owner], 0))
+            now = torch.maximum(now, earlier.roll(-1).where(hop <= reach[owner_before], 0))
+        earlier, before = before, now + pairs[ranks, owner]
+    return float(before.max() * len(ranks)) / float(pairs.sum()) if bool(pairs.any()) else 1.0
+
+
 def _weighed(pairs: Pairs, cut: Cut) -> _Candidate:
     """The cut with its ranks renumbered."""
-    world = len(cut)
     counts = pairs.between(cut)
     lengths = torch.tensor([sum(stop - start for start, stop in ranges) for ranges in cut], device="cpu")
     order = _renumbered(counts > 0, lengths)
     moved = _moved(counts > 0, lengths, order)
-    work = counts.sum(1).double()
-    balance = float(work.max() / work.mean()) if int(counts.sum()) else 1.0
-    return _Candidate(tuple(cut[rank] for rank in order), balance, moved / (int(lengths.sum()) * max(world - 1, 1)))
+    work = counts.sum(1)
+    mean = max(float(work.sum()), 1.0) / len(cut)
+    balance = max(float(work.max()) / mean, 1.0)
+    time = ROW * moved / len(cut) / mean
+    return _Candidate(tuple(cut[rank] for rank in order), balance, pace(counts[order][:, order]), time)
 
 
 def _moved(meets: Tensor, lengths: Tensor, order: Sequence[int]) -> int:
@@ -148,121 +165,3 @@ def _renumbered(meets: Tensor, lengths: Tensor) -> list[int]:
                 if (moved := _moved(meets, lengths, changed)) < least:
                     order, least, searching = changed, moved, True
     return order
-
-
-def _from_both_ends(row_pairs: Tensor, components: Tensor, world: int) -> list[Cut]:
-    """A cut for each way to lay documents in the line: from first to last token, or the light or heavy ones reversed."""
-    starts, lengths = components[:-1], components.diff()
-    sums = torch.nn.functional.pad(row_pairs.cumsum(0), (1, 0))
-    density = (sums[components[1:]] - sums[starts]).double() / lengths
-    heavy = density > float(sums[-1]) / len(row_pairs)
-    order = density.argsort(stable=True)
-    backwards = {tuple(x.tolist()): x for x in (heavy & False, heavy | True, heavy, ~heavy)}
-    cuts = []
-    for flipped in backwards.values():
-        line = _line(starts[order], lengths[order], flipped[order])
-        borders = torch.zeros(len(line) + 1, dtype=torch.bool, device="cpu")
-        borders[lengths[order].cumsum(0)] = borders[0] = True
-        cuts.append(_shared(line, row_pairs[line], borders, world))
-    return cuts
-
-
-def _line(starts: Tensor, lengths: Tensor, flipped: Tensor) -> Tensor:
-    """Positions of all tokens of some documents laid in a line, of some from last to first: int64 (seqlen,)."""
-    begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    offset = torch.arange(int(lengths.sum()), device="cpu") - begins
-    starts, last, flipped = (x.repeat_interleave(lengths) for x in (starts, starts + lengths - 1, flipped))
-    return torch.where(flipped, last - offset, starts + offset)
-
-
-def _shared(line: Tensor, row_pairs: Tensor, borders: Tensor, world: int) -> Cut:
-    """One rank after another takes tokens from both ends of the line.
-
-    Args:
-        line: (seqlen,) positions.
-        row_pairs: (seqlen,) pairs of each.
-        borders: bool (seqlen + 1,), whether a document begins before the token there, or the line ends.
-        world: ranks.
-    """
-    sums = torch.nn.functional.pad(row_pairs.cumsum(0), (1, 0))
-    left, right = 0, len(line)
-    base, longer = divmod(len(line), world)
-    tile = min(TILE, 1 << max(base // 8, 1).bit_length() - 1)
-    cut = []
-    for rank in range(world):
-        size = base + (rank < longer)
-        share = float(sums[right] - sums[left]) / (world - rank)
-        from_right = torch.arange(size + 1, device="cpu")
-        a, b = left + size - from_right, right - from_right
-        off = ((sums[a] - sums[left] + sums[right] - sums[b]).double() - share).abs() / max(share, 1.0)
-        splits = 2 - borders[a].long() - borders[b].long()
-        cost = off.where(off > CLOSE, 0.0) + 1e-3 * splits + 1e-6 * off
-        allowed = (splits < 2) | (from_right % tile == 0)
-        taken = int(cost.where(allowed, torch.inf).argmin())
-        tokens = torch.cat([line[left : left + size - taken], line[right - taken : right]])
-        cut.append(_ranges(tokens))
-        left, right = left + size - taken, right - taken
-    return tuple(cut)
-
-
-def _ranges(tokens: Tensor) -> tuple[tuple[int, int], ...]:
-    """Positions in any order as ranges."""
-    tokens = tokens.sort().values
-    breaks = (tokens.diff() != 1).nonzero()[:, 0] + 1
-    starts = tokens[torch.cat([breaks.new_zeros(1), breaks])]
-    stops = tokens[torch.cat([breaks - 1, breaks.new_full((1,), len(tokens) - 1)])] + 1
-    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
-
-
-def _dealt(row_pairs: Tensor, world: int) -> Cut:
-    """Equal blocks, as many for each rank, those with the most pairs first to the rank with the fewest so far.
-
-    What is left over at the end of the sequence is shared out evenly before.
-    """
-    seqlen = len(row_pairs)
-    length = max(seqlen // world // BLOCKS, 1)
-    if length > TILE:
-        length -= length % TILE  # whole tiles
-    count = seqlen // world // length
-    sums = torch.nn.functional.pad(row_pairs.cumsum(0), (1, 0))
-    whole = length * count * world
-    base, longer = divmod(seqlen - whole, world)
-    owned: list[list[tuple[int, int]]] = []
-    start = whole
-    for rank in range(world):
-        owned.append([(start, start + base + (rank < longer))])
-        start = owned[rank][0][1]
-    blocks = sums[torch.arange(0, whole + 1, length, device="cpu")].diff()
-    loads = [int(sums[ranges[0][1]] - sums[ranges[0][0]]) for ranges in owned]
-    for ranges, dealt in zip(owned, _deal(blocks, loads, count), strict=True):
-        ranges += [(block * length, (block + 1) * length) for block in dealt]
-    return tuple(map(joined, owned))
-
-
-def _deal(blocks: Tensor, loads: Sequence[int], count: int) -> list[list[int]]:
-    """`count` blocks for each rank, so that the sums of their pairs and the ranks' loads come out even.
-
-    The largest first, each to the rank with the least so far; then blocks of the rank with the most are exchanged for
-    smaller ones of the rank with the least, as long as that helps.
-    """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    dealt: list[list[int]] = [[] for _ in loads]
-    for block in blocks.argsort(descending=True, stable=True).tolist():
-        load, rank = heapq.heappop(heap)
-        dealt[rank].append(block)
-        if len(dealt[rank]) < count:
-            heapq.heappush(heap, (load + int(blocks[block]), rank))
-    total = torch.tensor(loads, device="cpu") + torch.stack([blocks[dealt[rank]].sum() for rank in range(len(loads))])
-    while True:
-        most, least = int(total.argmax()), int(total.argmin())
-        gap = int(total[most] - total[least])
-        moves = blocks[dealt[most]][:, None] - blocks[dealt[least]]
-        best = int((moves * 2 - gap).abs().argmin())
-        moved = int(moves.flatten()[best])
-        if not 0 < moved < gap or gap < CLOSE * int(total.max()):
-            return dealt
-        a, b = divmod(best, count)
-        dealt[most][a], dealt[least][b] = dealt[least][b], dealt[most][a]
-        total[most] -= moved
-        total[least] += moved

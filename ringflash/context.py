@@ -124,9 +124,7 @@ class ContextParallel:
         seqlen = self._agreed_seqlen(fields, x.shape[dim], mask)
         return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
-    def positions(
-        self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None
-    ) -> Tensor:
+    def positions(self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None) -> Tensor:
         """Global positions of this rank's rows of a sequence of `seqlen` tokens, in the order `shard` gives them."""
         return layouts.positions(self._local_chunks(seqlen, mask), device)
 

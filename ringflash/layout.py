@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ringflash.balance import Cut, Pairs, balanced, joined
+from ringflash.balance import Pairs, balanced
+from ringflash.cuts import Cut, joined
 from ringflash.errors import ArgumentError
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
@@ -69,11 +70,13 @@ def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = 
     causal work. Chunk lengths differ by at most one, the longer chunks first, so that every rank stores something
     whenever `seqlen >= world_size`.
 
-    striped: many stripes, dealt to the ranks in turn, forwards and backwards, so that causal work is even here too. What
-    the last round leaves over is shared out in shorter ones. For masks that are not known when the sequence is cut.
+    striped: many stripes, dealt to the ranks in turn, forwards and backwards, so that causal work is even here too, and
+    much else nearly. For masks that are not known when the sequence is cut. A stripe is a multiple of 256 rows, whole
+    tiles of every kernel, and the least that makes 64 a rank at most; what the last round leaves over is shared out in
+    shorter ones. Ranks of less than 1024 rows have four stripes. Source: Brandon et al. 2023, "Striped Attention".
 
-    balanced: every rank gets the same work under `mask`, to 5% where the mask allows it, and keys travel no further than
-    that needs: see `ringflash.balance`.
+    balanced: every rank gets the same work under `mask`, to 5% where the mask allows it, and keys travel no further
+    than that needs: see `ringflash.balance`.
 
     Args:
         name: one of `LAYOUTS`.
@@ -94,7 +97,8 @@ def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = 
             remedy="Use fewer ranks for so short a sequence, or flash_attention on one device.",
         )
     if name != "balanced":
-        return _plain_layout(name, seqlen, world_size)
+        plain = _plain_layout.__wrapped__ if torch.compiler.is_compiling() else _plain_layout  # Dynamo traces no cache
+        return plain(name, seqlen, world_size)
     if mask is None:
         remedy = "Pass the mask of the attention, or choose a layout that is the same under every mask."
         raise ArgumentError("mask", expected='the mask that layout "balanced" follows', got=None, remedy=remedy)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from ringflash.balance import reaches
+from ringflash.balance import pace, reaches
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
 
@@ -122,6 +122,11 @@ class Plan:
         """Visible pairs of the rank with the most, over the mean of all: 1 is even. Of no pairs at all, 1."""
         work = [sum(row) for row in self.pairs]
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+    @property
+    def pace(self) -> float:
+        """Time of the ring in units of the mean rank's work, when messages cost nothing: at least `balance`."""
+        return pace(torch.tensor(self.pairs, device="cpu"))
 
     @property
     def share(self) -> float:

@@ -47,8 +47,8 @@ def test_components_see_nothing_of_each_other(mask: Mask) -> None:
     edges = mask.area(SEQLEN, SEQLEN).components.tolist()
     assert edges[0] == 0
     assert edges[-1] == SEQLEN
-    for start, middle in zip(edges, edges[1:-1], strict=False):
-        assert start < middle
+    assert edges == sorted(set(edges))
+    for middle in edges[1:-1]:
         for a, b in (((0, middle), (middle, SEQLEN)), ((middle, SEQLEN), (0, middle))):
             assert not mask.meets([Chunk(a[0], a[1] - a[0])], [Chunk(b[0], b[1] - b[0])])
 
@@ -59,7 +59,7 @@ def test_documents_are_components() -> None:
     assert rf.BlockSparse(torch.eye(3, dtype=torch.bool), 20).area(60, 60).components.tolist() == [0, 20, 40, 60]
 
 
-@pytest.mark.parametrize("mask", [rf.Causal() & rf.SlidingWindow(4096), rf.Causal() & block_sparse(2**20, 4096, 0, 0.1)])
+@pytest.mark.parametrize("mask", [rf.SlidingWindow(4096, 0), rf.Causal() & block_sparse(2**20, 4096, 0, 0.1)])
 def test_a_million_tokens(mask: Mask) -> None:
     """Nothing as large as the square of the length is made."""
     quarter = 2**18

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.balance import EVEN, balanced, joined, reaches
+from ringflash.balance import EVEN, balanced, pace, reaches
+from ringflash.cuts import joined
 from ringflash.masks import Full, Mask
 from ringflash.plan import Plan
 from tests.strategies import block_sparse
@@ -130,6 +131,23 @@ def test_ranks_are_numbered_in_the_order_that_keys_take() -> None:
     area = mask.area(SEQLEN, SEQLEN)
     assert reaches(area.between(cut) > 0).tolist() == [2, 2, 0, 1]
     assert sorted(reaches(area.between(balanced(area, 4, [cut])) > 0).tolist()) == [0, 1, 1, 1]
+
+
+def test_a_ring_waits_where_hops_are_uneven() -> None:
+    """All the work of rank 0 comes first, that of rank 1 last: rank 1 still ends with the others, or waits for it."""
+    assert pace(torch.full((3, 3), 5)) == pytest.approx(1)
+    assert pace(torch.zeros(2, 2, dtype=torch.int64)) == 1
+    assert pace(torch.tensor([[9, 1], [1, 9]])) == pytest.approx(1)
+    # rank 1 has nothing to do before hop 2, for which it waits until rank 0, which passes those keys on, is done with
+    # hop 0: 100 + 99 of a mean of 199 / 3
+    assert pace(torch.tensor([[100, 0, 0], [0, 0, 99], [0, 0, 0]])) == pytest.approx(3)
+
+
+def test_long_documents_are_even_at_every_hop() -> None:
+    """Nobody waits long for anybody, whatever the lengths."""
+    for seed in range(10):
+        made = plans(rf.Causal() & mixed(16, seed), 4)
+        assert made[0].pace <= 1.1
 
 
 def test_reaches() -> None:

@@ -1,5 +1,7 @@
 """Layouts cut and join exactly, at any length."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def test_chunks_rise_and_do_not_touch(case: tuple[str, int, int, Mask]) -> None:
     """Positions rise through storage, as kernels for intervals need, in as few chunks as there can be."""
     for chunks in make_layout(*case).chunks:
         assert all(chunk.length > 0 for chunk in chunks)
-        assert all(before.stop < after.start for before, after in zip(chunks, chunks[1:], strict=False))
+        assert all(before.stop < after.start for before, after in pairwise(chunks))
 
 
 def test_zigzag_gives_a_rank_an_early_and_a_late_chunk() -> None:
@@ -115,7 +117,9 @@ def test_unknown_layout() -> None:
 def test_balanced_without_a_mask() -> None:
     context, x = rf.ContextParallel.local(2, "balanced"), torch.zeros(1, 8)
     for call in (lambda: context.shard(x), lambda: context.unshard(x), lambda: context.positions(8)):
-        with pytest.raises(ArgumentError, match='mask: expected the mask that layout "balanced" follows, got None. Pass'):
+        with pytest.raises(
+            ArgumentError, match='mask: expected the mask that layout "balanced" follows, got None. Pass'
+        ):
             call()
 
 

@@ -29,14 +29,14 @@ class Area:
         self._lo = torch.minimum(lo, hi)
         self.batch = lo.shape[0]
 
-    @cached_property
+    @property
     def row_pairs(self) -> Tensor:
         """Keys that each query sees: int64 (rows,)."""
         if self._bitmap is None:
             return (self._hi - self._lo).sum(0)
         return torch.stack([runs.row_pairs for runs in self._runs]).sum(0)
 
-    @cached_property
+    @property
     def components(self) -> Tensor:
         """Where the sequence falls into parts that see nothing of each other: int64, 0 first and its length last.
 
