@@ -134,7 +134,7 @@ def test_ranks_are_numbered_in_the_order_that_keys_take() -> None:
 
 
 def test_a_ring_waits_where_hops_are_uneven() -> None:
-    """All the work of rank 0 comes first, that of rank 1 last: rank 1 still ends with the others, or waits for it."""
+    """Not where every hop is even, nor where a rank has its work at another hop than its neighbour but as much."""
     assert pace(torch.full((3, 3), 5)) == pytest.approx(1)
     assert pace(torch.zeros(2, 2, dtype=torch.int64)) == 1
     assert pace(torch.tensor([[9, 1], [1, 9]])) == pytest.approx(1)

@@ -89,7 +89,7 @@ def test_every_mask_in_every_layout(mask: Mask | None, layout: str, world: int) 
 
 
 def _on_processes() -> list[list[Tensor]]:
-    """out, dq, dk and dv of every layout and mask; unshard sums the gradients of the ranks, which are alike."""
+    """out, dq, dk and dv of every layout and mask; q, k and v are the same leaves on every rank."""
     results = []
     for layout in LAYOUTS:
         context = rf.ContextParallel(dist.group.WORLD, layout)

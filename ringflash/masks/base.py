@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -78,7 +78,9 @@ class Mask(ABC):
 
     def area(self, seqlen_q: int, seqlen_k: int) -> Area:
         """Counts of visible pairs of queries at the last `seqlen_q` positions with keys at the `seqlen_k` from 0 on."""
-        return _area(self, seqlen_q, seqlen_k)
+        first = seqlen_k - seqlen_q
+        lo, hi = torch.broadcast_tensors(*self.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
+        return Area(lo, hi, first, self.bitmap())
 
     def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
         """Whether any row of `chunks_q` sees any key of `chunks_k`."""
@@ -92,13 +94,6 @@ class Mask(ABC):
                 if bool((last > first).any() if bitmap is None else bitmap.sees_any(rows, first, last).any()):
                     return True
         return False
-
-
-@lru_cache(maxsize=4)  # several vectors as long as the sequence each
-def _area(mask: Mask, seqlen_q: int, seqlen_k: int) -> Area:
-    first = seqlen_k - seqlen_q
-    lo, hi = torch.broadcast_tensors(*mask.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
-    return Area(lo, hi, first, mask.bitmap())
 
 
 @dataclass(frozen=True)
