@@ -35,7 +35,7 @@ class _Ranks:
             mask.validate(k.shape[1])  # here, for what torch.compile has traced too
             self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
         else:
-            seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1])
+            seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
             mask.validate(seqlen)
             self.plans = [self._context.plan(mask, seqlen, rank) for rank in self._context.local_ranks]
 

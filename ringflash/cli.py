@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, generates, measures, and looks at the installation."""
+"""The `ringflash` command: trains, generates, plans, measures, and looks at the installation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `kernels`, `masks`, `hops`, `decode`"),
+        "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
     }
     name = args[0] if args else "--help"
@@ -52,6 +53,12 @@ def _train(args: list[str]) -> int:
     from ringflash.train.cli import main as train
 
     return train(args)
+
+
+def _plan(args: list[str]) -> int:
+    from ringflash.plan_command import main as plan
+
+    return plan(args)
 
 
 def _bench(args: list[str]) -> int:

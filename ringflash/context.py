@@ -33,7 +33,8 @@ class ContextParallel:
     Args:
         mesh_or_group: a one-dimensional DeviceMesh or a process group that this rank belongs to. On a group without
             a CPU backend, creating a context is a collective of its ranks.
-        layout: how the sequence is cut: "zigzag" (equal causal work on every rank) or "contiguous".
+        layout: how the sequence is cut: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
+            "balanced", which follows the mask: see `make_layout`.
         transport: how KV moves: "nccl" is point-to-point over the group's own backend, NCCL or gloo; "auto" chooses.
 
     Raises:
@@ -83,63 +84,75 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"ContextParallel({self.name})"
 
-    def _cut(self, seqlen: int) -> Layout:
-        return make_layout(self.layout, seqlen, self.world_size)
+    def _cut(self, seqlen: int, mask: Mask | None) -> Layout:
+        return make_layout(self.layout, seqlen, self.world_size, None if mask is None else as_mask(mask))
 
-    def _local_chunks(self, seqlen: int) -> list[Chunk]:
-        chunks = self._cut(seqlen).chunks
+    def _local_chunks(self, seqlen: int, mask: Mask | None) -> list[Chunk]:
+        chunks = self._cut(seqlen, mask).chunks
         return [chunk for rank in self.local_ranks for chunk in chunks[rank]]
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
         """This rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
 
-        Raises:
-            ArgumentError: fewer rows than ranks.
-        """
-        return layouts.take(x, self._local_chunks(x.shape[dim]), dim)
+        Args:
+            x: the whole sequence, the same on every rank.
+            dim: along which it is cut.
+            mask: of the attention to come; the layout "balanced" needs it, others are the same without.
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        Raises:
+            ArgumentError: fewer rows than ranks, no mask for "balanced" or one that does not fit.
+        """
+        return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
+
+    def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
         """The whole sequence in order, from every rank's shard `x`; inverse of `shard`, exact, and a collective.
 
-        Differentiable: a shard's gradient is its part of the sum of all ranks' gradients of the whole.
+        Differentiable: a shard's gradient is its part of the sum of all ranks' gradients of the whole. `mask` is that
+        given to `shard`.
 
         Raises:
+            ArgumentError: as `shard`.
             RankMismatch: shards whose dtypes or other dimensions differ, or whose lengths are not the layout's.
         """
         if self._control is None:
-            return layouts.put_together(x, self._local_chunks(x.shape[dim]), dim)
+            return layouts.put_together(x, self._local_chunks(x.shape[dim], mask), dim)
         dim %= x.ndim
         rest = [n for d, n in enumerate(x.shape) if d != dim]
         fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
-        seqlen = self._agreed_seqlen(fields, x.shape[dim])
-        return _Unshard.apply(x, dim, self, self._control, seqlen)
+        if self.layout == "balanced":
+            fields["mask"] = described(as_mask(mask))
+        seqlen = self._agreed_seqlen(fields, x.shape[dim], mask)
+        return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
-    def positions(self, seqlen: int, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None) -> Tensor:
         """Global positions of this rank's rows of a sequence of `seqlen` tokens, in the order `shard` gives them."""
-        return layouts.positions(self._local_chunks(seqlen), device)
+        return layouts.positions(self._local_chunks(seqlen, mask), device)
 
     def plan(self, mask: Mask | None, seqlen: int, rank: int | None = None) -> Plan:
         """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it."""
-        return make_plan(self._cut(seqlen), as_mask(mask), self.rank if rank is None else rank)
+        mask = as_mask(mask)
+        return make_plan(self._cut(seqlen, mask), mask, self.rank if rank is None else rank)
 
-    def agree(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
+    def agree(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask) -> int:
         """Checks that all ranks make a call with the same `fields`, and returns the tokens in the whole sequence.
+
+        `mask` is that of the call, which `fields` describes.
 
         Raises:
             RankMismatch: on every rank, before any data moves, naming the field and the ranks.
             PeerFailed: when another rank raised instead of calling.
         """
-        return local_seqlen if self._control is None else self._agreed_seqlen(fields, local_seqlen)
+        return local_seqlen if self._control is None else self._agreed_seqlen(fields, local_seqlen, mask)
 
     def announce_failure(self, error: Exception) -> None:
         """Makes the other ranks' current call raise PeerFailed, because this rank's raised `error`."""
         if self._control is not None:
             self._control.fail(error)
 
-    def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
+    def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
         assert self._control is not None
         lengths = self._control.agree({**fields, "layout": self.layout, "seqlen": local_seqlen}, free="seqlen")
-        expected = self._cut(sum(lengths)).lengths
+        expected = self._cut(sum(lengths), mask).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
             raise RankMismatch("seqlen", list(values), odd_ones(lengths), rank=self.rank)
@@ -150,15 +163,24 @@ class _Unshard(torch.autograd.Function):
     """Gathers shards; backward sums the ranks' gradients and takes this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, context: ContextParallel, control: ControlPlane, seqlen: int) -> Tensor:
-        ctx.dim, ctx.context, ctx.control = dim, context, control
-        cut = make_layout(context.layout, seqlen, context.world_size)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        context: ContextParallel,
+        control: ControlPlane,
+        seqlen: int,
+        mask: Mask | None,
+    ) -> Tensor:
+        ctx.dim, ctx.context, ctx.control, ctx.mask = dim, context, control, mask
+        cut = make_layout(context.layout, seqlen, context.world_size, mask)
         rows = control.gather(x, list(cut.lengths), dim)
         return layouts.put_together(rows, [chunk for chunks in cut.chunks for chunk in chunks], dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.context.shard(ctx.control.sum(grads[0]), ctx.dim), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        shard = ctx.context.shard(ctx.control.sum(grads[0]), ctx.dim, mask=ctx.mask)
+        return shard, None, None, None, None, None
 
 
 def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:

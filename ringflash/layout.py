@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ringflash.balance import Pairs, balanced
+from ringflash.cuts import Cut, joined
 from ringflash.errors import ArgumentError
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+STRIPE = 256  # rows: whole tiles of every kernel
+FEWEST_STRIPES, MOST_STRIPES = 4, 64  # of a rank; kernels have a table entry for each stripe and tile
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,31 @@ class Layout:
         return tuple(self.length(rank) for rank in range(self.world_size))
 
 
-def make_layout(name: str, seqlen: int, world_size: int) -> Layout:
-    """Cuts `seqlen` tokens over `world_size` ranks.
+def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = None) -> Layout:
+    """Cuts `seqlen` tokens over `world_size` ranks, every rank's in rising order; a rank has as many as any, to one.
 
-    contiguous: rank r stores chunk r of `world_size`. zigzag: rank r stores chunks r and `2 * world_size - 1 - r` of
-    `2 * world_size`, which gives every rank the same causal work. Chunk lengths differ by at most one, the longer
-    chunks first, so that every rank stores something whenever `seqlen >= world_size`.
+    contiguous: rank r stores chunk r of `world_size`. Even for masks that show every query as much.
+
+    zigzag: rank r stores chunks r and `2 * world_size - 1 - r` of `2 * world_size`, which gives every rank the same
+    causal work. Chunk lengths differ by at most one, the longer chunks first, so that every rank stores something
+    whenever `seqlen >= world_size`.
+
+    striped: many stripes, dealt to the ranks in turn, forwards and backwards, so that causal work is even here too, and
+    much else nearly. For masks that are not known when the sequence is cut. A stripe is a multiple of 256 rows, whole
+    tiles of every kernel, and the least that makes 64 a rank at most; what the last round leaves over is shared out in
+    shorter ones. Ranks of less than 1024 rows have four stripes. Source: Brandon et al. 2023, "Striped Attention".
+
+    balanced: every rank gets the same work under `mask`, to 5% where the mask allows it, and keys travel no further
+    than that needs: see `ringflash.balance`.
+
+    Args:
+        name: one of `LAYOUTS`.
+        seqlen: tokens in the whole sequence.
+        world_size: ranks.
+        mask: what a balanced layout follows; any other is the same whatever the mask.
 
     Raises:
-        ArgumentError: unknown layout, or fewer tokens than ranks.
+        ArgumentError: unknown layout, fewer tokens than ranks, "balanced" without a mask or with one that does not fit.
     """
     if name not in LAYOUTS:
         raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(name), remedy="Choose one of these.")
@@ -74,28 +96,77 @@ def make_layout(name: str, seqlen: int, world_size: int) -> Layout:
             got=f"{seqlen} tokens",
             remedy="Use fewer ranks for so short a sequence, or flash_attention on one device.",
         )
-    if name == "contiguous":
-        owned = [(rank,) for rank in range(world_size)]
+    if name != "balanced":
+        plain = _plain_layout.__wrapped__ if torch.compiler.is_compiling() else _plain_layout  # Dynamo traces no cache
+        return plain(name, seqlen, world_size)
+    if mask is None:
+        remedy = "Pass the mask of the attention, or choose a layout that is the same under every mask."
+        raise ArgumentError("mask", expected='the mask that layout "balanced" follows', got=None, remedy=remedy)
+    mask.validate(seqlen)
+    return _balanced_layout(seqlen, world_size, mask)
+
+
+class HasArea(Protocol):
+    """A mask, as far as a layout knows it; hashable."""
+
+    def validate(self, seqlen: int) -> None:
+        """Raises ArgumentError when it does not fit `seqlen` keys."""
+        ...
+
+    def area(self, seqlen_q: int, seqlen_k: int) -> Pairs:
+        """Its counts of visible pairs."""
+        ...
+
+
+@lru_cache(maxsize=1024)
+def _plain_layout(name: str, seqlen: int, world_size: int) -> Layout:
+    return _layout(name, seqlen, _CUTS[name](seqlen, world_size))
+
+
+@lru_cache(maxsize=1024)
+def _balanced_layout(seqlen: int, world_size: int, mask: HasArea) -> Layout:
+    plain = [cut(seqlen, world_size) for cut in (_contiguous, _zigzag)]
+    return _layout("balanced", seqlen, balanced(mask.area(seqlen, seqlen), world_size, plain))
+
+
+def _layout(name: str, seqlen: int, cut: Cut) -> Layout:
+    return Layout(name, seqlen, tuple(tuple(Chunk(start, stop - start) for start, stop in ranges) for ranges in cut))
+
+
+def _contiguous(seqlen: int, world_size: int) -> Cut:
+    return _owned(_edges(0, seqlen, world_size), [(rank,) for rank in range(world_size)])
+
+
+def _zigzag(seqlen: int, world_size: int) -> Cut:
+    owned = [(rank, 2 * world_size - 1 - rank) for rank in range(world_size)]
+    return _owned(_edges(0, seqlen, 2 * world_size), owned)
+
+
+def _striped(seqlen: int, world_size: int) -> Cut:
+    rows = seqlen // world_size
+    if rows >= STRIPE * FEWEST_STRIPES:
+        stripe = STRIPE * -(-rows // (STRIPE * MOST_STRIPES))
     else:
-        owned = [(rank, 2 * world_size - 1 - rank) for rank in range(world_size)]
-    count = sum(len(indices) for indices in owned)
-    base, longer = divmod(seqlen, count)
-
-    def chunk(index: int) -> Chunk:
-        return Chunk(start=index * base + min(index, longer), length=base + (index < longer))
-
-    return Layout(name, seqlen, tuple(_joined(map(chunk, indices)) for indices in owned))
+        stripe = max(rows // FEWEST_STRIPES, 1)
+    rounds = rows // stripe
+    whole = rounds * world_size * stripe
+    edges = [*range(0, whole, stripe), *_edges(whole, seqlen, world_size)]
+    both_ways = [(rank, world_size - 1 - rank) for rank in range(world_size)]
+    return _owned(edges, [[turn * world_size + way[turn % 2] for turn in range(rounds + 1)] for way in both_ways])
 
 
-def _joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Without empty chunks, and with neighbours made one: fewer and fuller tiles."""
-    result: list[Chunk] = []
-    for chunk in chunks:
-        if result and result[-1].stop == chunk.start:
-            result[-1] = Chunk(result[-1].start, result[-1].length + chunk.length)
-        elif chunk.length:
-            result.append(chunk)
-    return tuple(result)
+_CUTS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
+
+
+def _edges(start: int, stop: int, count: int) -> list[int]:
+    """Edges of `count` pieces of [start, stop), the longer first, whose lengths differ by at most one."""
+    base, longer = divmod(stop - start, count)
+    return [start + index * base + min(index, longer) for index in range(count + 1)]
+
+
+def _owned(edges: Sequence[int], owned: Sequence[Sequence[int]]) -> Cut:
+    """For each rank the pieces between neighbouring edges that it owns, by number."""
+    return tuple(joined([(edges[index], edges[index + 1]) for index in indices]) for indices in owned)
 
 
 def positions(chunks: Sequence[Chunk], device: torch.device | str | None = None) -> Tensor:

@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
+from ringflash.balance import pace, reaches
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
+
+SHOWN = 4  # chunks of a hop that are printed
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class Hop:
         index: hop number, 0 for the rank's own KV.
         owner: the rank whose KV is here, if `present`.
         present: whether that KV is here at all; False when nobody from here on needs it.
-        meets: whether any query of this rank sees any of that KV; False means nothing to compute.
+        rows: of that KV; 0 when it is not present.
+        pairs: visible (query, key) pairs of this rank's queries and that KV, over the sequences the mask speaks of.
         send_kv: pass this KV on to the next rank while computing.
         receive_kv: the next hop's KV arrives from the previous rank meanwhile.
         send_grad_home: in the backward, this was the KV's last stop: its gradient returns to `owner`.
@@ -32,11 +38,32 @@ class Hop:
     index: int
     owner: int
     present: bool
-    meets: bool
+    rows: int
+    pairs: int
     send_kv: bool
     receive_kv: bool
     send_grad_home: bool
     grad_comes_home: int | None
+
+    @property
+    def meets(self) -> bool:
+        """Whether any query of this rank sees any of that KV; False means nothing to compute."""
+        return self.pairs > 0
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether that KV is here for the ranks after this one alone."""
+        return self.present and not self.meets and self.index > 0
+
+    @property
+    def rows_sent(self) -> int:
+        """KV rows that leave at this hop, in either pass."""
+        return self.rows * self.send_kv
+
+    @property
+    def gradient_rows_sent(self) -> int:
+        """Rows of dK and dV that leave after this hop in the backward: on with their KV, or home."""
+        return self.rows * (self.send_kv + self.send_grad_home)
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,7 @@ class Plan:
         rank: whose plan this is.
         q_chunks: where this rank's queries stand.
         hops: in order; the same number on every rank.
+        pairs: for each rank, visible pairs of its queries with each rank's keys.
     """
 
     layout: Layout
@@ -56,6 +84,7 @@ class Plan:
     rank: int
     q_chunks: tuple[Chunk, ...]
     hops: tuple[Hop, ...]
+    pairs: tuple[tuple[int, ...], ...]
 
     @property
     def world_size(self) -> int:
@@ -76,68 +105,136 @@ class Plan:
         """Chunks of the KV at `hop`."""
         return self.layout.chunks[hop.owner]
 
+    def meetings(self, hop: Hop) -> tuple[tuple[Chunk, Chunk], ...]:
+        """The chunks of queries and of keys that see any of each other at `hop`."""
+        if not hop.meets:
+            return ()
+        area = self.mask.area(self.layout.seqlen, self.layout.seqlen)
+        found = []
+        for q in self.q_chunks:
+            for k in self.owner_chunks(hop):
+                if int(area.seen([(q.start, q.stop)], torch.tensor([k.start, k.stop], device="cpu"))):
+                    found.append((q, k))
+        return tuple(found)
+
+    @property
+    def balance(self) -> float:
+        """Visible pairs of the rank with the most, over the mean of all: 1 is even. Of no pairs at all, 1."""
+        work = [sum(row) for row in self.pairs]
+        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+    @property
+    def pace(self) -> float:
+        """Time of the ring in units of the mean rank's work, when messages cost nothing: at least `balance`."""
+        return pace(torch.tensor(self.pairs, device="cpu"))
+
+    @property
+    def share(self) -> float:
+        """This rank's visible pairs over those of all ranks; of no pairs at all, an equal share."""
+        total = sum(map(sum, self.pairs))
+        return sum(self.pairs[self.rank]) / total if total else 1.0 / self.world_size
+
     @property
     def rows_sent(self) -> int:
         """KV rows that this rank sends in a forward."""
-        return sum(self.layout.length(hop.owner) for hop in self.hops if hop.send_kv)
+        return sum(hop.rows_sent for hop in self.hops)
+
+    @property
+    def rows_passed_on(self) -> int:
+        """KV rows that this rank receives and that none of its queries sees."""
+        return sum(hop.rows for hop in self.hops if hop.passes_on)
+
+    @property
+    def gradient_rows_sent(self) -> int:
+        """Rows of dK and dV that this rank sends in a backward, beside the KV rows, which travel again."""
+        return sum(hop.gradient_rows_sent for hop in self.hops)
 
     def bytes_sent(self, batch: int, nheads_kv: int, headdim: int, itemsize: int) -> int:
         """Bytes that this rank sends in a forward: keys and values of `rows_sent` rows."""
         return 2 * batch * self.rows_sent * nheads_kv * headdim * itemsize
 
+    def bytes_sent_backward(
+        self, batch: int, nheads_kv: int, headdim: int, itemsize: int, gradient_itemsize: int = 4
+    ) -> int:
+        """Bytes that this rank sends in a backward: keys and values again, and their gradients, float32 by default."""
+        gradients = 2 * batch * self.gradient_rows_sent * nheads_kv * headdim * gradient_itemsize
+        return self.bytes_sent(batch, nheads_kv, headdim, itemsize) + gradients
+
+    def flops(self, batch: int, nheads: int, headdim: int, *, hop: Hop | None = None, backward: bool = False) -> int:
+        """FLOPs of the matmuls over visible pairs, of this rank's pass or of one hop of it.
+
+        A forward has two matmuls, of 2 headdim FLOPs a pair and head each, a backward five.
+        """
+        pairs = sum(self.pairs[self.rank]) if hop is None else hop.pairs
+        sequences = batch if self.mask.batch == 1 else 1  # else the pairs are those of all its sequences
+        return (5 if backward else 2) * 2 * pairs * sequences * nheads * headdim
+
     def __str__(self) -> str:
         """A table, a line a hop."""
         layout = self.layout
-        lines = [f"rank {self.rank} of {self.world_size}, {layout.name}, {self.mask!r}, {layout.seqlen} tokens"]
+        lines = [
+            f"rank {self.rank} of {self.world_size}, {layout.name}, {self.mask!r}, {layout.seqlen} tokens",
+            f"  {sum(self.pairs[self.rank])} visible pairs, {self.share:.1%} of all; the busiest rank has "
+            f"{self.balance:.2f} of the mean; sends {self.rows_sent} rows, and {self.gradient_rows_sent} of gradients",
+        ]
         for hop in self.hops:
-            doing = "compute" if hop.meets else ("pass on" if hop.present else "idle")
-            moves = f"send -> {self.next_rank}  " if hop.send_kv else ""
-            moves += f"receive <- {self.previous_rank}" if hop.receive_kv else ""
-            chunks = ", ".join(f"[{c.start}, {c.stop})" for c in self.owner_chunks(hop))
-            lines.append(f"  hop {hop.index}: KV of rank {hop.owner} {chunks}: {doing}  {moves}".rstrip())
+            doing = f"compute {hop.pairs} pairs" if hop.meets else ("pass on" if hop.passes_on else "idle")
+            moves = f"send {hop.rows_sent} -> {self.next_rank}  " if hop.send_kv else ""
+            moves += f"receive {self.hops[hop.index + 1].rows} <- {self.previous_rank}" if hop.receive_kv else ""
+            chunks = self.owner_chunks(hop)
+            named = ", ".join(f"[{c.start}, {c.stop})" for c in chunks[:SHOWN])
+            named += f", ... {len(chunks)} in all" if len(chunks) > SHOWN else ""
+            lines.append(f"  hop {hop.index}: KV of rank {hop.owner} {named}: {doing}  {moves}".rstrip())
         return "\n".join(lines)
 
 
 @lru_cache(maxsize=1024)
 def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
     """The plan of `rank`."""
-    world = layout.world_size
-
-    def meets(rank_q: int, rank_k: int) -> bool:
-        return mask.meets(layout.chunks[rank_q], layout.chunks[rank_k])
-
-    reach = [max((h for h in range(world) if meets((owner + h) % world, owner)), default=0) for owner in range(world)]
+    world, pairs = layout.world_size, _pairs(layout, mask)
+    reach = reaches(torch.tensor(pairs, device="cpu") > 0).tolist()
     home_from = (rank + reach[rank]) % world
     hops = []
     for h in range(max(reach) + 1):
         owner, following = (rank - h) % world, (rank - h - 1) % world
+        present = h <= reach[owner]
         hops.append(
             Hop(
                 index=h,
                 owner=owner,
-                present=h <= reach[owner],
-                meets=h <= reach[owner] and meets(rank, owner),
+                present=present,
+                rows=layout.length(owner) if present else 0,
+                pairs=pairs[rank][owner],
                 send_kv=h + 1 <= reach[owner],
                 receive_kv=h + 1 <= reach[following],
                 send_grad_home=0 < h == reach[owner],
                 grad_comes_home=home_from if 0 < h == reach[rank] else None,
             )
         )
-    return Plan(layout, mask, rank, layout.chunks[rank], tuple(hops))
+    return Plan(layout, mask, rank, layout.chunks[rank], tuple(hops), pairs)
+
+
+@lru_cache(maxsize=1024)
+def _pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
+    """For each rank, visible pairs of its queries with each rank's keys."""
+    cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
+    return tuple(map(tuple, mask.area(layout.seqlen, layout.seqlen).between(cut).tolist()))
 
 
 @lru_cache(maxsize=1024)
 def single_device_plan(seqlen_q: int, seqlen_k: int, mask: Mask) -> Plan:
     """A ring of one: all keys are here, and the queries are the last `seqlen_q` positions."""
     q_chunks, k_chunks = (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
+    pairs = int(mask.area(seqlen_q, seqlen_k).row_pairs.sum())
     alone = Hop(
         index=0,
         owner=0,
         present=True,
-        meets=mask.meets(q_chunks, k_chunks),
+        rows=seqlen_k,
+        pairs=pairs,
         send_kv=False,
         receive_kv=False,
         send_grad_home=False,
         grad_comes_home=None,
     )
-    return Plan(Layout("contiguous", seqlen_k, (k_chunks,)), mask, 0, q_chunks, (alone,))
+    return Plan(Layout("contiguous", seqlen_k, (k_chunks,)), mask, 0, q_chunks, (alone,), ((pairs,),))

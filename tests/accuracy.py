@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash import reference
-from ringflash.masks import Mask
+from ringflash.masks import Mask, as_mask
 
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 
@@ -125,8 +125,10 @@ class Problem:
         """`run` of the whole sequence by ring_attention."""
 
         def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            q, k, v = (context.shard(x) for x in (q, k, v))
-            return context.unshard(as_tensor(rf.ring_attention(q, k, v, context, **self._rest(sinks, options))))
+            mask = as_mask(self.mask)
+            q, k, v = (context.shard(x, mask=mask) for x in (q, k, v))
+            out = rf.ring_attention(q, k, v, context, **self._rest(sinks, options))
+            return context.unshard(as_tensor(out), mask=mask)
 
         return self.run(attention)
 

@@ -13,6 +13,7 @@ import ringflash as rf
 from ringflash.dropout import kept, philox
 from ringflash.errors import ArgumentError
 from ringflash.layout import LAYOUTS
+from ringflash.masks import Full
 from tests.accuracy import as_tensor
 
 WORD = 0xFFFFFFFF
@@ -77,8 +78,8 @@ def test_what_is_dropped_depends_on_positions_alone(world: int, layout: str) -> 
     context = rf.ContextParallel.local(max(world, 1), layout)
 
     def ring(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
-        q, k, v = map(context.shard, (q, k, v))
-        return context.unshard(as_tensor(rf.ring_attention(q, k, v, context, **rest)))
+        q, k, v = (context.shard(x, mask=Full()) for x in (q, k, v))
+        return context.unshard(as_tensor(rf.ring_attention(q, k, v, context, **rest)), mask=Full())
 
     weights = _weights(ring if world else rf.flash_attention, 83, rf.Dropout(0.35, seed=99))
     assert torch.equal(weights > 0, kept(0.35, 99, 2, 4, torch.arange(83), torch.arange(83)))

@@ -1,5 +1,7 @@
 """Layouts cut and join exactly, at any length."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,18 +9,39 @@ from hypothesis import strategies as st
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.layout import LAYOUTS, Chunk, make_layout
+from ringflash.layout import LAYOUTS, MOST_STRIPES, STRIPE, Chunk, make_layout
+from ringflash.masks import Full, Mask
+from tests.strategies import masks
 
 layouts = st.sampled_from(LAYOUTS)
 
 
-@given(name=layouts, world=st.integers(1, 9), extra=st.integers(0, 200))
-def test_every_token_lives_on_one_rank(name: str, world: int, extra: int) -> None:
-    cut = make_layout(name, world + extra, world)
+@st.composite
+def cases(draw: st.DrawFn, most: int = 60) -> tuple[str, int, int, Mask]:
+    """A layout's name, a length, ranks, and a mask that fits."""
+    world = draw(st.integers(1, 9))
+    seqlen = world + draw(st.integers(0, most))
+    return draw(layouts), seqlen, world, draw(masks(seqlen))
+
+
+@settings(deadline=None)
+@given(case=cases(most=200))
+def test_every_token_lives_on_one_rank(case: tuple[str, int, int, Mask]) -> None:
+    name, seqlen, world, mask = case
+    cut = make_layout(name, seqlen, world, mask)
     owned = sorted(position for rank in cut.chunks for chunk in rank for position in range(chunk.start, chunk.stop))
-    assert owned == list(range(world + extra))
+    assert owned == list(range(seqlen))
     assert max(cut.lengths) - min(cut.lengths) <= 1
     assert min(cut.lengths) >= 1
+
+
+@settings(deadline=None)
+@given(case=cases(most=200))
+def test_chunks_rise_and_do_not_touch(case: tuple[str, int, int, Mask]) -> None:
+    """Positions rise through storage, as kernels for intervals need, in as few chunks as there can be."""
+    for chunks in make_layout(*case).chunks:
+        assert all(chunk.length > 0 for chunk in chunks)
+        assert all(before.stop < after.start for before, after in pairwise(chunks))
 
 
 def test_zigzag_gives_a_rank_an_early_and_a_late_chunk() -> None:
@@ -29,19 +52,41 @@ def test_contiguous_chunks_differ_by_one() -> None:
     assert make_layout("contiguous", 7, 3).chunks == ((Chunk(0, 3),), (Chunk(3, 2),), (Chunk(5, 2),))
 
 
+def test_stripes_go_forwards_and_backwards() -> None:
+    """Of 17 tokens 16 in four rounds; the fifth leaves one token, for the first rank."""
+    assert make_layout("striped", 17, 2).chunks == (
+        (Chunk(0, 2), Chunk(6, 4), Chunk(14, 3)),
+        (Chunk(2, 4), Chunk(10, 4)),
+    )
+
+
+@pytest.mark.parametrize("seqlen", [4096, 8192, 10000, 131072, 2**20, 2**20 + 77])
+def test_stripes_are_whole_tiles(seqlen: int) -> None:
+    for chunks in make_layout("striped", seqlen, 4).chunks:
+        assert len(chunks) <= MOST_STRIPES + 1
+        assert all(chunk.length % STRIPE == 0 for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["zigzag", "striped"])
+def test_causal_work_is_even(name: str, world: int) -> None:
+    assert rf.ContextParallel.local(world, name).plan(rf.Causal(), 60000).balance < 1.01
+
+
 @settings(deadline=None)
-@given(name=layouts, world=st.integers(1, 9), extra=st.integers(0, 60), dim=st.integers(-2, 2))
-def test_shard_and_unshard_round_trip(name: str, world: int, extra: int, dim: int) -> None:
+@given(case=cases(), dim=st.integers(-2, 2))
+def test_shard_and_unshard_round_trip(case: tuple[str, int, int, Mask], dim: int) -> None:
+    name, seqlen, world, mask = case
     context = rf.ContextParallel.local(world, name)
-    x = torch.randn([world + extra if d == dim % 3 else 2 for d in range(3)])
-    assert torch.equal(context.unshard(context.shard(x, dim), dim), x)
+    x = torch.randn([seqlen if d == dim % 3 else 2 for d in range(3)])
+    assert torch.equal(context.unshard(context.shard(x, dim, mask=mask), dim, mask=mask), x)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_positions_say_what_shard_took(name: str) -> None:
-    context = rf.ContextParallel.local(3, name)
-    assert torch.equal(context.shard(torch.arange(17), dim=0), context.positions(17))
-    assert context.positions(17).dtype == torch.int64
+    context, mask = rf.ContextParallel.local(3, name), rf.Causal()
+    assert torch.equal(context.shard(torch.arange(17), dim=0, mask=mask), context.positions(17, mask=mask))
+    assert context.positions(17, mask=mask).dtype == torch.int64
 
 
 def test_a_shard_owns_its_storage() -> None:
@@ -49,6 +94,14 @@ def test_a_shard_owns_its_storage() -> None:
     shard = rf.ContextParallel.local(1).shard(x)
     shard.zero_()
     assert x.abs().sum() > 0
+
+
+def test_layouts_are_values() -> None:
+    """Made once: the same mask made anew gives the same layout."""
+    for name in LAYOUTS:
+        first, second = (make_layout(name, 50, 3, rf.Causal() & rf.Documents([0, 9, 50])) for _ in range(2))
+        assert first is second
+    assert make_layout("zigzag", 50, 3, Full()) is make_layout("zigzag", 50, 3)
 
 
 def test_fewer_tokens_than_ranks() -> None:
@@ -59,6 +112,23 @@ def test_fewer_tokens_than_ranks() -> None:
 def test_unknown_layout() -> None:
     with pytest.raises(ArgumentError, match="layout: expected one of .*'zigzag'.*got 'spiral'"):
         rf.ContextParallel.local(2, "spiral")
+
+
+def test_balanced_without_a_mask() -> None:
+    context, x = rf.ContextParallel.local(2, "balanced"), torch.zeros(1, 8)
+    for call in (lambda: context.shard(x), lambda: context.unshard(x), lambda: context.positions(8)):
+        with pytest.raises(
+            ArgumentError, match='mask: expected the mask that layout "balanced" follows, got None. Pass'
+        ):
+            call()
+
+
+def test_balanced_under_a_mask_of_another_sequence() -> None:
+    context = rf.ContextParallel.local(2, "balanced")
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected lengths that sum to the sequence's 8 keys"):
+        context.shard(torch.zeros(1, 8), mask=rf.Causal() & rf.Documents([0, 7]))
+    with pytest.raises(ArgumentError, match="mask: expected None or a mask such as rf.Causal"):
+        context.shard(torch.zeros(1, 8), mask="causal")  # type: ignore[arg-type]
 
 
 def test_no_virtual_ranks() -> None:

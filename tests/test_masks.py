@@ -277,4 +277,6 @@ def test_a_mask_of_another_batch() -> None:
 def test_a_plan_under_another_default_device() -> None:
     with torch.device("meta"):
         plan = rf.ContextParallel.local(2).plan(rf.Causal() & rf.Documents([0, 3, 9]), 9)
+        for mask in (rf.Causal() & rf.Documents([0, 30, 90]), rf.BlockSparse([[True, False], [False, True]], 45)):
+            assert "hop 0" in str(rf.ContextParallel.local(3, "balanced").plan(mask, 90))
     assert len(plan.hops) == 2

@@ -4,17 +4,33 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
 from ringflash import ring
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layout import LAYOUTS
+from ringflash.masks import Mask
 from tests.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
+from tests.distributed import run_ranks
+from tests.strategies import block_sparse
 
 MASKS = [None, rf.Causal()]
+SEQLEN = 61
+ALL_MASKS: dict[str, Mask | None] = {
+    "full": None,
+    "causal": rf.Causal(),
+    "window": rf.Causal() & rf.SlidingWindow(9),
+    "documents": rf.Documents([0, 5, 5, 20, 44, 61]),
+    "causal documents": rf.Causal() & rf.Documents([0, 5, 5, 20, 44, 61]),
+    "prefix": rf.PrefixLM([30, 3]),
+    "padding": rf.Causal() & rf.KeyPadding([61, 17]),
+    "sparse": block_sparse(SEQLEN, 8, seed=0, density=0.3),
+    "tree": rf.Causal() & rf.Tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], start=52),
+}
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -62,6 +78,56 @@ def test_repeats_are_bitwise_equal(layout: str) -> None:
     first = problem.ring(context)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(problem.ring(context), first, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", ALL_MASKS.values(), ids=ALL_MASKS)
+def test_every_mask_in_every_layout(mask: Mask | None, layout: str, world: int) -> None:
+    problem = Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=16, mask=mask)
+    assert_accurate(problem.ring(rf.ContextParallel.local(world, layout)), problem)
+
+
+def _on_processes() -> list[list[Tensor]]:
+    """out, dq, dk and dv of every layout and mask; q, k and v are the same leaves on every rank."""
+    results = []
+    for layout in LAYOUTS:
+        context = rf.ContextParallel(dist.group.WORLD, layout)
+        for mask in ALL_MASKS.values():
+            problem = Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=16, mask=mask)
+            out, *grads = problem.ring(context)
+            for grad in grads:
+                dist.all_reduce(grad)
+            results.append([out, *(grad / context.world_size for grad in grads)])
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_mask_in_every_layout_on_processes(world: int) -> None:
+    problems = [Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=16, mask=m) for m in ALL_MASKS.values()]
+    for results in run_ranks(world, _on_processes):
+        for got, problem in zip(results, problems * len(LAYOUTS), strict=True):
+            assert_accurate(got, problem)
+
+
+def _balanced_misuse() -> list[str]:
+    """Ranks that unshard under masks that differ, and under none."""
+    context = rf.ContextParallel(dist.group.WORLD, "balanced")
+    shard = context.shard(torch.zeros(1, 20), mask=rf.Causal())
+    with pytest.raises(RankMismatch) as differ:
+        context.unshard(shard, mask=rf.SlidingWindow(3 + context.rank))
+    with pytest.raises(ArgumentError) as missing:
+        context.unshard(shard)
+    with pytest.raises(ArgumentError) as another:
+        context.unshard(shard, mask=rf.Documents([0, 19]))
+    return [str(caught.value) for caught in (differ, missing, another)]
+
+
+def test_balanced_misuse() -> None:
+    for differ, missing, another in run_ranks(2, _balanced_misuse):
+        assert differ.startswith("ranks disagree on mask")
+        assert missing.startswith('mask: expected the mask that layout "balanced" follows')
+        assert another.startswith("cu_seqlens: expected lengths that sum to the sequence's 20 keys")
 
 
 def test_gradcheck() -> None:

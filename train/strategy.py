@@ -26,6 +26,7 @@ from ringflash.train.batch import agree_on_batch
 from ringflash.train.departure import Departure
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
+LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -45,7 +46,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
     Args:
         context_parallel_size: ranks that share a sequence; "auto": all that `data_parallel_size` leaves.
         data_parallel_size: sequences in flight; "auto": all that `context_parallel_size` leaves, 1 when both are auto.
-        layout: how a sequence is cut, "zigzag" (even causal work) or "contiguous".
+        layout: how a sequence is cut: "zigzag" or "striped" (even causal work) or "contiguous".
         transport: how keys and values travel, as in `rf.ContextParallel`.
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
         timeout: of collectives; a timedelta or seconds.
@@ -55,7 +56,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
         self,
         context_parallel_size: Literal["auto"] | int = "auto",
         data_parallel_size: Literal["auto"] | int = "auto",
-        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        layout: Literal["zigzag", "contiguous", "striped"] = "zigzag",
         transport: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -65,13 +66,16 @@ class RingAttentionStrategy(ModelParallelStrategy):
                 raise ConfigError(
                     f"{name}_size", expected='"auto" or a positive integer', got=size, remedy="Set the number of ranks."
                 )
+        if layout not in LAYOUTS:
+            remedy = "A batch is cut before any mask is known; cut it yourself where the mask is, for another layout."
+            raise ConfigError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy=remedy)
         super().__init__(
             data_parallel_size=data_parallel_size,
             process_group_backend=process_group_backend,
             timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
         )
         self._context_parallel_size: Literal["auto"] | int = context_parallel_size
-        self._layout: Literal["zigzag", "contiguous"] = layout
+        self._layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
         self._context: rf.ContextParallel | None = None
         self._shard_mesh: DeviceMesh | None = None

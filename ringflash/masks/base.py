@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.layout import Chunk
+from ringflash.masks.area import Area
 from ringflash.masks.bitmap import Bitmap
 
 
@@ -74,6 +75,12 @@ class Mask(ABC):
         seen = (positions_k >= lo[..., None]) & (positions_k < hi[..., None])
         bitmap = self.bitmap()
         return seen if bitmap is None else seen & bitmap.sees(positions_q, positions_k)
+
+    def area(self, seqlen_q: int, seqlen_k: int) -> Area:
+        """Counts of visible pairs of queries at the last `seqlen_q` positions with keys at the `seqlen_k` from 0 on."""
+        first = seqlen_k - seqlen_q
+        lo, hi = torch.broadcast_tensors(*self.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
+        return Area(lo, hi, first, self.bitmap())
 
     def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
         """Whether any row of `chunks_q` sees any key of `chunks_k`."""

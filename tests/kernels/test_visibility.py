@@ -24,7 +24,7 @@ def hops(draw: st.DrawFn) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     if draw(st.booleans()):
         seqlen_q = draw(st.integers(1, SEQLEN + 20))
         return (Chunk(SEQLEN - seqlen_q, seqlen_q),), (Chunk(0, SEQLEN),)
-    layout = make_layout(draw(st.sampled_from(LAYOUTS)), SEQLEN, draw(st.integers(1, 4)))
+    layout = make_layout(draw(st.sampled_from(LAYOUTS)), SEQLEN, draw(st.integers(1, 4)), draw(masks(SEQLEN)))
     return draw(st.sampled_from(layout.chunks)), draw(st.sampled_from(layout.chunks))
 
 

@@ -45,7 +45,7 @@ def test_matches_transformers_llama(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_virtual_ranks_give_the_same_logits(world_size: int, layout: str) -> None:
     decoder = Decoder(CONFIG).double()
     context = rf.ContextParallel.local(world_size, layout)

@@ -49,6 +49,11 @@ def test_size_of_the_wrong_kind(size: Any) -> None:
         RingAttentionStrategy(context_parallel_size=size)
 
 
+def test_a_layout_that_needs_a_mask() -> None:
+    with pytest.raises(ConfigError, match="layout: expected one of .*'striped'.*got 'balanced'. A batch is cut before"):
+        RingAttentionStrategy(layout="balanced")  # type: ignore[arg-type]
+
+
 def test_registered() -> None:
     assert isinstance(StrategyRegistry.get("ring_attention"), RingAttentionStrategy)
 

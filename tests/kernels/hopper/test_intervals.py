@@ -54,7 +54,7 @@ def hops(draw: st.DrawFn) -> Hop:
     if draw(st.booleans()):
         seqlen_q = draw(st.integers(1, SEQLEN + 150))
         return (Chunk(SEQLEN - seqlen_q, seqlen_q),), WHOLE
-    chunks = make_layout(draw(st.sampled_from(LAYOUTS)), SEQLEN, draw(st.integers(1, 4))).chunks
+    chunks = make_layout(draw(st.sampled_from(LAYOUTS)), SEQLEN, draw(st.integers(1, 4)), draw(masks(SEQLEN))).chunks
     return draw(st.sampled_from(chunks)), draw(st.sampled_from(chunks))
 
 
@@ -178,5 +178,6 @@ def test_are_ascending() -> None:
     assert are_ascending((Chunk(0, 5), Chunk(5, 5), Chunk(20, 1)))
     assert not are_ascending((Chunk(5, 5), Chunk(0, 5)))
     assert not are_ascending((Chunk(0, 5), Chunk(4, 5)))
+    mask = rf.Causal() & rf.Documents([0, 9, SEQLEN])
     for layout in LAYOUTS:
-        assert all(map(are_ascending, make_layout(layout, SEQLEN, 4).chunks))
+        assert all(map(are_ascending, make_layout(layout, SEQLEN, 4, mask).chunks))

@@ -1,0 +1,172 @@
+"""How many (query, key) pairs a mask shows, exactly, without looking at pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ringflash.masks.bitmap import Bitmap
+
+
+class Area:
+    """Visible pairs of some consecutive queries with the keys of a sequence, summed over a batch.
+
+    Neither bound of an interval mask ever falls, so sum_i min(hi_i, y) is a prefix sum of hi and a product: pairs of a
+    chunk with keys before y take a search. Under a bitmap they take one for each of its rows.
+
+    Args:
+        lo: (batch or 1, rows) int64 on the CPU: first key each query sees.
+        hi: one past the last; no further than lo is none.
+        first: global position of the first query.
+        bitmap: what of the intervals is seen; None is all.
+    """
+
+    def __init__(self, lo: Tensor, hi: Tensor, first: int, bitmap: Bitmap | None) -> None:
+        self._hi, self._first, self._bitmap = hi, first, bitmap
+        self._lo = torch.minimum(lo, hi)
+        self.batch = lo.shape[0]
+
+    @property
+    def row_pairs(self) -> Tensor:
+        """Keys that each query sees: int64 (rows,)."""
+        if self._bitmap is None:
+            return (self._hi - self._lo).sum(0)
+        return torch.stack([runs.row_pairs for runs in self._runs]).sum(0)
+
+    @property
+    def components(self) -> Tensor:
+        """Where the sequence falls into parts that see nothing of each other: int64, 0 first and its length last.
+
+        Asks for all queries of the sequence: they stand where the keys do.
+        """
+        rows = self._hi.shape[1]
+        live = self._hi > self._lo
+        furthest = self._hi.where(live, 0).amax(0).cummax(0).values
+        earliest = self._lo.where(live, rows).amin(0).flip(0).cummin(0).values.flip(0)
+        inner = torch.arange(1, rows, device="cpu")
+        cuts = inner[(furthest[:-1] <= inner) & (earliest[1:] >= inner)]
+        return torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), rows)])
+
+    def seen(self, queries: Sequence[tuple[int, int]], edges: Tensor) -> Tensor:
+        """Pairs of the queries of some ranges [start, stop) with the keys between neighbouring edges.
+
+        Args:
+            queries: of global positions, none twice.
+            edges: (n + 1,) int64, rising.
+
+        Returns:
+            int64 (n,).
+        """
+        starts, stops = (torch.tensor(x, device="cpu") - self._first for x in zip(*queries, strict=True))
+        if self._bitmap is None:
+            his = self._below(self._hi, self._hi_sums, starts, stops, edges)
+            return (his - self._below(self._lo, self._lo_sums, starts, stops, edges)).diff()
+        return torch.stack([runs.below(starts, stops, edges) for runs in self._runs]).sum(0).diff()
+
+    def between(self, cut: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+        """Pairs of each rank's queries with each rank's keys: int64 (ranks, ranks).
+
+        Args:
+            cut: for each rank its ranges of positions; together they are the whole sequence.
+        """
+        pieces = sorted((start, stop, rank) for rank, ranges in enumerate(cut) for start, stop in ranges)
+        edges = torch.tensor([0, *(stop for _, stop, _ in pieces)], device="cpu")
+        owners = torch.tensor([rank for _, _, rank in pieces], device="cpu")
+        pairs = torch.zeros(len(cut), len(cut), dtype=torch.int64, device="cpu")
+        for row, ranges in zip(pairs, cut, strict=True):
+            if ranges:
+                row.index_add_(0, owners, self.seen(ranges, edges))
+        return pairs
+
+    def _below(self, bound: Tensor, sums: Tensor, starts: Tensor, stops: Tensor, edges: Tensor) -> Tensor:
+        """sum over the rows of all ranges, and the batch, of min(bound, edge): int64 like `edges`."""
+        total = torch.zeros_like(edges)
+        for values, prefix in zip(bound, sums, strict=True):
+            short = torch.searchsorted(values.contiguous(), edges)  # rows whose bound is below the edge
+            for rows, sign in ((stops, 1), (starts, -1)):
+                before = torch.minimum(rows[:, None], short)
+                total += sign * (prefix[before] + edges * (rows[:, None] - before)).sum(0)
+        return total
+
+    @cached_property
+    def _hi_sums(self) -> Tensor:
+        return torch.nn.functional.pad(self._hi.cumsum(1), (1, 0))
+
+    @cached_property
+    def _lo_sums(self) -> Tensor:
+        return torch.nn.functional.pad(self._lo.cumsum(1), (1, 0))
+
+    @cached_property
+    def _runs(self) -> list[_Runs]:
+        """For each sequence of the batch its runs of queries that see the same."""
+        assert self._bitmap is not None
+        positions = torch.arange(self._first, self._first + self._hi.shape[1], device="cpu")
+        bit_rows = self._bitmap.rows(positions)
+        shown = _Shown(self._bitmap)
+        return [_Runs(bit_rows, lo, hi, shown) for lo, hi in zip(self._lo, self._hi, strict=True)]
+
+
+class _Shown:
+    """How many of the keys before some position the rows of a bitmap show."""
+
+    def __init__(self, bitmap: Bitmap) -> None:
+        self._bitmap = bitmap
+        self._sums = torch.nn.functional.pad(bitmap.cells.cumsum(1, dtype=torch.int32), (1, 0))
+
+    def before(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """int64, for rows and positions that broadcast."""
+        size, columns = self._bitmap.size, self._bitmap.cells.shape[1]
+        keys = keys.clamp(0, self._bitmap.reach)
+        column, rest = keys // size, keys % size  # nothing is left over past the last column
+        return self._sums[rows, column].long() * size + rest * self._bitmap.cells[rows, column.clamp(max=columns - 1)]
+
+
+class _Runs:
+    """Runs of consecutive queries that see the same keys of a bitmap."""
+
+    def __init__(self, bit_rows: Tensor, lo: Tensor, hi: Tensor, shown: _Shown) -> None:
+        changed = (bit_rows.diff() != 0) | (lo.diff() != 0) | (hi.diff() != 0)
+        self._begins = torch.cat([changed.new_ones(1), changed]).nonzero()[:, 0]
+        ends = torch.cat([self._begins[1:], self._begins.new_full((1,), len(bit_rows))])
+        self._lengths = ends - self._begins
+        self._rows, self._shown = bit_rows[self._begins], shown
+        self._bounds = [bound[self._begins] for bound in (hi, lo)]
+
+    @property
+    def row_pairs(self) -> Tensor:
+        """Keys that each query sees: int64 (queries,)."""
+        hi, lo = (self._shown.before(self._rows, bound) for bound in self._bounds)
+        return (hi - lo).repeat_interleave(self._lengths)
+
+    def below(self, starts: Tensor, stops: Tensor, edges: Tensor) -> Tensor:
+        """Pairs of the queries in the ranges [starts, stops) with keys before each edge: int64 like `edges`."""
+        weights = self._rows_in(starts, stops)
+        there = weights.nonzero()[:, 0]
+        rows, weights = self._rows[there], weights[there]
+        hi, lo = (self._clipped(rows, bound[there], weights, edges) for bound in self._bounds)
+        return hi - lo
+
+    def _rows_in(self, starts: Tensor, stops: Tensor) -> Tensor:
+        """How many queries of each run lie in the ranges: int64 (runs,)."""
+        total = torch.zeros_like(self._lengths)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            upto = torch.minimum((stop - self._begins).clamp(min=0), self._lengths)
+            total += upto - torch.minimum((start - self._begins).clamp(min=0), self._lengths)
+        return total
+
+    def _clipped(self, rows: Tensor, bound: Tensor, weights: Tensor, edges: Tensor) -> Tensor:
+        """sum_i weights_i * (keys before min(bound_i, edge) that row_i shows), by one search a row of the bitmap."""
+        distinct, number = rows.unique(return_inverse=True)
+        width = int(bound.max()) + int(edges[-1]) + 1 if len(bound) else 1
+        keys, order = (number * width + bound).sort()
+        weights = weights[order]
+        counted = weights * self._shown.before(rows[order], bound[order])
+        counted, weights = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (counted, weights))
+        base = torch.arange(len(distinct), device="cpu")[:, None] * width
+        first, place, last = (torch.searchsorted(keys, x) for x in (base, base + edges, base + width))
+        shorter = counted[place] - counted[first]
+        longer = (weights[last] - weights[place]) * self._shown.before(distinct[:, None], edges)
+        return (shorter + longer).sum(0)
