@@ -128,10 +128,10 @@ class _GradientRing:
             messages.append(Message(done.grad_comes_home, home.message(rows), _GRADIENT_HOME, sends=False))
         return self._transport.start(messages)
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """The finished gradient of this rank's keys and values, in their dtype, each in storage of its own."""
+    def own(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The finished gradient of this rank's keys and values, in their dtype or `dtype`, each in its own storage."""
         assert self._own is not None
-        dk, dv = (gradient.to(x.dtype) for gradient, x in zip(self._own, self._like, strict=True))
+        dk, dv = (gradient.to(dtype or x.dtype) for gradient, x in zip(self._own, self._like, strict=True))
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
 
 
@@ -198,19 +198,40 @@ def backward(
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Gradients of `forward`, with `lse` of the whole ring: dq, dk, dv as q, k, v, and dsinks (nheads,).
 
+    dsinks is this rank's rows' share, empty without sinks.
+    """
+    dout = with_unit_stride(dout)
+    delta = tiles.kernels.delta(out, dout, dlse)
+    dq, dk, dv = yield from backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
+    return dq, dk, dv, sinks_gradient(tiles.scoring.sinks, lse, delta)
+
+
+def backward_from_delta(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+    dtype_kv: torch.dtype | None = None,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """dq, dk and dv as q, k and v, or dk and dv in `dtype_kv`, from delta = rowsum(dout * out) - dlse.
+
     dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
-    dk and dv are then added to it. dsinks is this rank's rows' share, empty without sinks.
+    dk and dv are then added to it.
     """
     kernels = tiles.kernels
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # once: a sum's gradient is one number, expanded
-    delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
+    dout, lse = with_unit_stride(dout), lse.contiguous()  # kernels read lse and delta as one vector a head
     wide = kernels.state_dtype(q.dtype)
     single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask, tiles.scoring)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
     dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)
-    gradients = _GradientRing(k, v, dtype, plan, transport)
+    gradients = _GradientRing(k, v, dtype if dtype_kv is None else wide, plan, transport)
     moving_gradients = None
     dq_written = single_pass
     for hop in plan.hops:
@@ -243,10 +264,15 @@ def backward(
     transport.finish(moving_gradients)
     if not dq_written:
         dq.zero_()
-    return dq.to(q.dtype), *gradients.own(), _dsinks(tiles.scoring.sinks, lse, delta)
+    return dq.to(q.dtype), *gradients.own(dtype_kv)
 
 
-def _dsinks(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+def with_unit_stride(dout: Tensor) -> Tensor:
+    """`dout`, copied if its rows are not dense: a sum's gradient is one number, expanded."""
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink's weight exp(sink - lse) times dS of a key without a value, -delta; rows that saw nothing have no sink."""
     if sinks is None:
         return lse.new_empty(0)

@@ -1,0 +1,97 @@
+"""Two dimensions over gloo processes: the same bits as virtual ranks, meshes in either order, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import ringflash as rf
+from ringflash.errors import ArgumentError, RankMismatch
+from tests.accuracy import Problem
+from tests.distributed import run_ranks
+
+PROBLEMS = [
+    Problem.random(seqlen=37, heads=(4, 2), dtype=torch.float64, mask=rf.Causal(), dropout=rf.Dropout(0.1, seed=3)),
+    Problem.random(seqlen=96, heads=(6, 3), dtype=torch.float32, mask=rf.Documents([0, 30, 41, 96]), batch=1),
+    Problem.random(seqlen=50, heads=(8, 1), headdim=(32, 16), dtype=torch.bfloat16, alibi=2),
+]
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    options = rf.AttentionOptions(alibi_slopes=problem.alibi_slopes, return_lse=True)
+    return {"mask": problem.mask, "dropout": problem.dropout, "options": options}
+
+
+def _attend(context: rf.ContextParallel) -> list[Tensor]:
+    """This process's shards of out, lse, dq, dk and dv of every problem, rows in dimension 1."""
+    results = []
+    for problem in PROBLEMS:
+        q, k, v = (context.shard(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
+        out, lse = rf.ring_attention(q, k, v, context, **_options(problem))
+        results += [out.detach(), lse.detach().transpose(1, 2)]
+        results += torch.autograd.grad(out, (q, k, v), context.shard(problem.dout))
+    return results
+
+
+def _four_ranks() -> tuple[int, list[Tensor], list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    context = rf.ContextParallel(mesh)
+    shards = _attend(context)
+    wholes = [context.unshard(x) for x in shards]
+
+    shard = context.shard(torch.arange(22.0), 0).requires_grad_()
+    (context.unshard(shard, 0) * (context.rank + 1)).sum().backward()
+    assert shard.grad is not None
+    assert bool((shard.grad == 1 + 2 + 3 + 4).all())
+
+    other_order = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "ring"))
+    turned = rf.ContextParallel(other_order, "contiguous")
+    assert turned.grid.group(0) == (0, 2)
+    again = [turned.unshard(x) for x in _attend(turned)]
+    for a, b in zip(wholes, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert rf.ContextParallel(mesh, "contiguous")._control is context._control
+    return context.rank, shards, _refusals(context)
+
+
+def _refusals(context: rf.ContextParallel) -> list[str]:
+    raised = []
+    for dims, names in (((2, 2), ("data", "heads")), ((2, 2), None), ((1, 2, 2), ("data", "ring", "heads"))):
+        with pytest.raises(ArgumentError) as caught:
+            rf.ContextParallel(init_device_mesh("cpu", dims, mesh_dim_names=names))
+        raised.append(str(caught.value))
+    with pytest.raises(ArgumentError) as caught:
+        rf.ContextParallel(DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("ring", "heads")))
+    raised.append(str(caught.value))
+    q = torch.zeros(1, 4, 3, 16)
+    with pytest.raises(ArgumentError) as caught:
+        rf.ring_attention(q, q, q, context)
+    raised.append(str(caught.value))
+    q = torch.zeros(1, 4, 4, 32 if context.rank == 2 else 16)
+    with pytest.raises(RankMismatch) as mismatch:
+        rf.ring_attention(q, q, q, context)
+    return [*raised, str(mismatch.value)]
+
+
+REFUSALS = [
+    "mesh: expected one dimension, or two named \"ring\" and \"heads\", got dimensions ('data', 'heads')",
+    'mesh: expected one dimension, or two named "ring" and "heads", got 2 without names',
+    "mesh: expected one dimension, or two named \"ring\" and \"heads\", got dimensions ('data', 'ring', 'heads')",
+    "mesh: expected ranks that rise along both dimensions, got [[0, 1], [3, 2]]",
+    "nheads: expected a multiple of the 2 ranks that heads are split over, got 3",
+    "ranks disagree on headdim: rank 2 against the rest",
+]
+
+
+def test_four_processes_in_two_dimensions() -> None:
+    results = run_ranks(4, _four_ranks)
+    local = rf.ContextParallel.local(4, heads=2)
+    expected = _attend(local)
+    for index, whole in enumerate(expected):
+        assert torch.equal(torch.cat([shards[index] for _, shards, *_ in results], dim=1), whole)
+    for rank, (own, _, refusals) in enumerate(results):
+        assert own == rank
+        for text, start in zip(refusals, REFUSALS, strict=True):
+            assert text.startswith(start)
