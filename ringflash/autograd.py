@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringflash import ulysses
 from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.grid import split_rows
 from ringflash.kernels import backend as backends
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Mask, mask_from_spec
@@ -41,8 +42,9 @@ class _Ranks:
         else:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1])
             mask.validate(seqlen)
-            lengths, ranks = self._context.lengths(seqlen), self._context.local_ranks
+            ranks = self._context.local_ranks
             self.plans = [self._context.plan(mask, seqlen, rank) for rank in ranks]
+            lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
             self.groups = [self._group(self._context, lengths, rank) for rank in ranks]
             self._lengths = [lengths[rank] for rank in ranks]
 

@@ -99,11 +99,10 @@ class ContextParallel:
         return f"ContextParallel({self.name})"
 
     def _cut(self, seqlen: int) -> Layout:
-        return split_rows(make_layout(self.layout, seqlen, self.grid.ring), self.grid)
+        return split_rows(self._ring_cut(seqlen), self.grid)
 
-    def lengths(self, seqlen: int) -> tuple[int, ...]:
-        """Tokens of a sequence of `seqlen` that each rank stores, in rank order."""
-        return self._cut(seqlen).lengths
+    def _ring_cut(self, seqlen: int) -> Layout:
+        return make_layout(self.layout, seqlen, self.grid.ring)
 
     def _local_chunks(self, seqlen: int) -> list[Chunk]:
         chunks = self._cut(seqlen).chunks
@@ -143,7 +142,7 @@ class ContextParallel:
         With heads split over ranks, the plan is of the ring alone: it counts `rank` there, and has the rows of groups.
         """
         place, _ = self.grid.places[self.rank if rank is None else rank]
-        return make_plan(make_layout(self.layout, seqlen, self.grid.ring), as_mask(mask), place)
+        return make_plan(self._ring_cut(seqlen), as_mask(mask), place)
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split."""

@@ -27,7 +27,7 @@ ALLOWED = {
     "ring": {"kernels", "plan", "state", "transport"},
     "ulysses": {"plan", "ring", "transport"},
     "context": {"errors", "grid", "layout", "masks", "plan", "transport"},
-    "autograd": {"context", "kernels", "masks", "plan", "ring", "transport", "ulysses"},
+    "autograd": {"context", "grid", "kernels", "masks", "plan", "ring", "transport", "ulysses"},
     "decode_op": {"context", "errors", "kernels", "masks"},
     "decode": {"checks", "context", "decode_op", "errors", "kernels", "masks"},
     "attention": {"autograd", "checks", "context", "dropout", "errors", "kernels", "masks"},
