@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import layout as layouts
+from ringflash.double_ring import make_double_plan
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
@@ -20,6 +21,7 @@ from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
 from ringflash.transport.control import ControlPlane, Field, odd_ones
 from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
+from ringflash.transport.links import TwoLinks, far_group
 from ringflash.transport.mesh import MeshControlPlane
 from ringflash.transport.nccl import ProcessGroupTransport
 
@@ -40,9 +42,12 @@ class ContextParallel:
             collective of its ranks.
         layout: how the sequence is cut: "zigzag" (equal causal work on every rank) or "contiguous".
         transport: how KV moves: "nccl" is point-to-point over the group's own backend, NCCL or gloo; "auto" chooses.
+        inner_ring: ranks, neighbours in the ring, that fast links join: KV goes around them while that of the next such
+            ranks is on its way over slow links. None is one ring. Creating the context is then a collective.
 
     Raises:
-        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name.
+        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, or an
+            inner ring that the ring is no multiple of.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class ContextParallel:
         mesh_or_group: DeviceMesh | dist.ProcessGroup | int | None,
         layout: str = "zigzag",
         transport: str = "auto",
+        *,
+        inner_ring: int | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
@@ -62,17 +69,22 @@ class ContextParallel:
             self._control: ControlPlane | None = same._control
         else:
             self._control = ControlPlane(group) if mesh is None else MeshControlPlane(mesh, (RING, HEADS), grid.places)
-        self.transport: Transport | None = ProcessGroupTransport(group)
+        _check_inner_ring(inner_ring, grid)
+        near = ProcessGroupTransport(group)
+        far = None if inner_ring is None else ProcessGroupTransport(far_group(group))
+        self.transport: Transport | None = near if far is None else TwoLinks(near, far)
         self.heads_transport: HeadsTransport | None = None if heads is None else ProcessGroupHeads(heads)
         self.group: dist.ProcessGroup | None = group
         self.heads_group: dist.ProcessGroup | None = heads
         place = dist.get_rank(group), 0 if heads is None else dist.get_rank(heads)
         names = group.group_name if heads is None else f"{group.group_name} and {heads.group_name}"
-        self._set(grid.places.index(place), grid, layout, f"group {names} nccl")
+        self._set(grid.places.index(place), grid, inner_ring, layout, f"group {names} nccl")
         self.local_ranks = (self.rank,)
 
     @classmethod
-    def local(cls, world_size: int, layout: str = "zigzag", *, heads: int = 1) -> ContextParallel:
+    def local(
+        cls, world_size: int, layout: str = "zigzag", *, heads: int = 1, inner_ring: int | None = None
+    ) -> ContextParallel:
         """`world_size` virtual ranks in this process, to run and test ring schedules on one device.
 
         With `heads`, neighbours in groups of that many split heads, and the ring has `world_size / heads` ranks.
@@ -83,17 +95,25 @@ class ContextParallel:
             raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
         self = cls.__new__(cls)
         self._control = self.transport = self.heads_transport = self.group = self.heads_group = None
-        self._set(0, Grid.of(world_size, heads), layout, "local")
+        grid = Grid.of(world_size, heads)
+        _check_inner_ring(inner_ring, grid)
+        self._set(0, grid, inner_ring, layout, "local")
         self.local_ranks = tuple(range(world_size))
         return self
 
-    def _set(self, rank: int, grid: Grid, layout: str, kind: str) -> None:
+    def _set(self, rank: int, grid: Grid, inner_ring: int | None, layout: str, kind: str) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
-        self.rank, self.grid, self.layout = rank, grid, layout
+        self.rank, self.grid, self.inner_ring, self.layout = rank, grid, inner_ring, layout
         self.world_size = len(grid.places)
-        self.name = " ".join(filter(None, (kind, f"rank {rank} of {self.world_size}", str(grid), layout)))
+        self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}"
         _CONTEXTS[self.name] = self
+
+    @property
+    def _schedule(self) -> str:
+        """The layout and what else of the schedule is chosen, in words."""
+        inner = "" if self.inner_ring is None else f"inner ring {self.inner_ring}"
+        return " ".join(filter(None, (self.layout, str(self.grid), inner)))
 
     def __repr__(self) -> str:
         return f"ContextParallel({self.name})"
@@ -142,7 +162,9 @@ class ContextParallel:
         With heads split over ranks, the plan is of the ring alone: it counts `rank` there, and has the rows of groups.
         """
         place, _ = self.grid.places[self.rank if rank is None else rank]
-        return make_plan(self._ring_cut(seqlen), as_mask(mask), place)
+        if self.inner_ring is None:
+            return make_plan(self._ring_cut(seqlen), as_mask(mask), place)
+        return make_double_plan(self._ring_cut(seqlen), as_mask(mask), place, self.inner_ring)
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split."""
@@ -167,8 +189,7 @@ class ContextParallel:
 
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
         assert self._control is not None
-        layout = f"{self.layout} {self.grid}".strip()
-        lengths = self._control.agree({**fields, "layout": layout, "seqlen": local_seqlen}, free="seqlen")
+        lengths = self._control.agree({**fields, "layout": self._schedule, "seqlen": local_seqlen}, free="seqlen")
         expected = self._cut(sum(lengths)).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
@@ -189,6 +210,13 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.context.shard(ctx.control.sum(grads[0]), ctx.dim), None, None, None, None
+
+
+def _check_inner_ring(inner_ring: int | None, grid: Grid) -> None:
+    if inner_ring is not None and (inner_ring < 1 or grid.ring % inner_ring):
+        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
+        expected = f"a divisor of the ring's {grid.ring} ranks"
+        raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
 
 
 def _resolve(mesh_or_group: object) -> tuple[dist.ProcessGroup, DeviceMesh | None, Grid]:

@@ -27,6 +27,10 @@ class Hop:
         receive_kv: the next hop's KV arrives from the previous rank meanwhile.
         send_grad_home: in the backward, this was the KV's last stop: its gradient returns to `owner`.
         grad_comes_home: in the backward, this rank's own KV gradient returns after this hop, from this rank.
+        revolution: which one of a double ring, 0 in a ring.
+        begins: whether this KV came from the group of ranks before, and its revolution of this group begins.
+        far_to: the rank in the next group that this KV is sent to during the whole revolution, if any.
+        far_from: the rank in the group before from which the KV that begins the next revolution arrives meanwhile.
     """
 
     index: int
@@ -37,6 +41,15 @@ class Hop:
     receive_kv: bool
     send_grad_home: bool
     grad_comes_home: int | None
+    revolution: int = 0
+    begins: bool = False
+    far_to: int | None = None
+    far_from: int | None = None
+
+    @property
+    def starts(self) -> bool:
+        """Whether this KV makes its first stop here, or in this group: a gradient of it starts anew."""
+        return self.index == 0 or self.begins
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Plan:
         rank: whose plan this is.
         q_chunks: where this rank's queries stand.
         hops: in order; the same number on every rank.
+        inner: ranks of a group, in which KV goes around before the next group has it; None is a ring of all ranks.
     """
 
     layout: Layout
@@ -56,6 +70,7 @@ class Plan:
     rank: int
     q_chunks: tuple[Chunk, ...]
     hops: tuple[Hop, ...]
+    inner: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -65,12 +80,24 @@ class Plan:
     @property
     def next_rank(self) -> int:
         """Where this rank sends KV."""
-        return (self.rank + 1) % self.world_size
+        return self._neighbour(1)
 
     @property
     def previous_rank(self) -> int:
         """Where this rank's KV comes from."""
-        return (self.rank - 1) % self.world_size
+        return self._neighbour(-1)
+
+    def _neighbour(self, step: int) -> int:
+        size = self.inner or self.world_size
+        return self.rank // size * size + (self.rank + step) % size
+
+    def ends_revolution(self, hop: Hop) -> bool:
+        """Whether KV of another group is here next, or none."""
+        return hop.index + 1 == len(self.hops) or self.hops[hop.index + 1].begins
+
+    def next_revolution(self, hop: Hop) -> Hop:
+        """The hop that begins it."""
+        return next(after for after in self.hops[hop.index + 1 :] if after.begins)
 
     def owner_chunks(self, hop: Hop) -> tuple[Chunk, ...]:
         """Chunks of the KV at `hop`."""
@@ -79,7 +106,8 @@ class Plan:
     @property
     def rows_sent(self) -> int:
         """KV rows that this rank sends in a forward."""
-        return sum(self.layout.length(hop.owner) for hop in self.hops if hop.send_kv)
+        sends = [(hop.send_kv, hop.far_to is not None) for hop in self.hops]
+        return sum(self.layout.length(hop.owner) * sum(of) for hop, of in zip(self.hops, sends, strict=True))
 
     def bytes_sent(self, batch: int, nheads_kv: int, headdim: int, itemsize: int) -> int:
         """Bytes that this rank sends in a forward: keys and values of `rows_sent` rows."""
@@ -92,7 +120,9 @@ class Plan:
         for hop in self.hops:
             doing = "compute" if hop.meets else ("pass on" if hop.present else "idle")
             moves = f"send -> {self.next_rank}  " if hop.send_kv else ""
-            moves += f"receive <- {self.previous_rank}" if hop.receive_kv else ""
+            moves += f"receive <- {self.previous_rank}  " if hop.receive_kv else ""
+            moves += f"send far -> {hop.far_to}  " if hop.far_to is not None else ""
+            moves += f"receive far <- {hop.far_from}" if hop.far_from is not None else ""
             chunks = ", ".join(f"[{c.start}, {c.stop})" for c in self.owner_chunks(hop))
             lines.append(f"  hop {hop.index}: KV of rank {hop.owner} {chunks}: {doing}  {moves}".rstrip())
         return "\n".join(lines)

@@ -72,8 +72,8 @@ def test_what_is_dropped_goes_by_the_head_among_all(grid: tuple[int, int], layou
     context = context_of(grid, layout)
     q, k = torch.randn(2, 53, 12, 16, dtype=torch.float64), torch.randn(2, 53, 2, 16, dtype=torch.float64)
     v = torch.eye(53, dtype=torch.float64)[None, :, None].expand(2, -1, 2, -1)
-    shards = map(context.shard, (q, k, v))
-    out = context.unshard(as_tensor(rf.ring_attention(*shards, context, dropout=rf.Dropout(0.35, seed=99))))
+    q, k, v = map(context.shard, (q, k, v))
+    out = context.unshard(as_tensor(rf.ring_attention(q, k, v, context, dropout=rf.Dropout(0.35, seed=99))))
     assert torch.equal(out.transpose(1, 2) > 0, kept(0.35, 99, 2, 12, torch.arange(53), torch.arange(53)))
 
 

@@ -1,9 +1,10 @@
-"""Two dimensions over gloo processes: the same bits as virtual ranks, meshes in either order, what is refused."""
+"""Two dimensions, and a ring of rings, over gloo processes: the same bits as virtual ranks, and what is refused."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,7 +36,7 @@ def _attend(context: rf.ContextParallel) -> list[Tensor]:
     return results
 
 
-def _four_ranks() -> tuple[int, list[Tensor], list[str]]:
+def _four_ranks() -> tuple[int, list[Tensor], list[Tensor], list[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
     context = rf.ContextParallel(mesh)
     shards = _attend(context)
@@ -53,7 +54,7 @@ def _four_ranks() -> tuple[int, list[Tensor], list[str]]:
     for a, b in zip(wholes, again, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert rf.ContextParallel(mesh, "contiguous")._control is context._control
-    return context.rank, shards, _refusals(context)
+    return context.rank, shards, _attend(rf.ContextParallel(dist.group.WORLD, inner_ring=2)), _refusals(context)
 
 
 def _refusals(context: rf.ContextParallel) -> list[str]:
@@ -87,11 +88,10 @@ REFUSALS = [
 
 def test_four_processes_in_two_dimensions() -> None:
     results = run_ranks(4, _four_ranks)
-    local = rf.ContextParallel.local(4, heads=2)
-    expected = _attend(local)
-    for index, whole in enumerate(expected):
-        assert torch.equal(torch.cat([shards[index] for _, shards, *_ in results], dim=1), whole)
-    for rank, (own, _, refusals) in enumerate(results):
+    for which, local in ((1, rf.ContextParallel.local(4, heads=2)), (2, rf.ContextParallel.local(4, inner_ring=2))):
+        for parts, whole in zip(zip(*(result[which] for result in results), strict=True), _attend(local), strict=True):
+            assert torch.equal(torch.cat(parts, dim=1), whole)
+    for rank, (own, *_, refusals) in enumerate(results):
         assert own == rank
         for text, start in zip(refusals, REFUSALS, strict=True):
             assert text.startswith(start)
