@@ -62,6 +62,7 @@ class ContextParallel:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
         group, mesh, grid = _resolve(mesh_or_group)
+        _check_inner_ring(inner_ring, grid)
         heads = None if mesh is None else mesh.get_group(HEADS)
         same = next((x for x in _CONTEXTS.values() if x.group is group and x.heads_group is heads), None)
         # Groups keep their control plane: making one is a collective, and may make a gloo group.
@@ -69,7 +70,6 @@ class ContextParallel:
             self._control: ControlPlane | None = same._control
         else:
             self._control = ControlPlane(group) if mesh is None else MeshControlPlane(mesh, (RING, HEADS), grid.places)
-        _check_inner_ring(inner_ring, grid)
         near = ProcessGroupTransport(group)
         far = None if inner_ring is None else ProcessGroupTransport(far_group(group))
         self.transport: Transport | None = near if far is None else TwoLinks(near, far)
@@ -87,7 +87,8 @@ class ContextParallel:
     ) -> ContextParallel:
         """`world_size` virtual ranks in this process, to run and test ring schedules on one device.
 
-        With `heads`, neighbours in groups of that many split heads, and the ring has `world_size / heads` ranks.
+        With `heads`, neighbours in groups of that many split heads, and the ring has `world_size / heads` ranks;
+        `inner_ring` of them form a ring of their own, as in a context of processes.
         `shard` gives the shards of all ranks one after another, and `ring_attention` takes and returns that.
         """
         if world_size < 1:

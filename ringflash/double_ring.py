@@ -6,7 +6,7 @@ crosses a slow link has a whole revolution to arrive. In the backward the gradie
 goes home from that revolution's last stop, across slow links in the course of the next revolution.
 
 As in a ring, KV travels no further than it is seen: a revolution ends after the last rank that sees any of it.
-Source: Gu et al. 2024, "LoongTrain", section 4.3, "Double-Ring-Attention".
+Source: Gu et al. 2024, "LoongTrain", "Double-Ring-Attention".
 """
 
 from __future__ import annotations

@@ -181,10 +181,10 @@ class _GradientRing:
                 for total, share in zip(self._own, arrived, strict=True):
                     total += share
 
-    def own(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The finished gradient of this rank's keys and values, in their dtype or `dtype`, each in its own storage."""
+    def own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The finished gradient of this rank's keys and values in `dtype`, each in storage of its own."""
         assert self._own is not None
-        dk, dv = (gradient.to(dtype or x.dtype) for gradient, x in zip(self._own, self._like, strict=True))
+        dk, dv = (gradient.to(dtype) for gradient in self._own)
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
 
 
@@ -269,9 +269,9 @@ def backward_from_delta(
     plan: Plan,
     tiles: Tiles,
     transport: Transport,
-    dtype_kv: torch.dtype | None = None,
+    wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """dq, dk and dv as q, k and v, or dk and dv in `dtype_kv`, from delta = rowsum(dout * out) - dlse.
+    """dq, dk and dv as q, k and v, with `wide_kv` dk and dv in the state's dtype; delta = rowsum(dout * out) - dlse.
 
     dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
@@ -284,7 +284,7 @@ def backward_from_delta(
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
     dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)
-    gradients = _GradientRing(k, v, dtype if dtype_kv is None else wide, plan, transport)
+    gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None
     dq_written = single_pass
     for hop in plan.hops:
@@ -317,7 +317,7 @@ def backward_from_delta(
     gradients.finish(None, moving_gradients)
     if not dq_written:
         dq.zero_()
-    return dq.to(q.dtype), *gradients.own(dtype_kv)
+    return dq.to(q.dtype), *gradients.own(wide if wide_kv else k.dtype)
 
 
 def with_unit_stride(dout: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Before the exchange a rank holds some rows of all heads, after it all rows of th
 exchange is one message to each rank of the group, all tensors of one dtype and headdim in it.
 
 Shapes: what a rank stores is (batch, rows, heads, headdim); shard_rows are those of its whole group.
-Source: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP", algorithm 1.
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ def backward(
     dout = ring.with_unit_stride(dout)
     delta = tiles.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
     dsinks = ring.sinks_gradient(tiles.scoring.sinks, lse, delta)
-    dtypes = q.dtype, k.dtype, v.dtype
-    wide = tiles.kernels.state_dtype(q.dtype)
+    dtype = q.dtype
     split, queries, keys, tiles = _split(q, k, tiles, group)
     dout, q, k, v, lse, delta = yield from _to_heads(
         [dout, q, k, v, _as_heads(lse), _as_heads(delta)], [queries, queries, keys, keys, queries, queries], group
@@ -135,12 +134,12 @@ def backward(
     k, v = (_repeated(x, copies) for x in (k, v))
     lse, delta = _as_numbers(lse), _as_numbers(delta)
     grads = yield from ring.backward_from_delta(
-        dout, q, k, v, lse, delta, plan, tiles, transport, wide if split.shares_keys else None
+        dout, q, k, v, lse, delta, plan, tiles, transport, wide_kv=split.shares_keys
     )
     dq, dk, dv = grads[0], *(_summed(x, copies) for x in grads[1:])
     nheads = [split.nheads, split.nheads_kv, split.nheads_kv]
     grads = yield from _to_rows([dq, dk, dv], [queries, keys, keys], nheads, group)
-    dq, dk, dv = (x.to(dtype) for x, dtype in zip(grads, dtypes, strict=True))
+    dq, dk, dv = (x.to(dtype) for x in grads)
     return dq, dk, dv, dsinks
 
 

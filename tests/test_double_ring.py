@@ -131,9 +131,9 @@ class _LateNetwork(LocalNetwork):
         sent, awaited = self.routes[route]
         self.open.remove((route, index, sends))
         assert index < len(sent), f"{route} is waited for before it is sent"
-        if index >= len(awaited):  # the sender may write its buffer again
+        if sends:  # the sender may write its buffer again
             sent[index] = sent[index].clone()
-        elif not sends or (route, index, False) in self.open:
+        else:
             awaited[index].copy_(sent[index])
 
 

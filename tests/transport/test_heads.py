@@ -20,20 +20,22 @@ PROBLEMS = [
 ]
 
 
-def _options(problem: Problem) -> dict[str, Any]:
-    options = rf.AttentionOptions(alibi_slopes=problem.alibi_slopes, return_lse=True)
+def _options(problem: Problem, device: str) -> dict[str, Any]:
+    slopes = None if problem.alibi_slopes is None else problem.alibi_slopes.to(device)
+    options = rf.AttentionOptions(alibi_slopes=slopes, return_lse=True, deterministic=True)
     return {"mask": problem.mask, "dropout": problem.dropout, "options": options}
 
 
-def _attend(context: rf.ContextParallel) -> list[Tensor]:
+def _attend(context: rf.ContextParallel, device: str = "cpu") -> list[Tensor]:
     """This process's shards of out, lse, dq, dk and dv of every problem, rows in dimension 1."""
     results = []
-    for problem in PROBLEMS:
-        q, k, v = (context.shard(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
-        out, lse = rf.ring_attention(q, k, v, context, **_options(problem))
+    for given in PROBLEMS:
+        problem = given.mapped(lambda x: context.shard(x).to(device))
+        q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
+        out, lse = rf.ring_attention(q, k, v, context, **_options(problem, device))
         results += [out.detach(), lse.detach().transpose(1, 2)]
-        results += torch.autograd.grad(out, (q, k, v), context.shard(problem.dout))
-    return results
+        results += torch.autograd.grad(out, (q, k, v), problem.dout)
+    return [x.cpu() for x in results]
 
 
 def _four_ranks() -> tuple[int, list[Tensor], list[Tensor], list[str]]:
@@ -54,7 +56,19 @@ def _four_ranks() -> tuple[int, list[Tensor], list[Tensor], list[str]]:
     for a, b in zip(wholes, again, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert rf.ContextParallel(mesh, "contiguous")._control is context._control
+    of_three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "ring", "heads"))
+    assert rf.ContextParallel(of_three["ring", "heads"]).grid == context.grid
+    _decode(context)
     return context.rank, shards, _attend(rf.ContextParallel(dist.group.WORLD, inner_ring=2)), _refusals(context)
+
+
+def _decode(context: rf.ContextParallel) -> None:
+    """A cache may be sharded over the ranks of both dimensions."""
+    generator = torch.Generator().manual_seed(1)
+    q, cache = (torch.randn(2, rows, 4, 16, generator=generator) for rows in (3, 40))
+    shard = cache[:, context.rank * 10 : context.rank * 10 + 10]
+    out = rf.flash_decode(q, shard, shard, cache_seqlens=10, context=context)
+    torch.testing.assert_close(out, rf.flash_decode(q, cache, cache, cache_seqlens=40), rtol=0, atol=1e-6)
 
 
 def _refusals(context: rf.ContextParallel) -> list[str]:
@@ -95,3 +109,20 @@ def test_four_processes_in_two_dimensions() -> None:
         assert own == rank
         for text, start in zip(refusals, REFUSALS, strict=True):
             assert text.startswith(start)
+
+
+def _on_gpus(heads: int, inner_ring: int | None) -> list[Tensor]:
+    sizes = dist.get_world_size() // heads, heads
+    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("ring", "heads"))
+    return _attend(rf.ContextParallel(mesh, inner_ring=inner_ring), "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("world", "heads", "inner"), [(2, 2, None), (2, 1, 1), (4, 2, None), (4, 2, 1), (4, 1, 2)])
+def test_gpus_give_the_bits_of_virtual_ranks(world: int, heads: int, inner: int | None) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    by_rank = run_ranks(world, _on_gpus, heads, inner, backend="nccl")
+    expected = _attend(rf.ContextParallel.local(world, heads=heads, inner_ring=inner), "cuda")
+    for parts, whole in zip(zip(*by_rank, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(parts, dim=1), whole)
