@@ -70,7 +70,8 @@ class _Scorer:
         if not self.scoring.dropout_p:
             return x
         rows, columns = self.queries.positions(x.device), keys.positions(x.device)
-        stays = kept(self.scoring.dropout_p, self.scoring.dropout_seed, self.batch, self.nheads, rows, columns)
+        p, seed, first = self.scoring.dropout_p, self.scoring.dropout_seed, self.scoring.first_head
+        stays = kept(p, seed, self.batch, self.nheads, rows, columns, first)
         return x.mul(self.scoring.kept_scale).mul_(self._folded(stays))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Scoring:
         sinks: (nheads,), likewise, a logit a head that takes weight from every row and has no value, or None.
         dropout_p: share of the weights that is dropped.
         dropout_seed: which ones.
+        first_head: the number, among all heads, of the first one here; dropout goes by it.
     """
 
     softmax_scale: float
@@ -33,6 +34,7 @@ class Scoring:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    first_head: int = 0
 
     @staticmethod
     def of(
@@ -54,6 +56,16 @@ class Scoring:
             sinks=None if sinks is None else sinks.to(dtype).contiguous(),
             dropout_p=dropout_p,
             dropout_seed=0 if dropout_seed is None else int(dropout_seed),
+        )
+
+    def of_heads(self, heads: range) -> Scoring:
+        """The same for some of the heads, next to each other."""
+        slopes, sinks = self.alibi_slopes, self.sinks
+        return replace(
+            self,
+            alibi_slopes=None if slopes is None else slopes[:, heads.start : heads.stop].contiguous(),
+            sinks=None if sinks is None else sinks[heads.start : heads.stop].contiguous(),
+            first_head=self.first_head + heads.start,
         )
 
     @property

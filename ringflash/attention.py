@@ -105,7 +105,7 @@ def ring_attention(
         q: this rank's shard (batch, seqlen_local, nheads, headdim), as `context.shard` gives it.
         k: this rank's shard (batch, seqlen_local, nheads_kv, headdim).
         v: this rank's shard (batch, seqlen_local, nheads_kv, headdim_v).
-        context: the ranks, and how the sequence is cut over them.
+        context: the ranks, and how the sequence, or sequence and heads, are cut over them.
         mask: as in `flash_attention`, on global positions.
         softmax_scale: as in `flash_attention`.
         dropout: as in `flash_attention`, keyed by global positions: the same under any layout and number of ranks.
@@ -135,6 +135,7 @@ def ring_attention(
             remedy = "Shard queries and keys of the same sequence with context.shard."
             got = f"{q.shape[1]} and {k.shape[1]}"
             raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
+        context.check_heads(q.shape[2])
     except Exception as error:
         context.announce_failure(error)  # the others are about to wait for this rank
         raise

@@ -12,15 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringflash import ring
+from ringflash import ulysses
 from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.grid import split_rows
 from ringflash.kernels import backend as backends
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Mask, mask_from_spec
 from ringflash.plan import Plan, single_device_plan
 from ringflash.ring import Tiles
 from ringflash.transport.base import Transport
+from ringflash.transport.heads import LocalHeads
 from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
+from ringflash.ulysses import Group
 
 T = TypeVar("T")
 
@@ -34,23 +37,39 @@ class _Ranks:
         if self._context is None:
             mask.validate(k.shape[1])  # here, for what torch.compile has traced too
             self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
+            self.groups: list[Group | None] = [None]
+            self._lengths = [q.shape[1]]
         else:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
             mask.validate(seqlen)
-            self.plans = [self._context.plan(mask, seqlen, rank) for rank in self._context.local_ranks]
+            ranks = self._context.local_ranks
+            self.plans = [self._context.plan(mask, seqlen, rank) for rank in ranks]
+            lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
+            self.groups = [self._group(self._context, lengths, rank) for rank in ranks]
+            self._lengths = [lengths[rank] for rank in ranks]
 
     @property
     def transports(self) -> list[Transport]:
         """One for each plan."""
         if self._context is not None and self._context.transport is not None:
             return [self._context.transport]
-        return [self._network.transport(plan.rank) for plan in self.plans]
+        if self._context is None:
+            return [self._network.transport(0)]
+        return [self._network.transport(r, self._context.grid.ring_of(r)) for r in self._context.local_ranks]
+
+    def _group(self, context: ContextParallel, lengths: Sequence[int], rank: int) -> Group | None:
+        """The ranks that `rank` splits heads with, if any; `lengths` are what all ranks store."""
+        if context.grid.heads == 1:
+            return None
+        members = context.grid.group(rank)
+        transport = context.heads_transport or LocalHeads(self._network.transport(rank, members))
+        return Group(members.index(rank), tuple(lengths[member] for member in members), transport)
 
     def shards(self, x: Tensor, dim: int = 1) -> Sequence[Tensor]:
         """Each rank's part of `x`."""
         if len(self.plans) == 1:
             return [x]
-        return x.split([plan.layout.length(plan.rank) for plan in self.plans], dim)
+        return x.split(self._lengths, dim)
 
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
         """Runs all ranks to their ends."""
@@ -114,9 +133,11 @@ def attention(
     )
     tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
     ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
-    shards = zip(ranks.plans, ranks.transports, *map(ranks.shards, (q, k, v)), strict=True)
+    shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
     with backends.kernels_of(q):
-        results = ranks.run([ring.forward(q, k, v, plan, tiles, transport) for plan, transport, q, k, v in shards])
+        results = ranks.run(
+            [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
+        )
     outs, lses = zip(*results, strict=True)
     return _joined(outs, 1), _joined(lses, 2)
 
@@ -177,12 +198,14 @@ def attention_backward(
     tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
     ranks = _Ranks("attention backward", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
     dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
-    shards = zip(ranks.plans, ranks.transports, dlses, *map(ranks.shards, (dout, q, k, v, out)), strict=True)
+    lses = ranks.shards(lse, 2)
+    shards = zip(dlses, *map(ranks.shards, (dout, q, k, v, out)), lses, strict=True)
+    ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
     with backends.kernels_of(q):
         results = ranks.run(
             [
-                ring.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport)
-                for (plan, transport, dlse, dout, q, k, v, out), lse in zip(shards, ranks.shards(lse, 2), strict=True)
+                ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
+                for (dlse, dout, q, k, v, out, lse), (plan, transport, group) in zip(shards, ends, strict=True)
             ]
         )
     dqs, dks, dvs, dsinks = zip(*results, strict=True)

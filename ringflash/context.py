@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import layout as layouts
+from ringflash.double_ring import make_double_plan
 from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
 from ringflash.transport.control import ControlPlane, Field, odd_ones
+from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
+from ringflash.transport.links import TwoLinks, far_group
+from ringflash.transport.mesh import MeshControlPlane
 from ringflash.transport.nccl import ProcessGroupTransport
 
 TRANSPORTS = ("auto", "nccl")
@@ -31,14 +36,19 @@ class ContextParallel:
     """The ranks that share a sequence; pass it to `ring_attention`.
 
     Args:
-        mesh_or_group: a one-dimensional DeviceMesh or a process group that this rank belongs to. On a group without
-            a CPU backend, creating a context is a collective of its ranks.
+        mesh_or_group: a process group that this rank belongs to, or a DeviceMesh of one dimension, or of two named
+            "ring" and "heads": KV goes around the first, heads are split over the second, and the sequence is cut over
+            the ranks of both. On a group without a CPU backend, and on two dimensions, creating a context is a
+            collective of its ranks.
         layout: how the sequence is cut: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
             "balanced", which follows the mask: see `make_layout`.
         transport: how KV moves: "nccl" is point-to-point over the group's own backend, NCCL or gloo; "auto" chooses.
+        inner_ring: ranks, neighbours in the ring, that fast links join: KV goes around them while that of the next such
+            ranks is on its way over slow links. None is one ring. Creating the context is then a collective.
 
     Raises:
-        ArgumentError: no process group, a group without this rank, a mesh of several dimensions, an unknown name.
+        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, or an
+            inner ring that the ring is no multiple of.
     """
 
     def __init__(
@@ -46,46 +56,75 @@ class ContextParallel:
         mesh_or_group: DeviceMesh | dist.ProcessGroup | int | None,
         layout: str = "zigzag",
         transport: str = "auto",
+        *,
+        inner_ring: int | None = None,
     ) -> None:
-        group = _resolve_group(mesh_or_group)
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
-        same = next((context for context in _CONTEXTS.values() if context.group is group), None)
-        # A group keeps its control plane: making one is a collective, and may make a gloo group.
-        self._control: ControlPlane | None = ControlPlane(group) if same is None else same._control
-        self.transport: Transport | None = ProcessGroupTransport(group)
+        group, mesh, grid = _resolve(mesh_or_group)
+        _check_inner_ring(inner_ring, grid)
+        heads = None if mesh is None else mesh.get_group(HEADS)
+        same = next((x for x in _CONTEXTS.values() if x.group is group and x.heads_group is heads), None)
+        # Groups keep their control plane: making one is a collective, and may make a gloo group.
+        if same is not None:
+            self._control: ControlPlane | None = same._control
+        else:
+            self._control = ControlPlane(group) if mesh is None else MeshControlPlane(mesh, (RING, HEADS), grid.places)
+        near = ProcessGroupTransport(group)
+        far = None if inner_ring is None else ProcessGroupTransport(far_group(group))
+        self.transport: Transport | None = near if far is None else TwoLinks(near, far)
+        self.heads_transport: HeadsTransport | None = None if heads is None else ProcessGroupHeads(heads)
         self.group: dist.ProcessGroup | None = group
-        self._set(dist.get_rank(group), dist.get_world_size(group), layout, f"group {group.group_name} nccl")
+        self.heads_group: dist.ProcessGroup | None = heads
+        place = dist.get_rank(group), 0 if heads is None else dist.get_rank(heads)
+        names = group.group_name if heads is None else f"{group.group_name} and {heads.group_name}"
+        self._set(grid.places.index(place), grid, inner_ring, layout, f"group {names} nccl")
         self.local_ranks = (self.rank,)
 
     @classmethod
-    def local(cls, world_size: int, layout: str = "zigzag") -> ContextParallel:
+    def local(
+        cls, world_size: int, layout: str = "zigzag", *, heads: int = 1, inner_ring: int | None = None
+    ) -> ContextParallel:
         """`world_size` virtual ranks in this process, to run and test ring schedules on one device.
 
+        With `heads`, neighbours in groups of that many split heads, and the ring has `world_size / heads` ranks;
+        `inner_ring` of them form a ring of their own, as in a context of processes.
         `shard` gives the shards of all ranks one after another, and `ring_attention` takes and returns that.
         """
         if world_size < 1:
             remedy = "Pass the number of virtual ranks."
             raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
         self = cls.__new__(cls)
-        self._control = self.transport = self.group = None
-        self._set(0, world_size, layout, "local")
+        self._control = self.transport = self.heads_transport = self.group = self.heads_group = None
+        grid = Grid.of(world_size, heads)
+        _check_inner_ring(inner_ring, grid)
+        self._set(0, grid, inner_ring, layout, "local")
         self.local_ranks = tuple(range(world_size))
         return self
 
-    def _set(self, rank: int, world_size: int, layout: str, kind: str) -> None:
+    def _set(self, rank: int, grid: Grid, inner_ring: int | None, layout: str, kind: str) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
-        self.rank, self.world_size, self.layout = rank, world_size, layout
-        self.name = f"{kind} rank {rank} of {world_size} {layout}"
+        self.rank, self.grid, self.inner_ring, self.layout = rank, grid, inner_ring, layout
+        self.world_size = len(grid.places)
+        self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}"
         _CONTEXTS[self.name] = self
+
+    @property
+    def _schedule(self) -> str:
+        """The layout and what else of the schedule is chosen, in words."""
+        inner = "" if self.inner_ring is None else f"inner ring {self.inner_ring}"
+        return " ".join(filter(None, (self.layout, str(self.grid), inner)))
 
     def __repr__(self) -> str:
         return f"ContextParallel({self.name})"
 
     def _cut(self, seqlen: int, mask: Mask | None) -> Layout:
-        return make_layout(self.layout, seqlen, self.world_size, None if mask is None else as_mask(mask))
+        return split_rows(self._ring_cut(seqlen, mask), self.grid)
+
+    def _ring_cut(self, seqlen: int, mask: Mask | None) -> Layout:
+        return make_layout(self.layout, seqlen, self.grid.ring, None if mask is None else as_mask(mask))
 
     def _local_chunks(self, seqlen: int, mask: Mask | None) -> list[Chunk]:
         chunks = self._cut(seqlen, mask).chunks
@@ -129,9 +168,22 @@ class ContextParallel:
         return layouts.positions(self._local_chunks(seqlen, mask), device)
 
     def plan(self, mask: Mask | None, seqlen: int, rank: int | None = None) -> Plan:
-        """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it."""
+        """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it.
+
+        With heads split over ranks, the plan is of the ring alone: it counts `rank` there, and has the rows of groups.
+        """
         mask = as_mask(mask)
-        return make_plan(self._cut(seqlen, mask), mask, self.rank if rank is None else rank)
+        place, _ = self.grid.places[self.rank if rank is None else rank]
+        if self.inner_ring is None:
+            return make_plan(self._ring_cut(seqlen, mask), mask, place)
+        return make_double_plan(self._ring_cut(seqlen, mask), mask, place, self.inner_ring)
+
+    def check_heads(self, nheads: int) -> None:
+        """Raises ArgumentError unless `nheads` query heads can be split."""
+        if nheads % self.grid.heads:
+            expected = f"a multiple of the {self.grid.heads} ranks that heads are split over"
+            remedy = "Split them over fewer ranks, and pass KV around more."
+            raise ArgumentError("nheads", expected=expected, got=nheads, remedy=remedy)
 
     def agree(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask) -> int:
         """Checks that all ranks make a call with the same `fields`, and returns the tokens in the whole sequence.
@@ -151,7 +203,7 @@ class ContextParallel:
 
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
         assert self._control is not None
-        lengths = self._control.agree({**fields, "layout": self.layout, "seqlen": local_seqlen}, free="seqlen")
+        lengths = self._control.agree({**fields, "layout": self._schedule, "seqlen": local_seqlen}, free="seqlen")
         expected = self._cut(sum(lengths), mask).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
@@ -173,7 +225,7 @@ class _Unshard(torch.autograd.Function):
         mask: Mask | None,
     ) -> Tensor:
         ctx.dim, ctx.context, ctx.control, ctx.mask = dim, context, control, mask
-        cut = make_layout(context.layout, seqlen, context.world_size, mask)
+        cut = context._cut(seqlen, mask)
         rows = control.gather(x, list(cut.lengths), dim)
         return layouts.put_together(rows, [chunk for chunks in cut.chunks for chunk in chunks], dim)
 
@@ -183,21 +235,33 @@ class _Unshard(torch.autograd.Function):
         return shard, None, None, None, None, None
 
 
+def _check_inner_ring(inner_ring: int | None, grid: Grid) -> None:
+    if inner_ring is not None and (inner_ring < 1 or grid.ring % inner_ring):
+        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
+        expected = f"a divisor of the ring's {grid.ring} ranks"
+        raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
+
+
+def _resolve(mesh_or_group: object) -> tuple[dist.ProcessGroup, DeviceMesh | None, Grid]:
+    """The group that KV goes around, the mesh if it has a second dimension, and how the ranks stand."""
+    if not isinstance(mesh_or_group, DeviceMesh):
+        group = _resolve_group(mesh_or_group)
+        return group, None, Grid.of(dist.get_world_size(group))
+    if mesh_or_group.get_coordinate() is None:
+        raise ArgumentError(
+            "mesh",
+            expected="a mesh that this rank belongs to",
+            got=f"ranks {mesh_or_group.mesh.tolist()}",
+            remedy="Create the context only on ranks of the mesh.",
+            rank=dist.get_rank(),
+        )
+    if mesh_or_group.ndim == 1:
+        return mesh_or_group.get_group(), None, Grid.of(mesh_or_group.size())
+    grid = Grid.of_mesh(mesh_or_group)
+    return mesh_or_group.get_group(RING), mesh_or_group, grid
+
+
 def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
-    if isinstance(mesh_or_group, DeviceMesh):
-        if mesh_or_group.ndim != 1:
-            names = mesh_or_group.mesh_dim_names
-            remedy = 'Pass one dimension of it, as in mesh["context_parallel"].'
-            raise ArgumentError("mesh", expected="one dimension", got=f"dimensions {names}", remedy=remedy)
-        if mesh_or_group.get_coordinate() is None:
-            raise ArgumentError(
-                "mesh",
-                expected="a mesh that this rank belongs to",
-                got=f"ranks {mesh_or_group.mesh.tolist()}",
-                remedy="Create the context only on ranks of the mesh.",
-                rank=dist.get_rank(),
-            )
-        return mesh_or_group.get_group()
     if not isinstance(mesh_or_group, dist.ProcessGroup):
         excluded = mesh_or_group == dist.GroupMember.NON_GROUP_MEMBER
         raise ArgumentError(

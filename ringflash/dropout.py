@@ -63,9 +63,12 @@ def threshold(p: float) -> int:
     return round(p * RESOLUTION)
 
 
-def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Which weights stay: bool (batch, nheads, rows, columns), from the global positions `rows` and `columns`."""
-    heads = torch.arange(nheads, device=rows.device)[:, None, None]
+def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Tensor, first_head: int = 0) -> Tensor:
+    """Which weights stay: bool (batch, nheads, rows, columns), from the global positions `rows` and `columns`.
+
+    The heads are `nheads` from number `first_head` on.
+    """
+    heads = torch.arange(first_head, first_head + nheads, device=rows.device)[:, None, None]
     batches = torch.arange(batch, device=rows.device)[:, None, None, None]
     words = philox([columns >> 2, rows[:, None], heads, batches], seed)
     lane = columns & 3

@@ -33,6 +33,10 @@ class Hop:
         receive_kv: the next hop's KV arrives from the previous rank meanwhile.
         send_grad_home: in the backward, this was the KV's last stop: its gradient returns to `owner`.
         grad_comes_home: in the backward, this rank's own KV gradient returns after this hop, from this rank.
+        revolution: which one of a double ring, 0 in a ring.
+        begins: whether this KV came from the group of ranks before, and its revolution of this group begins.
+        far_to: the rank in the next group that this KV is sent to during the whole revolution, if any.
+        far_from: the rank in the group before from which the KV that begins the next revolution arrives meanwhile.
     """
 
     index: int
@@ -44,6 +48,15 @@ class Hop:
     receive_kv: bool
     send_grad_home: bool
     grad_comes_home: int | None
+    revolution: int = 0
+    begins: bool = False
+    far_to: int | None = None
+    far_from: int | None = None
+
+    @property
+    def starts(self) -> bool:
+        """Whether this KV makes its first stop here, or in this group: a gradient of it starts anew."""
+        return self.index == 0 or self.begins
 
     @property
     def meets(self) -> bool:
@@ -58,7 +71,7 @@ class Hop:
     @property
     def rows_sent(self) -> int:
         """KV rows that leave at this hop, in either pass."""
-        return self.rows * self.send_kv
+        return self.rows * (self.send_kv + (self.far_to is not None))
 
     @property
     def gradient_rows_sent(self) -> int:
@@ -77,6 +90,7 @@ class Plan:
         q_chunks: where this rank's queries stand.
         hops: in order; the same number on every rank.
         pairs: for each rank, visible pairs of its queries with each rank's keys.
+        inner: ranks of a group, in which KV goes around before the next group has it; None is a ring of all ranks.
     """
 
     layout: Layout
@@ -85,6 +99,7 @@ class Plan:
     q_chunks: tuple[Chunk, ...]
     hops: tuple[Hop, ...]
     pairs: tuple[tuple[int, ...], ...]
+    inner: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -94,12 +109,24 @@ class Plan:
     @property
     def next_rank(self) -> int:
         """Where this rank sends KV."""
-        return (self.rank + 1) % self.world_size
+        return self._neighbour(1)
 
     @property
     def previous_rank(self) -> int:
         """Where this rank's KV comes from."""
-        return (self.rank - 1) % self.world_size
+        return self._neighbour(-1)
+
+    def _neighbour(self, step: int) -> int:
+        size = self.inner or self.world_size
+        return self.rank // size * size + (self.rank + step) % size
+
+    def ends_revolution(self, hop: Hop) -> bool:
+        """Whether KV of another group is here next, or none."""
+        return hop.index + 1 == len(self.hops) or self.hops[hop.index + 1].begins
+
+    def next_revolution(self, hop: Hop) -> Hop:
+        """The hop that begins it."""
+        return next(after for after in self.hops[hop.index + 1 :] if after.begins)
 
     def owner_chunks(self, hop: Hop) -> tuple[Chunk, ...]:
         """Chunks of the KV at `hop`."""
@@ -125,7 +152,7 @@ class Plan:
 
     @property
     def pace(self) -> float:
-        """Time of the ring in units of the mean rank's work, when messages cost nothing: at least `balance`."""
+        """Time of one ring in units of the mean rank's work, when messages cost nothing: at least `balance`."""
         return pace(torch.tensor(self.pairs, device="cpu"))
 
     @property
@@ -179,8 +206,10 @@ class Plan:
         ]
         for hop in self.hops:
             doing = f"compute {hop.pairs} pairs" if hop.meets else ("pass on" if hop.passes_on else "idle")
-            moves = f"send {hop.rows_sent} -> {self.next_rank}  " if hop.send_kv else ""
-            moves += f"receive {self.hops[hop.index + 1].rows} <- {self.previous_rank}" if hop.receive_kv else ""
+            moves = f"send {hop.rows} -> {self.next_rank}  " if hop.send_kv else ""
+            moves += f"receive {self.hops[hop.index + 1].rows} <- {self.previous_rank}  " if hop.receive_kv else ""
+            moves += f"send far {hop.rows} -> {hop.far_to}  " if hop.far_to is not None else ""
+            moves += f"receive far <- {hop.far_from}" if hop.far_from is not None else ""
             chunks = self.owner_chunks(hop)
             named = ", ".join(f"[{c.start}, {c.stop})" for c in chunks[:SHOWN])
             named += f", ... {len(chunks)} in all" if len(chunks) > SHOWN else ""
@@ -191,7 +220,7 @@ class Plan:
 @lru_cache(maxsize=1024)
 def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
     """The plan of `rank`."""
-    world, pairs = layout.world_size, _pairs(layout, mask)
+    world, pairs = layout.world_size, visible_pairs(layout, mask)
     reach = reaches(torch.tensor(pairs, device="cpu") > 0).tolist()
     home_from = (rank + reach[rank]) % world
     hops = []
@@ -215,7 +244,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
+def visible_pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
     """For each rank, visible pairs of its queries with each rank's keys."""
     cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
     return tuple(map(tuple, mask.area(layout.seqlen, layout.seqlen).between(cut).tolist()))

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringflash.double_ring import FarGradients
 from ringflash.kernels.backend import TileKernels
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.plan import Hop, Plan
 from ringflash.state import AttentionState
-from ringflash.transport.base import Message, Transport
+from ringflash.transport.base import FAR, Message, Transport
 
 _KV, _GRADIENT, _GRADIENT_HOME = range(3)  # channels
+_FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 
 @dataclass(frozen=True)
@@ -55,41 +57,74 @@ class _PairBuffer:
 
 
 class _KVRing:
-    """The KV that visits this rank, hop by hop, in two rotating buffers."""
+    """The KV that visits this rank, hop by hop, in two rotating buffers.
+
+    What begins a revolution of a double ring is in one of two more, as it is sent far until the revolution ends.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
         self._plan, self._transport = plan, transport
         self._own = (k, v)
         rows = max(plan.layout.lengths)
-        self._buffers = [_PairBuffer(self._own, rows, k.dtype) for _ in range(2)] if plan.world_size > 1 else []
-        if plan.hops[0].send_kv:
-            for target, source in zip(self._buffers[0].pair(k.shape[1]), self._own, strict=True):
+        count = 0 if plan.world_size == 1 else 2 if plan.inner is None else 4
+        self._buffers = [_PairBuffer(self._own, rows, k.dtype) for _ in range(count)]
+        self._moving_far: object = None
+        first = plan.hops[0]
+        if first.send_kv or first.far_to is not None:
+            for target, source in zip(self._buffers[self._slot(first)].pair(k.shape[1]), self._own, strict=True):
                 target.copy_(source)
+
+    def _slot(self, hop: Hop) -> int:
+        return 2 + hop.revolution % 2 if hop.starts and self._plan.inner is not None else hop.index % 2
 
     def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
         """Keys and values at `hop`."""
-        return self._own if hop.index == 0 else self._buffers[hop.index % 2].pair(self._plan.layout.length(hop.owner))
+        if hop.index == 0:
+            return self._own
+        return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))
 
     def start(self, hop: Hop) -> object:
         """Sends this hop's KV on and receives the next hop's."""
         layout, messages = self._plan.layout, []
         if hop.send_kv:
-            buffer = self._buffers[hop.index % 2].message(layout.length(hop.owner))
+            buffer = self._buffers[self._slot(hop)].message(layout.length(hop.owner))
             messages.append(Message(self._plan.next_rank, buffer, _KV, sends=True))
         if hop.receive_kv:
             following = self._plan.hops[hop.index + 1]
-            buffer = self._buffers[following.index % 2].message(layout.length(following.owner))
+            buffer = self._buffers[self._slot(following)].message(layout.length(following.owner))
             messages.append(Message(self._plan.previous_rank, buffer, _KV, sends=False))
-        return self._transport.start(messages)
+        moving = self._transport.start(messages)
+        far = []
+        if hop.far_to is not None:
+            buffer = self._buffers[self._slot(hop)].message(layout.length(hop.owner))
+            far.append(Message(hop.far_to, buffer, _FAR_KV, sends=True))
+        if hop.far_from is not None:
+            following = self._plan.next_revolution(hop)
+            buffer = self._buffers[self._slot(following)].message(layout.length(following.owner))
+            far.append(Message(hop.far_from, buffer, _FAR_KV, sends=False))
+        if far:
+            self._moving_far = self._transport.start(far)
+        return moving
+
+    def finish(self, hop: Hop, moving: object) -> None:
+        """Waits for what `start` gave at `hop`, and where a revolution ends for what was sent far when it began."""
+        self._transport.finish(moving)
+        if self._moving_far is not None and self._plan.ends_revolution(hop):
+            self._transport.finish(self._moving_far)
+            self._moving_far = None
 
 
 class _GradientRing:
-    """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop."""
+    """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop.
+
+    In a double ring they do so in each revolution, and are added up at home.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
         self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
         rows = max(plan.layout.lengths)
         self._travelling = [_PairBuffer(self._like, rows, dtype) for _ in range(2)] if plan.world_size > 1 else []
+        self._far = FarGradients(transport)
         self._own: tuple[Tensor, Tensor] | None = None
         if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
             self._own = self._empty(k.shape[1])
@@ -102,14 +137,14 @@ class _GradientRing:
         return self._travelling[hop.index % 2].message(self._plan.layout.length(hop.owner))
 
     def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
-        """dK and dV of the KV at `hop`: not written yet at hop 0, what the ranks before have added from then on."""
+        """dK and dV of the KV at `hop`: not written yet where it starts, else what the ranks before have added."""
         if hop.index == 0 and self._own is not None:
             return self._own
         return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
 
     def beside(self, hop: Hop) -> tuple[Tensor, Tensor]:
-        """Where this rank may write its share at `hop` before what others have added arrives: `visiting` at hop 0."""
-        return self.visiting(hop) if hop.index == 0 else self._empty(self._plan.layout.length(hop.owner))
+        """Where this rank may write its share at `hop` before what others have added: `visiting` where KV starts."""
+        return self.visiting(hop) if hop.starts else self._empty(self._plan.layout.length(hop.owner))
 
     def start_after(self, done: Hop) -> object:
         """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
@@ -119,19 +154,37 @@ class _GradientRing:
         if done.receive_kv:
             following = plan.hops[done.index + 1]
             messages.append(Message(plan.previous_rank, self._message(following), _GRADIENT, sends=False))
+        far = done.revolution > 0
+        channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
         if done.send_grad_home:
-            messages.append(Message(done.owner, self._message(done), _GRADIENT_HOME, sends=True))
+            homewards.append(Message(done.owner, self._message(done), channel, sends=True))
+        arriving = None
         if done.grad_comes_home is not None:
             rows = self._like[0].shape[1]
             home = _PairBuffer(self._like, rows, self._dtype)
-            self._own = home.pair(rows)
-            messages.append(Message(done.grad_comes_home, home.message(rows), _GRADIENT_HOME, sends=False))
+            arriving = home.pair(rows)
+            homewards.append(Message(done.grad_comes_home, home.message(rows), channel, sends=False))
+        if far and homewards:
+            self._far.start(done.revolution, homewards, arriving)
+        if far and done.send_grad_home:  # the buffer is on its way for longer than it would be left alone
+            self._travelling[done.index % 2] = _PairBuffer(self._like, max(plan.layout.lengths), self._dtype)
+        elif arriving is not None and not far:
+            self._own = arriving
         return self._transport.start(messages)
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """The finished gradient of this rank's keys and values, in their dtype, each in storage of its own."""
+    def finish(self, at: Hop | None, moving: object) -> None:
+        """Waits, at hop `at` or after the last one, for what `start_after` gave, and for what must be home by now."""
+        self._transport.finish(moving)
+        if at is None or (self._plan.inner is not None and self._plan.ends_revolution(at)):
+            for arrived in self._far.finish(None if at is None else at.revolution):
+                assert self._own is not None
+                for total, share in zip(self._own, arrived, strict=True):
+                    total += share
+
+    def own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The finished gradient of this rank's keys and values in `dtype`, each in storage of its own."""
         assert self._own is not None
-        dk, dv = (gradient.to(x.dtype) for gradient, x in zip(self._own, self._like, strict=True))
+        dk, dv = (gradient.to(dtype) for gradient in self._own)
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
 
 
@@ -180,7 +233,7 @@ def forward(
                 last=hop.index == computed[-1],
             )
         yield
-        transport.finish(moving_kv)
+        kv.finish(hop, moving_kv)
     return out, lse
 
 
@@ -198,19 +251,40 @@ def backward(
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Gradients of `forward`, with `lse` of the whole ring: dq, dk, dv as q, k, v, and dsinks (nheads,).
 
+    dsinks is this rank's rows' share, empty without sinks.
+    """
+    dout = with_unit_stride(dout)
+    delta = tiles.kernels.delta(out, dout, dlse)
+    dq, dk, dv = yield from backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
+    return dq, dk, dv, sinks_gradient(tiles.scoring.sinks, lse, delta)
+
+
+def backward_from_delta(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+    wide_kv: bool = False,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """dq, dk and dv as q, k and v, with `wide_kv` dk and dv in the state's dtype; delta = rowsum(dout * out) - dlse.
+
     dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
-    dk and dv are then added to it. dsinks is this rank's rows' share, empty without sinks.
+    dk and dv are then added to it.
     """
     kernels = tiles.kernels
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # once: a sum's gradient is one number, expanded
-    delta, lse = kernels.delta(out, dout, dlse), lse.contiguous()  # kernels read both as one vector a head
+    dout, lse = with_unit_stride(dout), lse.contiguous()  # kernels read lse and delta as one vector a head
     wide = kernels.state_dtype(q.dtype)
     single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask, tiles.scoring)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
     dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)
-    gradients = _GradientRing(k, v, dtype, plan, transport)
+    gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None
     dq_written = single_pass
     for hop in plan.hops:
@@ -227,26 +301,31 @@ def backward(
             kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq)
         if hop.index > 0:
             yield
-            transport.finish(moving_gradients)
+            gradients.finish(hop, moving_gradients)
         if hop.meets and not single_pass:
-            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), meeting, accumulate=hop.index > 0)
-        elif hop.meets and hop.index > 0:
+            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), meeting, accumulate=not hop.starts)
+        elif hop.meets and not hop.starts:
             for total, share in zip(gradients.visiting(hop), shares, strict=True):
                 total += share
-        elif hop.index == 0 and not hop.meets:
+        elif hop.starts and hop.present and not hop.meets:
             for gradient in gradients.visiting(hop):
                 gradient.zero_()
         yield
-        transport.finish(moving_kv)
+        kv.finish(hop, moving_kv)
     moving_gradients = gradients.start_after(plan.hops[-1])
     yield
-    transport.finish(moving_gradients)
+    gradients.finish(None, moving_gradients)
     if not dq_written:
         dq.zero_()
-    return dq.to(q.dtype), *gradients.own(), _dsinks(tiles.scoring.sinks, lse, delta)
+    return dq.to(q.dtype), *gradients.own(wide if wide_kv else k.dtype)
 
 
-def _dsinks(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+def with_unit_stride(dout: Tensor) -> Tensor:
+    """`dout`, copied if its rows are not dense: a sum's gradient is one number, expanded."""
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink's weight exp(sink - lse) times dS of a key without a value, -delta; rows that saw nothing have no sink."""
     if sinks is None:
         return lse.new_empty(0)

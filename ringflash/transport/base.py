@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+FAR = 16  # channels from here on are those of slow links, which a message may take many hops to cross
+
 
 @dataclass(frozen=True)
 class Message:

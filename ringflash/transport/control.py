@@ -75,8 +75,7 @@ class ControlPlane:
         moved = x.movedim(dim, 0).contiguous()
         padded = moved.new_zeros((max(rows), *moved.shape[1:]))
         padded[: moved.shape[0]] = moved
-        everyone = [torch.empty_like(padded) for _ in rows]
-        dist.all_gather([t.view(torch.uint8) for t in everyone], padded.view(torch.uint8), group=self._data)
+        everyone = self.stack(padded.view(torch.uint8)).view(x.dtype)  # bytes: gloo knows few dtypes
         return torch.cat([t[:n] for t, n in zip(everyone, rows, strict=True)]).movedim(0, dim)
 
     def stack(self, x: Tensor) -> Tensor:

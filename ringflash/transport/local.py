@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -18,15 +19,15 @@ T = TypeVar("T")
 
 
 class LocalNetwork:
-    """Joins the virtual ranks of one ring."""
+    """Joins virtual ranks."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self._awaited: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
-    def transport(self, rank: int) -> LocalTransport:
-        """The end of the network at `rank`."""
-        return LocalTransport(self, rank)
+    def transport(self, rank: int, members: Sequence[int] | None = None) -> LocalTransport:
+        """The end of the network at `rank`; peers are counted among `members`, all ranks by default."""
+        return LocalTransport(self, rank, members)
 
     def post(self, rank: int, message: Message) -> None:
         """Takes note of a message; nothing is copied yet."""
@@ -54,13 +55,14 @@ class LocalNetwork:
 class LocalTransport:
     """One virtual rank's end of a `LocalNetwork`."""
 
-    def __init__(self, network: LocalNetwork, rank: int) -> None:
-        self._network, self._rank = network, rank
+    def __init__(self, network: LocalNetwork, rank: int, members: Sequence[int] | None = None) -> None:
+        self._network, self._rank, self._members = network, rank, members
 
     def start(self, messages: Sequence[Message]) -> None:
         """Posts all messages."""
         for message in messages:
-            self._network.post(self._rank, message)
+            peer = message.peer if self._members is None else self._members[message.peer]
+            self._network.post(self._rank, replace(message, peer=peer))
 
     def finish(self, handle: None) -> None:
         """Nothing to wait for: the network delivered while all ranks had yielded."""

@@ -81,6 +81,15 @@ def test_any_modes_and_masks_agree_with_eager(
         torch.testing.assert_close(got, expected, rtol=0, atol=3e-5 * size)
 
 
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("mode", CASES if GPU else ["all"])
+def test_heads_split_over_ranks(mode: str, backend: str) -> None:
+    given = problem(mode, dtype=DTYPE_OF[backend], seqlen=SEQLEN if GPU else 30, heads=(4, 1) if GPU else (2, 1))
+    context = rf.ContextParallel.local(4 if GPU else 2, heads=2)
+    for deterministic in (True, False):
+        assert_accurate(given.ring(context, backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
+
+
 def test_the_weights_that_eager_drops() -> None:
     """Values that are the columns of the identity show the weights."""
     seqlen = 64

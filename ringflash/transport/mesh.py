@@ -1,0 +1,49 @@
+"""The control plane of a mesh of two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.transport.control import ControlPlane
+
+
+class MeshControlPlane(ControlPlane):
+    """Agreement between the ranks of both dimensions, over a gloo group of their own; creating it is a collective.
+
+    Tensors travel along one dimension after the other, so no further group of the data's backend is needed.
+
+    Args:
+        mesh: the ranks, counted upwards.
+        names: of the first dimension and the second.
+        places: of each rank (index along the first, index along the second).
+    """
+
+    def __init__(self, mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]]) -> None:
+        self._rows, self._columns = (mesh.get_group(name) for name in names)
+        self._places = places
+        group = dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
+        of_columns = self._stacked(self._stacked(x, self._columns), self._rows)  # (rows, columns, ...)
+        return torch.stack([of_columns[place] for place in self._places])
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        for group in (self._columns, self._rows):
+            dist.all_reduce(total, group=group)
+        return total
+
+    def _stacked(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        everyone = x.new_empty((dist.get_world_size(group), *x.shape))
+        dist.all_gather(list(everyone.unbind(0)), x, group=group)
+        return everyone
