@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.errors import ArgumentError
 from ringflash.kernels.config import padded_headdim
 from ringflash.kernels.decode_config import decode_config, splits_for
 from ringflash.kernels.decode_merge import Target, last_touch, merge, target_of
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.kernels.meeting import Scoring
 from ringflash.kernels.scores import tanh
+from ringflash.kernels.tables import device_tables, uploaded
 from ringflash.kernels.tiles import head_of, load_rows, row_pointers, strided, wide
 from ringflash.state import LN2
 
@@ -213,26 +213,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@device_tables(maxsize=1024)
 def _tree_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    """The words on `device`; those that a CUDA graph reads stay as long as the process."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return _kept_words(words, device) if capturing else _uploaded_words(words, device)
-
-
-@lru_cache(maxsize=1024)
-def _uploaded_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    host = torch.tensor(words, dtype=torch.int64, device="cpu")
-    if device.type != "cuda":
-        return host
-    if torch.cuda.is_current_stream_capturing():
-        expected = "a Tree that is on the GPU before the capture of a CUDA graph"
-        raise ArgumentError("mask", expected=expected, got="a new one", remedy="Call once before the capture.")
-    return host.pin_memory().to(device, non_blocking=True)  # an upload that waits for nothing
-
-
-@lru_cache(maxsize=None)  # noqa: UP033 - a graph may be replayed at any time
-def _kept_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return _uploaded_words(words, device)
+    return uploaded(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
 
 
 def _launch(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ringflash.kernels.tables import device_tables, uploaded
 from ringflash.kernels.visibility import LAST_KEY, LISTED, RowBounds, TileBounds, Tiles, row_bounds, visits
 from ringflash.layout import Chunk, positions
 from ringflash.masks import Mask
@@ -48,7 +48,7 @@ class Programs:
     tiles: Tensor
 
 
-@lru_cache(maxsize=256)
+@device_tables(maxsize=256)
 def make_programs(
     mask: Mask,
     q_chunks: Sequence[Chunk],
@@ -88,7 +88,7 @@ def make_programs(
     work = (spans[..., 3] - spans[..., 0]).sum((0, 2))
     order = work.argsort(descending=True, stable=True)
     places = torch.stack([row, own_lengths[owned.chunk] - owned.offset, owned.stop - owned.start, owned.start], 1)
-    places, spans = (x.to(torch.int32).contiguous().to(device) for x in (places[order], spans[:, order]))
+    places, spans = (uploaded(x.to(torch.int32).contiguous(), device) for x in (places[order], spans[:, order]))
     batch_stride = 0 if spans.shape[0] == 1 else spans.stride(0)
     return Programs(bounds, even, len(row), len(others), places, spans, batch_stride, tiles)
 

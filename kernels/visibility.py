@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash.errors import ArgumentError
+from ringflash.kernels.tables import device_tables, uploaded
 from ringflash.layout import Chunk, positions
 from ringflash.masks import Causal, Full, Mask
 
@@ -53,7 +53,7 @@ class RowBounds:
     size: int
 
 
-@lru_cache(maxsize=128)
+@device_tables(maxsize=128)
 def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> RowBounds:
     """The bounds of the rows that `q_chunks` store."""
     unread = torch.zeros(1, dtype=torch.int32, device=device)
@@ -64,16 +64,16 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
     lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
     live = hi > lo
     hull = torch.stack([lo.where(live, LAST_KEY).amin(1), hi.where(live, 0).amax(1)], 1)
-    lo, hi, hull = (x.to(torch.int32).contiguous().to(device) for x in (lo, hi, hull))
+    lo, hi, hull = (uploaded(x.to(torch.int32).contiguous(), device) for x in (lo, hi, hull))
     batch_stride = 0 if lo.shape[0] == 1 else lo.shape[1]
     bitmap = mask.bitmap()
     if bitmap is None:
         return RowBounds(TABLE, lo, hi, batch_stride, hull, unread, no_cells, 1)
-    bit_rows = bitmap.rows(rows).to(torch.int32).to(device)
+    bit_rows = uploaded(bitmap.rows(rows).to(torch.int32), device)
     return RowBounds(LISTED, lo, hi, batch_stride, hull, bit_rows, _cells(mask, device), bitmap.size)
 
 
-@lru_cache(maxsize=32)
+@device_tables(maxsize=32)
 def _cells(mask: Mask, device: torch.device) -> Tensor:
     """The cells of a mask's bitmap: once for all chunks of queries."""
     bitmap = mask.bitmap()
@@ -82,7 +82,7 @@ def _cells(mask: Mask, device: torch.device) -> Tensor:
         remedy = "Use larger blocks of a common size, or a tree nearer to the sequence's beginning."
         got = f"{bitmap.cells.shape[0]} x {bitmap.cells.shape[1]} cells"
         raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
-    return bitmap.cells.view(torch.uint8).contiguous().to(device)
+    return uploaded(bitmap.cells.view(torch.uint8).contiguous(), device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class TileBounds:
         return TileBounds(*(torch.cat(parts, 1) for parts in zip(*columns, strict=True)))
 
 
-@lru_cache(maxsize=128)
+@device_tables(maxsize=128)
 def visits(
     mask: Mask,
     q_chunks: Sequence[Chunk],
@@ -204,4 +204,5 @@ def visits(
     order = (group * len(tiles.start) + other).argsort()
     visited = tiles.offset[other[order]] if len(order) else torch.zeros(1, dtype=torch.int64, device="cpu")
     ranges = ranges.to(torch.int32)
-    return Visits(ranges, 0 if batch == 1 else ranges.stride(0), visited.to(torch.int32).contiguous().to(device))
+    visited = uploaded(visited.to(torch.int32).contiguous(), device)
+    return Visits(ranges, 0 if batch == 1 else ranges.stride(0), visited)

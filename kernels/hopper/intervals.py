@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ringflash.kernels.tables import device_tables, uploaded
 from ringflash.kernels.visibility import LAST_KEY
 from ringflash.layout import Chunk, positions
 from ringflash.masks import Mask
@@ -57,7 +57,7 @@ def are_ascending(chunks: Sequence[Chunk]) -> bool:
     return all(before.stop <= after.start for before, after in pairwise(chunks))
 
 
-@lru_cache(maxsize=256)  # of a ring, three tables a hop
+@device_tables(maxsize=256)  # of a ring, three tables a hop
 def intervals(
     mask: Mask,
     q_chunks: Sequence[Chunk],
@@ -82,7 +82,7 @@ def intervals(
     visits = end - begin
     order = visits.sum(0).argsort(descending=True, stable=True)
     bounds, tiles, order = (
-        x.to(torch.int32).contiguous().to(device) for x in (torch.stack([first, stop], -1), tiles, order)
+        uploaded(x.to(torch.int32).contiguous(), device) for x in (torch.stack([first, stop], -1), tiles, order)
     )
     strides = (0 if x.shape[0] == 1 else x.stride(0) for x in (bounds, tiles))
     return Intervals(below, above, bounds, next(strides), tiles, next(strides), order, float(visits.double().mean()))

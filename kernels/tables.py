@@ -1,0 +1,49 @@
+"""Tables that kernels read in a device's memory: uploaded once, and kept as long as a launch may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`functools.lru_cache`, but what is looked up while a CUDA graph is captured stays, for its replays."""
+
+    def decorate(make: Callable[P, T]) -> Callable[P, T]:
+        recent = lru_cache(maxsize)(make)
+        captured = lru_cache(maxsize=None)(recent)
+
+        @wraps(make)
+        def look_up(*args: P.args, **kwargs: P.kwargs) -> T:
+            return captured(*args, **kwargs) if _capturing() else recent(*args, **kwargs)  # pyright: ignore
+
+        return look_up
+
+    return decorate
+
+
+def uploaded(table: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, by an upload that waits for nothing.
+
+    Raises:
+        ArgumentError: while a CUDA graph is captured, whose replays would read it again from the CPU.
+    """
+    if device.type != "cuda":
+        return table.to(device)
+    if _capturing():
+        expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
+        raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

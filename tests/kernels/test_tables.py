@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.kernels.tables import device_tables
+from ringflash.masks import Mask
+from tests.accuracy import Problem
+from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
+from tests.kernels.test_portable import DEVICE, GPU
+
+MASKS = [None, rf.Causal(), rf.Causal() & rf.Documents([0, 100, 160, 500]), rf.Causal() & rf.SlidingWindow(64)]
+
+
+def test_recent_tables_are_kept() -> None:
+    made: list[int] = []
+
+    @device_tables(maxsize=2)
+    def table(n: int) -> int:
+        made.append(n)
+        return n
+
+    assert [table(n) for n in (0, 0, 1, 2, 0)] == [0, 0, 1, 2, 0]
+    assert made == [0, 1, 2, 0]
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_cuda_graph_gives_the_same_bits(backend: str, mask: Mask | None) -> None:
+    """Also when many other calls have come between, whose tables take the place of those that it reads."""
+    given = Problem.random(seqlen=500, headdim=64, dtype=DTYPE_OF[backend], mask=mask, device=DEVICE)
+    expected = given.flash(backend=backend, deterministic=True)  # compiles, and uploads tables
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        given.flash(backend=backend, deterministic=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = given.flash(backend=backend, deterministic=True)
+    for seqlen in range(128, 128 + 300):
+        other = Problem.random(seqlen=seqlen, headdim=64, dtype=DTYPE_OF[backend], mask=mask, device=DEVICE)
+        rf.flash_attention(other.q, other.k, other.v, mask=None if mask is None else rf.Causal())
+    for result in results:
+        result.fill_(float("nan"))
+    graph.replay()
+    for result, before in zip(results, expected, strict=True):
+        assert torch.equal(result, before)
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs")
+def test_tables_are_made_before_a_capture() -> None:
+    given = Problem.random(seqlen=333, headdim=64, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE)
+    given.flash()
+    mask = rf.Causal() & rf.SlidingWindow(17)
+    with pytest.raises(ArgumentError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        rf.flash_attention(given.q, given.k, given.v, mask=mask)
