@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,15 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import layout as layouts
-from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.errors import ArgumentError, PeerFailed, PeerLost, RankMismatch, RingTimeout
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
+from ringflash.transport.connect import TRANSPORTS, Connection, connect, deadline_of
 from ringflash.transport.control import ControlPlane, Field, odd_ones
-from ringflash.transport.nccl import ProcessGroupTransport
-
-TRANSPORTS = ("auto", "nccl")
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
 # a value: the same group, layout and transport have the same name, so this stays as small as their number.
@@ -31,13 +31,20 @@ class ContextParallel:
     """The ranks that share a sequence; pass it to `ring_attention`.
 
     Args:
-        mesh_or_group: a one-dimensional DeviceMesh or a process group that this rank belongs to. On a group without
-            a CPU backend, creating a context is a collective of its ranks.
+        mesh_or_group: a one-dimensional DeviceMesh or a process group that this rank belongs to. Creating a context
+            is a collective of its ranks.
         layout: how the sequence is cut: "zigzag" (equal causal work on every rank) or "contiguous".
-        transport: how KV moves: "nccl" is point-to-point over the group's own backend, NCCL or gloo; "auto" chooses.
+        transport: how KV moves: "nccl" is point-to-point over the group's backend, NCCL or gloo; "symmetric" is pulled
+            by the copy engines of GPUs that reach each other's memory; "auto" takes that where it can, and says why in
+            `transport_reason`.
+        timeout: how long a rank waits for another's message before it raises RingTimeout, in seconds or a timedelta;
+            less than the group's own timeout. By default 5 minutes, or half the group's where that is less.
+        debug: before each call, compare the plans that the ranks follow; a difference raises RankMismatch.
 
     Raises:
-        ArgumentError: no process group, a group without this rank, a mesh of several dimensions, an unknown name.
+        ArgumentError: no process group, a group without this rank, a mesh of several dimensions, an unknown name, a
+            transport that cannot join these ranks, a timeout that the group's would come before.
+        RankMismatch: ranks ask for different transports or timeouts.
     """
 
     def __init__(
@@ -45,17 +52,26 @@ class ContextParallel:
         mesh_or_group: DeviceMesh | dist.ProcessGroup | int | None,
         layout: str = "zigzag",
         transport: str = "auto",
+        timeout: timedelta | float | None = None,
+        debug: bool = False,
     ) -> None:
         group = _resolve_group(mesh_or_group)
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
-        same = next((context for context in _CONTEXTS.values() if context.group is group), None)
-        # A group keeps its control plane: making one is a collective, and may make a gloo group.
-        self._control: ControlPlane | None = ControlPlane(group) if same is None else same._control
-        self.transport: Transport | None = ProcessGroupTransport(group)
+        deadline = deadline_of(group, timeout)
+        # A group keeps its connection: making one is a collective.
+        asked = (transport, deadline)
+        known = (context._connection for context in _CONTEXTS.values())
+        connection = next((each for each in known if each is not None and each.serves(group, *asked)), None)
+        connection = connection or connect(group, *asked)
+        self._connection: Connection | None = connection
+        self._control: ControlPlane | None = connection.control
+        self.transport: Transport | None = connection.transport
+        self.transport_kind, self.transport_reason = connection.kind, connection.reason
         self.group: dist.ProcessGroup | None = group
-        self._set(dist.get_rank(group), dist.get_world_size(group), layout, f"group {group.group_name} nccl")
+        kind = f"group {group.group_name} {transport} {deadline.total_seconds():g} s"
+        self._set(dist.get_rank(group), dist.get_world_size(group), layout, kind, debug)
         self.local_ranks = (self.rank,)
 
     @classmethod
@@ -68,20 +84,21 @@ class ContextParallel:
             remedy = "Pass the number of virtual ranks."
             raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
         self = cls.__new__(cls)
-        self._control = self.transport = self.group = None
-        self._set(0, world_size, layout, "local")
+        self._connection = self._control = self.transport = self.group = None
+        self.transport_kind, self.transport_reason = "local", "virtual ranks"
+        self._set(0, world_size, layout, "local", debug=False)
         self.local_ranks = tuple(range(world_size))
         return self
 
-    def _set(self, rank: int, world_size: int, layout: str, kind: str) -> None:
+    def _set(self, rank: int, world_size: int, layout: str, kind: str, debug: bool) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
-        self.rank, self.world_size, self.layout = rank, world_size, layout
-        self.name = f"{kind} rank {rank} of {world_size} {layout}"
+        self.rank, self.world_size, self.layout, self.debug = rank, world_size, layout, debug
+        self.name = f"{kind} rank {rank} of {world_size} {layout}{' debug' if debug else ''}"
         _CONTEXTS[self.name] = self
 
     def __repr__(self) -> str:
-        return f"ContextParallel({self.name})"
+        return f"ContextParallel({self.name}, over {self.transport_kind}: {self.transport_reason})"
 
     def _cut(self, seqlen: int) -> Layout:
         return make_layout(self.layout, seqlen, self.world_size)
@@ -136,9 +153,53 @@ class ContextParallel:
         if self._control is not None:
             self._control.fail(error)
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ArgumentError unless the context moves tensors on `device`."""
+        connection = self._connection
+        if connection is None:
+            return
+        if device.type in connection.devices and connection.device in (None, device):
+            return
+        raise ArgumentError(
+            "q",
+            expected=f"a tensor on {connection.device or ' or '.join(connection.devices)}, as the context",
+            got=device,
+            remedy="Move q, k and v, or make the context of a group for their device: gloo for CPUs, NCCL for GPUs.",
+            rank=self.rank,
+        )
+
+    @contextmanager
+    def in_ring(self, plan: Plan) -> Iterator[None]:
+        """Around a pass of `plan`: what this rank raises in it makes the other ranks raise PeerFailed, soon.
+
+        Raises:
+            PeerFailed: another rank raised in it.
+            PeerLost: another rank's process is gone.
+            RingTimeout: another rank did not do its part in time.
+            RankMismatch: in debug mode, when ranks follow different plans.
+        """
+        if self._control is None:
+            yield
+            return
+        faults = self._control.faults
+        faults.plan = plan
+        if self.debug:
+            everyone = [make_plan(plan.layout, plan.mask, rank) for rank in range(self.world_size)]
+            everyone[plan.rank] = plan
+            self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
+        try:
+            yield
+        except (PeerFailed, PeerLost, RingTimeout):
+            raise
+        except BaseException as error:
+            faults.raised(error)
+            raise
+
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int) -> int:
         assert self._control is not None
-        lengths = self._control.agree({**fields, "layout": self.layout, "seqlen": local_seqlen}, free="seqlen")
+        lengths = self._control.agree(
+            {**fields, "layout": self.layout, "debug": self.debug, "seqlen": local_seqlen}, free="seqlen"
+        )
         expected = self._cut(sum(lengths)).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ringflash.transport.base import Message
@@ -56,6 +57,10 @@ class LocalTransport:
 
     def __init__(self, network: LocalNetwork, rank: int) -> None:
         self._network, self._rank = network, rank
+
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A fresh vector: the virtual ranks share a device."""
+        return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> None:
         """Posts all messages."""
