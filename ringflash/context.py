@@ -20,7 +20,7 @@ from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import TRANSPORTS, Connection, connect, deadline_of
-from ringflash.transport.control import ControlPlane, Field, odd_ones
+from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
 # a value: the same group, layout and transport have the same name, so this stays as small as their number.
@@ -246,6 +246,13 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
             remedy="Create the context only on ranks of the group; dist.group.WORLD has all; without torch.distributed "
             "use flash_attention, or ContextParallel.local(n) for n virtual ranks.",
             rank=dist.get_rank() if dist.is_initialized() else None,
+        )
+    if not is_alive(mesh_or_group):
+        raise ArgumentError(
+            "mesh_or_group",
+            expected="a process group that exists",
+            got="one that was destroyed",
+            remedy="Create the context after the group, and anew when the group is.",
         )
     if dist.get_rank(mesh_or_group) < 0:
         raise ArgumentError(

@@ -2,105 +2,45 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
-import tempfile
+import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 import ringflash as rf
 from ringflash import context as contexts
 from ringflash.errors import ArgumentError, PeerFailed, PeerLost, RankMismatch, RingTimeout
-from ringflash.kernels import eager
 from ringflash.plan import Plan
-from ringflash.transport.faults import Word, conclude
-from tests import distributed
-from tests.accuracy import Problem, as_tensor
+from ringflash.transport.faults import Faults, Word, conclude
+from ringflash.transport.watch import Watch
+from tests.accuracy import Problem
 from tests.distributed import run_ranks
+from tests.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
 
 WORLD = 3
 
 
-@dataclass
-class Outcome:
-    """What a rank's call came to: an exception's class, text and fields, and after how many seconds."""
-
-    kind: str
-    text: str
-    fields: dict[str, Any]
-    seconds: float
-
-
-def _call(context: rf.ContextParallel, **options: Any) -> None:
-    """Forward and backward of a small problem."""
-    problem = Problem.random(seqlen=24, batch=1).mapped(context.shard)
-    q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
-    out = as_tensor(rf.ring_attention(q, k, v, context, **options))
-    torch.autograd.grad(out, (q, k, v), problem.dout)
-
-
-def _outcome(call: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
-    start = time.monotonic()
-    try:
-        call(*args, **kwargs)
-    except BaseException as error:  # carried to the parent
-        fields = {name: value for name, value in vars(error).items() if name != "words"}
-        return Outcome(type(error).__name__, str(error), fields, time.monotonic() - start)
-    return Outcome("", "", {}, time.monotonic() - start)
-
-
-@contextmanager
-def _at(kernel: str, hop: int, action: Callable[[], None], rank: int = 1) -> Iterator[None]:
-    """Does `action` on `rank` before the eager kernel that computes `hop`."""
-    _call(rf.ContextParallel.local(2))  # a process's first call takes seconds of imports
-    if dist.get_rank() != rank:
-        yield
-        return
-    original, calls = getattr(eager, kernel), iter(range(100))
-
-    def computes(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == hop:
-            action()
-        return original(*args, **kwargs)
-
-    setattr(eager, kernel, computes)
-    try:
-        yield
-    finally:
-        setattr(eager, kernel, original)
-
-
-def _raise_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("planted: out of memory")
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _with_fault(kernel: str, hop: int, action: Callable[[], None], timeout: float) -> Outcome:
+def _with_fault(step: int, action: Callable[[], None], timeout: float) -> Outcome:
     """A call in which `action` comes over rank 1; its connection is of no use afterwards, the group is."""
     context = rf.ContextParallel(dist.group.WORLD, timeout=timeout)
-    with _at(kernel, hop, action):
-        return _outcome(_call, context)
+    with planted(step, action):
+        return outcome_of(call_ring, context)
 
 
 def _raises_in_mid_ring() -> list[Outcome]:
     outcomes = []
-    for kernel, hop in (("forward", 0), ("forward", 1), ("backward_dkdv", 0), ("backward_dkdv", 2)):
-        outcomes.append(_with_fault(kernel, hop, _raise_out_of_memory, 20.0))
-        _call(rf.ContextParallel(dist.group.WORLD, timeout=20.0))  # a new connection is as good as ever
+    for step in (0, 1, 3, 5):  # hops 0 and 1 of the forward, 0 and 2 of the backward
+        outcomes.append(_with_fault(step, raise_out_of_memory, 20.0))
+        call_ring(rf.ContextParallel(dist.group.WORLD, timeout=20.0))  # a new connection is as good as ever
     return outcomes
 
 
@@ -112,14 +52,14 @@ def test_a_rank_that_raises_in_mid_ring_brings_the_others_down() -> None:
         for outcome in (case[0], case[2]):
             assert outcome.fields["ranks"] == [1]
             assert "rank 1: OutOfMemoryError: planted: out of memory\nTraceback" in outcome.text
-            assert "in _raise_out_of_memory" in outcome.text
+            assert "in raise_out_of_memory" in outcome.text
 
 
 def _broken_context() -> tuple[str, str]:
     context = rf.ContextParallel(dist.group.WORLD)
-    with _at("forward", 0, _raise_out_of_memory):
-        first = _outcome(_call, context)
-    return first.kind, _outcome(context.unshard, torch.zeros(1, 2)).text
+    with planted(0, raise_out_of_memory):
+        first = outcome_of(call_ring, context)
+    return first.kind, outcome_of(context.unshard, torch.zeros(1, 2)).text
 
 
 def test_a_context_stays_broken() -> None:
@@ -131,12 +71,12 @@ def test_a_context_stays_broken() -> None:
 
 def _hangs() -> list[Outcome]:
     outcomes = []
-    for kernel, hop in (("forward", 0), ("backward_dkdv", 1)):
-        outcomes.append(_with_fault(kernel, hop, lambda: time.sleep(5), 2.0))
+    for step in (0, 4):
+        outcomes.append(_with_fault(step, lambda: time.sleep(5), 2.0))
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     if context.rank == 1:
         time.sleep(5)  # before it joins the others
-    return [*outcomes, _outcome(_call, context)]
+    return [*outcomes, outcome_of(call_ring, context)]
 
 
 def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
@@ -156,7 +96,7 @@ def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
 @contextmanager
 def _astray() -> Iterator[None]:
     """Rank 1 drops the last hop of its plan."""
-    _call(rf.ContextParallel.local(2))
+    call_ring(rf.ContextParallel.local(2))
     original = contexts.make_plan
 
     def make_plan(layout: Any, mask: Any, rank: int) -> Plan:
@@ -176,7 +116,7 @@ def _different_hops() -> list[Outcome]:
     with _astray():
         checked = rf.ContextParallel(dist.group.WORLD, timeout=2.0, debug=True)
         unchecked = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
-        return [_outcome(_call, context) for context in (checked, unchecked)]
+        return [outcome_of(call_ring, context) for context in (checked, unchecked)]
 
 
 def test_ranks_that_follow_different_plans() -> None:
@@ -194,9 +134,9 @@ def test_ranks_that_follow_different_plans() -> None:
 
 def _debugged() -> str:
     context = rf.ContextParallel(dist.group.WORLD, debug=True)
-    _call(context, mask=rf.Causal())
+    call_ring(context, mask=rf.Causal())
     other = rf.ContextParallel(dist.group.WORLD, debug=context.rank == 0)
-    return _outcome(_call, other).text
+    return outcome_of(call_ring, other).text
 
 
 def test_debug_mode_of_ranks_that_agree() -> None:
@@ -204,66 +144,42 @@ def test_debug_mode_of_ranks_that_agree() -> None:
         assert "ranks disagree on debug" in text
 
 
-def _die_in(kernel: str, hop: int) -> Outcome:
-    return _with_fault(kernel, hop, _die, 20.0)
+def _die_at(step: int) -> Outcome:
+    return _with_fault(step, die, 20.0)
 
 
 def _die_before_a_call() -> Outcome:
     context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
-    _call(context)
+    call_ring(context)
     if context.rank == 1:
         time.sleep(0.5)  # the others wait for it
-        _die()
-    return _outcome(_call, context)
-
-
-def _entry(rank: int, folder: str, function: Callable[..., Outcome], args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    store = FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timedelta(seconds=60))
-    outcome = function(*args)
-    torch.save(outcome, f"{folder}/{rank}.pt")
-    raise SystemExit(3 if outcome.kind else 0)
+        die()
+    return outcome_of(call_ring, context)
 
 
 @pytest.mark.parametrize(
     ("function", "args", "hops"),
-    [(_die_in, ("forward", 0), {0, 1}), (_die_in, ("backward_dkdv", 1), {1, 2}), (_die_before_a_call, (), {None})],
+    [(_die_at, (0,), {0, 1}), (_die_at, (4,), {1, 2}), (_die_before_a_call, (), {None})],
 )
 def test_a_rank_that_is_killed(function: Callable[..., Outcome], args: tuple[Any, ...], hops: set[int | None]) -> None:
-    multiprocessing.set_forkserver_preload(["torch", "ringflash", distributed.__name__])
-    spawn = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=_entry, args=(rank, folder, function, args)) for rank in range(WORLD)]
-        for process in ranks:
-            process.start()
-        end = time.monotonic() + 30
-        try:
-            for process in ranks:
-                process.join(max(0.0, end - time.monotonic()))
-        finally:
-            left = [process.is_alive() for process in ranks]
-            for process in ranks:
-                process.kill()
-        assert left == [False] * WORLD
-        assert [process.exitcode for process in ranks] == [3, -signal.SIGKILL, 3]
-        for rank in (0, 2):
-            outcome = torch.load(f"{folder}/{rank}.pt", weights_only=False)
-            assert outcome.kind == "PeerLost", outcome
-            assert outcome.seconds < 5
-            assert outcome.fields["peers"] == [1]
-            assert outcome.fields["hop"] in hops
-            assert "lost rank 1 at" in outcome.text
+    codes, outcomes = run_to_their_ends(WORLD, function, *args)
+    assert codes == [3, -signal.SIGKILL, 3], outcomes
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome is not None
+        assert outcome.kind == "PeerLost", outcome
+        assert outcome.seconds < 5
+        assert outcome.fields["peers"] == [1]
+        assert outcome.fields["hop"] in hops
+        assert "lost rank 1 at" in outcome.text
 
 
 def _deadlines() -> list[str]:
     group = dist.group.WORLD
     wrong: list[Any] = [60, timedelta(minutes=2), 0, -1.0, "fast"]
-    texts = [_outcome(rf.ContextParallel, group, timeout=timeout).text for timeout in wrong]
+    texts = [outcome_of(rf.ContextParallel, group, timeout=timeout).text for timeout in wrong]
     rf.ContextParallel(group, timeout=59.5)
     rf.ContextParallel(group, timeout=timedelta(seconds=20))
-    mismatch = _outcome(rf.ContextParallel, group, timeout=5.0 + dist.get_rank())
+    mismatch = outcome_of(rf.ContextParallel, group, timeout=5.0 + dist.get_rank())
     return [*texts, mismatch.text]
 
 
@@ -280,27 +196,29 @@ def _out_of_place() -> list[str]:
     q = torch.zeros(1, 6, 2, 16)
     meta = q.to("meta")
     context = rf.ContextParallel(dist.group.WORLD)
-    texts = [_outcome(context.check_device, torch.device("cuda", 0)).text]
-    texts.append(_outcome(rf.ContextParallel, dist.group.WORLD, transport="symmetric").text)
-    texts.append(_outcome(rf.ContextParallel, dist.group.WORLD, transport="nvlink").text)
-    texts.append(_outcome(rf.ring_attention, meta, meta, meta, context).text)
+    texts = [outcome_of(context.check_device, torch.device("cuda", 0)).text]
+    texts.append(outcome_of(rf.ContextParallel, dist.group.WORLD, transport="symmetric").text)
+    texts.append(outcome_of(rf.ContextParallel, dist.group.WORLD, transport="nvlink").text)
+    texts.append(outcome_of(rf.ring_attention, meta, meta, meta, context).text)
     half = dist.new_group([0, 1])
     assert isinstance(half, dist.ProcessGroup)
     on_half = rf.ContextParallel(half)
-    _call(on_half)
+    call_ring(on_half)
     dist.destroy_process_group(half)
-    texts.append(_outcome(_call, on_half).text)
-    texts.append(_outcome(on_half.unshard, q).text)
+    texts.append(outcome_of(call_ring, on_half).text)
+    texts.append(outcome_of(on_half.unshard, q).text)
+    texts.append(outcome_of(rf.ContextParallel, half).text)
     assert context.transport_reason == "the group has no NCCL backend"
     return texts
 
 
 def test_wrong_groups_and_devices_and_transports() -> None:
-    for cuda, symmetric, unknown, meta, destroyed, unsharded in run_ranks(2, _out_of_place):
+    for cuda, symmetric, unknown, meta, destroyed, unsharded, anew in run_ranks(2, _out_of_place):
         assert cuda.startswith("q: expected a tensor on cpu, as the context, got cuda:0")
         assert symmetric.startswith("transport: expected an NCCL group for symmetric, got gloo")
         assert unknown.startswith("transport: expected one of ('auto', 'nccl', 'symmetric'), got 'nvlink'")
-        assert "got meta" in meta or "PeerFailed" in meta or "raised" in meta
+        assert "q: expected a device with storage, got meta" in meta
+        assert anew.startswith("mesh_or_group: expected a process group that exists, got one that was destroyed")
         for text in (destroyed, unsharded):
             assert text.startswith("context: expected a context whose process group exists, got one whose group was")
 
@@ -313,6 +231,42 @@ def _alone() -> bool:
 
 def test_a_world_of_one_is_the_single_device_bitwise() -> None:
     assert run_ranks(1, _alone) == [True]
+
+
+def _watched(done: Callable[[], bool], deadline: float) -> tuple[Faults, Watch, list[bool]]:
+    faults, released = Faults(HashStore(), 0, 2, deadline), []
+    faults.on_release(lambda: released.append(True))
+    watch = Watch(faults)
+    watch.add(done, 2, [1])
+    return faults, watch, released
+
+
+def _wait_for_a_stream() -> None:
+    for _ in range(1000):  # in calls that know nothing of the ring
+        time.sleep(0.01)
+
+
+def test_a_message_on_a_gpu_that_is_late_raises_where_the_process_waits() -> None:
+    faults, _, released = _watched(lambda: False, 0.3)
+    with pytest.raises(RingTimeout, match="waited 0.3 s for rank 1 at hop 2") as caught:
+        _wait_for_a_stream()
+    assert (caught.value.peers, caught.value.hop) == ([1], 2)
+    with pytest.raises(RingTimeout):
+        faults.check()
+    while not released:
+        time.sleep(0.01)
+
+
+def test_messages_on_a_gpu_that_come() -> None:
+    seen = threading.Event()
+    faults, watch, released = _watched(seen.is_set, 1.0)
+    time.sleep(0.7)
+    seen.set()
+    time.sleep(0.2)
+    watch.add(lambda: True, 3, [1])
+    time.sleep(0.7)  # nothing is awaited
+    faults.check()
+    assert not released
 
 
 def test_words_of_ranks() -> None:

@@ -35,6 +35,15 @@ def odd_ones(values: Sequence[int]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has not been destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
+
+
 class ControlPlane:
     """Agreement between the ranks of `group` over gloo.
 
@@ -55,14 +64,10 @@ class ControlPlane:
             ArgumentError: it has been destroyed since.
             PeerFailed, PeerLost, RingTimeout: its ring broke in an earlier call.
         """
-        try:
-            dist.get_process_group_ranks(self._data)
-        except KeyError:
+        if not is_alive(self._data):
             remedy = "Create the context anew, after the group."
-            expected = "a context whose process group exists"
-            raise ArgumentError(
-                "context", expected=expected, got="one whose group was destroyed", remedy=remedy, rank=self.rank
-            ) from None
+            expected, got = "a context whose process group exists", "one whose group was destroyed"
+            raise ArgumentError("context", expected=expected, got=got, remedy=remedy, rank=self.rank)
         self.faults.check()
 
     def agree(self, fields: Mapping[str, Field], *, free: str) -> list[int]:

@@ -184,6 +184,7 @@ class SymmetricTransport:
         """Ends all waits of this rank's streams, by saying in everybody's stead what they wait for, again and again."""
 
         def speak() -> None:
+            torch.cuda.set_device(self._device)  # of this thread
             stream, end = torch.cuda.Stream(self._device), time.monotonic() + self._faults.deadline
             while time.monotonic() < end and not all(waiting.query() for waiting in self._streams):
                 for place in range(0, 4 * 2 * _CHANNELS * self._world_size, 4):
