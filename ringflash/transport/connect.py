@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -79,26 +80,46 @@ def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta) -> Co
     faults.on_break(lambda: gloo.close(own))
     control = ControlPlane(group, own, faults)
     control.agree({"transport": transport, "timeout": deadline.total_seconds(), "rank": control.rank}, free="rank")
+    # A name never used before: a store may outlive process groups, and words of earlier rings with it.
+    faults.store = PrefixStore(control.tell(uuid4().hex)[0], store)
     faults.identities = control.tell(processes.own_identity())
     if not on_nccl:
         moves = GlooTransport(own, faults)
         return Connection(asked, control, moves, "gloo", "the group has no NCCL backend", ("cpu",), None)
     device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-    reached = reach.obstacle(control, device)
-    if transport == "symmetric" and reached is not None:
-        remedy = 'Use transport="nccl", or "auto", which chooses by this.'
-        expected = "GPUs that reach each other's memory for symmetric"
-        raise ArgumentError("transport", expected=expected, got=reached, remedy=remedy, rank=control.rank)
-    watch = Watch(faults)
-    if transport == "symmetric" or (transport == "auto" and reached is None):
-        from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch have it all
-
-        moves = SymmetricTransport(control, own, device, faults, watch)
-        reason = "all GPUs reach each other's memory" if transport == "auto" else "asked for"
-        return Connection(asked, control, moves, "symmetric", reason, ("cuda",), device)
-    reason = f"symmetric is not possible: {reached}" if transport == "auto" else "asked for"
+    if len(ranks) == 1:
+        moves = GlooTransport(own, faults)
+        return Connection(asked, control, moves, "nccl", "one rank sends nothing", ("cuda",), device)
+    watch, reason = Watch(faults), "asked for"
+    if transport != "nccl":
+        obstacle = reach.obstacle(control, device)
+        if obstacle is None:
+            moves, obstacle = _symmetric(control, own, device, watch)
+            if moves is not None:
+                reason = "all GPUs reach each other's memory" if transport == "auto" else reason
+                return Connection(asked, control, moves, "symmetric", reason, ("cuda",), device)
+        if transport == "symmetric":
+            remedy = 'Use transport="nccl", or "auto", which chooses by this.'
+            expected = "GPUs that reach each other's memory for symmetric"
+            raise ArgumentError("transport", expected=expected, got=obstacle, remedy=remedy, rank=control.rank)
+        reason = f"symmetric is not possible: {obstacle}"
     moves = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
     return Connection(asked, control, moves, "nccl", reason, ("cuda",), device)
+
+
+def _symmetric(
+    control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch
+) -> tuple[Transport | None, str | None]:
+    """The symmetric transport, or why a rank could not make it: it also takes a system that lets processes share."""
+    from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch have it all
+
+    moves, failure = None, ""
+    try:
+        moves = SymmetricTransport(control, group, device, watch)
+    except RuntimeError as error:
+        failure = f"rank {control.rank}: {error}"
+    failures = [text for text in control.tell(failure) if text]
+    return (None, failures[0]) if failures else (moves, None)
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str | None:

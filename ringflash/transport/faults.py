@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
@@ -32,7 +33,7 @@ class Word:
     Args:
         rank: whose word it is.
         kind: which of these.
-        hop: where; None where ranks agree, before the first hop.
+        hop: where it waited; None where ranks agree, before the first hop.
         peers: whom it waited for; none where that is all of them.
         text: a traceback, or the plan that the rank follows.
     """
@@ -44,14 +45,11 @@ class Word:
     text: str
 
     def __str__(self) -> str:
+        if self.kind == "raised":
+            return "raised"
         where = "in the agreement before hop 0" if self.hop is None else f"at hop {self.hop}"
         whom = f" for rank {', '.join(map(str, self.peers))}" if self.peers else ""
-        said = {
-            "raised": f"raised {where}",
-            "late": f"waited {where}{whom} until the deadline",
-            "closed": f"waited {where}{whom} until the connection closed",
-        }
-        return said[self.kind]
+        return f"waited {where}{whom} until {'the deadline' if self.kind == 'late' else 'the connection closed'}"
 
 
 def conclude(
@@ -65,11 +63,12 @@ def conclude(
     missing = [r for r in range(world_size) if r not in said]
     waited_for = {peer for word in words for peer in word.peers}
     # Of the ranks without word some may merely be busy: those come first that are gone, or were waited for.
-    peers = sorted({*ended} & {*missing}) or sorted(waited_for & {*missing}) or missing or sorted(waited_for)
+    gone = sorted({*ended} & {*missing})
+    peers = gone or sorted(waited_for & {*missing}) or missing or sorted(waited_for)
     late = [word for word in words if word.kind == "late"]
     hop = next((word.hop for word in late or words if {*word.peers} & {*peers}), (late or words)[0].hop)
     texts = [str(said[r]) if r in said else "left no word" for r in range(world_size)]
-    if ended or not late:
+    if gone or not late:
         return PeerLost(peers, hop, texts, rank=rank)
     if not missing:  # all live, and wait for what nobody sends: they follow different plans
         texts = [f"{text}\n    {said[r].text}".rstrip() for r, text in enumerate(texts)]
@@ -87,8 +86,8 @@ class Faults:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self.deadline = deadline
+        self._rank, self._world_size, self.deadline = rank, world_size, deadline
+        self.store = store
         self.error: RingflashError | None = None  # set once; the ring is of no use from then on
         self.plan: object = ""  # what this rank follows, for its word
         self.delivered = False  # whether a caller has seen the error
@@ -127,6 +126,8 @@ class Faults:
         start = time.monotonic()
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             late = time.monotonic() - start >= 0.9 * self.deadline
             named = self.broken("late" if late else "closed", hop, peers)
@@ -134,11 +135,11 @@ class Faults:
             self.release()
             raise named from error
 
-    def raised(self, error: BaseException, hop: int | None = None) -> None:
+    def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""
         if self.error is None:
             text = "".join(traceback.format_exception(error))
-            self._end(Word(self._rank, "raised", hop, (), f"{type(error).__name__}: {error}\n{text}"))
+            self._end(Word(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
             self.delivered = True
             self.release()
 
@@ -154,7 +155,7 @@ class Faults:
         with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
             if self.error is None:
                 with suppress(RuntimeError):  # the store may have died with the rank that serves it
-                    self._store.set(str(self._rank), json.dumps(asdict(word)))
+                    self.store.set(str(self._rank), json.dumps(asdict(word)))
                 for close in self._breaks:
                     close()
                 words = [word] if word.kind == "raised" else self._hear_out(word)
@@ -175,7 +176,7 @@ class Faults:
         words = []
         with suppress(RuntimeError):
             for rank in range(self._world_size):
-                if self._store.check([str(rank)]):
-                    fields = json.loads(self._store.get(str(rank)))
+                if self.store.check([str(rank)]):
+                    fields = json.loads(self.store.get(str(rank)))
                     words.append(Word(**{**fields, "peers": tuple(fields["peers"])}))
         return words

@@ -22,6 +22,7 @@ class NcclTransport:
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults, watch: Watch) -> None:
         self._group, self._faults, self._watch = group, faults, watch
+        self._rank = dist.get_rank(group)
         faults.on_release(self._abort)
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,7 +34,7 @@ class NcclTransport:
         self._faults.check()
         if not messages:
             return []
-        works = post(messages, self._group)
+        works = post(in_order(messages, self._rank), self._group)
         for work in works:
             self._watch.add(work.is_completed, messages[0].hop, [message.peer for message in messages])
         return works
@@ -48,12 +49,16 @@ class NcclTransport:
         self._group._get_backend(torch.device("cuda")).abort()
 
 
-def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Posts messages to and from ranks of `group` as one batch, sends first on even ranks and last on odd ones.
+def in_order(messages: Sequence[Message], rank: int) -> list[Message]:
+    """Sends first on even ranks, and last on odd ones.
 
     Within a batch NCCL has no order that could block; the order serves backends that take one operation after another.
     """
-    ordered = sorted(messages, key=lambda message: message.sends == (dist.get_rank(group) % 2 == 1))
+    return sorted(messages, key=lambda message: message.sends == (rank % 2 == 1))
+
+
+def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Posts messages to and from ranks of `group` as one batch."""
     operations = [
         dist.P2POp(
             dist.isend if message.sends else dist.irecv,
@@ -62,7 +67,7 @@ def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Wor
             group_peer=message.peer,
             tag=message.channel,
         )
-        for message in ordered
+        for message in messages
     ]
     return dist.batch_isend_irecv(operations)
 

@@ -24,7 +24,6 @@ from ringflash.errors import ArgumentError
 from ringflash.transport.base import Message
 from ringflash.transport.control import ControlPlane
 from ringflash.transport.driver import Driver
-from ringflash.transport.faults import Faults
 from ringflash.transport.watch import Watch
 
 _CHANNELS = 8  # more than a ring uses
@@ -36,10 +35,11 @@ _GROWTH = 1.25
 class _Region:
     """As many bytes on each rank, which all ranks can read and write; making one is a collective."""
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, nbytes: int, control: ControlPlane, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
         self.own = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, device)
+        control.tell("there is memory")  # the exchange that follows cannot be broken off by a rank that has none
         with _without_multicast():
             handle = symm_mem.rendezvous(self.own, group)
         self._handle = handle  # keeps the peers' memory mapped
@@ -77,25 +77,22 @@ class SymmetricTransport:
         control: joins the ranks.
         group: the same ranks, to find each other's memory through.
         device: this rank's GPU.
-        faults: what ends the ring.
         watch: sees to it that a message that does not come ends it.
     """
 
-    def __init__(
-        self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, faults: Faults, watch: Watch
-    ) -> None:
+    def __init__(self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
         self._control, self._group, self._device = control, group, device
-        self._faults, self._watch, self._driver = faults, watch, Driver()
+        self._faults, self._watch, self._driver = control.faults, watch, Driver()
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
-            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, group, device)
+            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, group, device)
             self._words.own.zero_()
             self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(_CHANNELS)]
             torch.cuda.synchronize(device)
         control.tell("words are 0")  # before anyone writes to them
-        faults.on_release(self._let_go)
+        control.faults.on_release(self._let_go)
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The slot's memory, kept from call to call; where it has grown too small, a larger one, a collective.
@@ -115,8 +112,7 @@ class SymmetricTransport:
             least = 0 if region is None else int(region.nbytes * _GROWTH)
             self._regions.pop(slot, None)
             del region
-            with self._faults.waiting(hop=None):
-                region = self._regions[slot] = _Region(max(nbytes, least), self._group, self._device)
+            region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._group, self._device)
         if self._last is not None and self._last != current and not capturing:
             current.wait_stream(self._last)  # the pass before may still be computing from these bytes
         self._last = current
