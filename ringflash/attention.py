@@ -116,8 +116,11 @@ def ring_attention(
         out: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
 
     Raises:
-        ArgumentError: as `flash_attention`; the other ranks raise PeerFailed.
+        ArgumentError: as `flash_attention`, and for a context of another device or a destroyed group.
         RankMismatch: on every rank, before any data moves, when ranks differ in shape, dtype, mask, layout or scale.
+        PeerFailed: another rank raised, here or in the backward; with its traceback.
+        PeerLost: another rank's process is gone.
+        RingTimeout: another rank did not do its part within the context's timeout.
 
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
@@ -131,6 +134,7 @@ def ring_attention(
         if q.is_meta:
             remedy = "A ring needs real tensors on every rank."
             raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
+        context.check_device(q.device)
         if q.shape[1] != k.shape[1]:
             remedy = "Shard queries and keys of the same sequence with context.shard."
             got = f"{q.shape[1]} and {k.shape[1]}"

@@ -73,9 +73,10 @@ class _Ranks:
 
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
         """Runs all ranks to their ends."""
-        if len(ranks) == 1:
+        if self._context is None:
             return [run_alone(ranks[0])]
-        return run_lockstep(ranks, self._network)
+        with self._context.in_ring(self.plans[0]):
+            return [run_alone(ranks[0])] if len(ranks) == 1 else run_lockstep(ranks, self._network)
 
 
 def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> dict[str, int | float | str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,13 +21,9 @@ from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_plan
 from ringflash.transport.base import Transport
-from ringflash.transport.control import ControlPlane, Field, odd_ones
-from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
-from ringflash.transport.links import TwoLinks, far_group
-from ringflash.transport.mesh import MeshControlPlane
-from ringflash.transport.nccl import ProcessGroupTransport
-
-TRANSPORTS = ("auto", "nccl")
+from ringflash.transport.connect import TRANSPORTS, Connection, MeshConnection, connect, connect_mesh, deadline_of
+from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
+from ringflash.transport.heads import HeadsTransport
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
 # a value: the same group, layout and transport have the same name, so this stays as small as their number.
@@ -38,17 +36,23 @@ class ContextParallel:
     Args:
         mesh_or_group: a process group that this rank belongs to, or a DeviceMesh of one dimension, or of two named
             "ring" and "heads": KV goes around the first, heads are split over the second, and the sequence is cut over
-            the ranks of both. On a group without a CPU backend, and on two dimensions, creating a context is a
-            collective of its ranks.
+            the ranks of both. Creating a context is a collective of its ranks.
         layout: how the sequence is cut: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
             "balanced", which follows the mask: see `make_layout`.
-        transport: how KV moves: "nccl" is point-to-point over the group's own backend, NCCL or gloo; "auto" chooses.
+        transport: how KV moves: "nccl" is point-to-point over the group's backend, NCCL or gloo; "symmetric" is pulled
+            by the copy engines of GPUs that reach each other's memory; "auto" takes that where it can, and says why in
+            `transport_reason`.
+        timeout: how long a rank waits for another's message before it raises RingTimeout, in seconds or a timedelta;
+            less than the group's own timeout. By default 5 minutes, or half the group's where that is less.
+        debug: before each call, compare the plans that the ranks follow; a difference raises RankMismatch.
         inner_ring: ranks, neighbours in the ring, that fast links join: KV goes around them while that of the next such
-            ranks is on its way over slow links. None is one ring. Creating the context is then a collective.
+            ranks is on its way over slow links. None is one ring.
 
     Raises:
-        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, or an
-            inner ring that the ring is no multiple of.
+        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, a
+            transport that cannot join these ranks, a timeout that the group's would come before, or an inner ring that
+            the ring is no multiple of.
+        RankMismatch: ranks ask for different transports or timeouts.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class ContextParallel:
         mesh_or_group: DeviceMesh | dist.ProcessGroup | int | None,
         layout: str = "zigzag",
         transport: str = "auto",
+        timeout: timedelta | float | None = None,
+        debug: bool = False,
         *,
         inner_ring: int | None = None,
     ) -> None:
@@ -64,22 +70,31 @@ class ContextParallel:
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
         group, mesh, grid = _resolve(mesh_or_group)
         _check_inner_ring(inner_ring, grid)
-        heads = None if mesh is None else mesh.get_group(HEADS)
-        same = next((x for x in _CONTEXTS.values() if x.group is group and x.heads_group is heads), None)
-        # Groups keep their control plane: making one is a collective, and may make a gloo group.
-        if same is not None:
-            self._control: ControlPlane | None = same._control
-        else:
-            self._control = ControlPlane(group) if mesh is None else MeshControlPlane(mesh, (RING, HEADS), grid.places)
-        near = ProcessGroupTransport(group)
-        far = None if inner_ring is None else ProcessGroupTransport(far_group(group))
-        self.transport: Transport | None = near if far is None else TwoLinks(near, far)
-        self.heads_transport: HeadsTransport | None = None if heads is None else ProcessGroupHeads(heads)
+        deadline = deadline_of(group, timeout)
+        # A group keeps its connection: making one is a collective.
+        asked = (transport, deadline, inner_ring is not None)
+        known = (context._connection for context in _CONTEXTS.values())
+        connection = next((each for each in known if each is not None and each.serves(group, *asked)), None)
+        connection = connection or connect(group, *asked)
+        both = None
+        if mesh is not None:
+            meshes = (context._mesh_connection for context in _CONTEXTS.values())
+            both = next(
+                (each for each in meshes if each is not None and each.serves(mesh.get_group(HEADS), connection)), None
+            )
+            both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection, deadline)
+        self._connection: Connection | None = connection
+        self._mesh_connection: MeshConnection | None = both
+        self._control: ControlPlane | None = connection.control if both is None else both.control
+        self.transport: Transport | None = connection.transport
+        self.heads_transport: HeadsTransport | None = None if both is None else both.transport
+        self.transport_kind, self.transport_reason = connection.kind, connection.reason
         self.group: dist.ProcessGroup | None = group
-        self.heads_group: dist.ProcessGroup | None = heads
-        place = dist.get_rank(group), 0 if heads is None else dist.get_rank(heads)
-        names = group.group_name if heads is None else f"{group.group_name} and {heads.group_name}"
-        self._set(grid.places.index(place), grid, inner_ring, layout, f"group {names} nccl")
+        self.heads_group: dist.ProcessGroup | None = None if both is None else both.heads
+        place = dist.get_rank(group), 0 if both is None else dist.get_rank(both.heads)
+        names = group.group_name if both is None else f"{group.group_name} and {both.heads.group_name}"
+        kind = f"group {names} {transport} {deadline.total_seconds():g} s"
+        self._set(grid.places.index(place), grid, inner_ring, layout, kind, debug)
         self.local_ranks = (self.rank,)
 
     @classmethod
@@ -96,19 +111,21 @@ class ContextParallel:
             remedy = "Pass the number of virtual ranks."
             raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
         self = cls.__new__(cls)
-        self._control = self.transport = self.heads_transport = self.group = self.heads_group = None
+        self._connection = self._mesh_connection = self._control = self.transport = self.heads_transport = None
+        self.group = self.heads_group = None
+        self.transport_kind, self.transport_reason = "local", "virtual ranks"
         grid = Grid.of(world_size, heads)
         _check_inner_ring(inner_ring, grid)
-        self._set(0, grid, inner_ring, layout, "local")
+        self._set(0, grid, inner_ring, layout, "local", debug=False)
         self.local_ranks = tuple(range(world_size))
         return self
 
-    def _set(self, rank: int, grid: Grid, inner_ring: int | None, layout: str, kind: str) -> None:
+    def _set(self, rank: int, grid: Grid, inner_ring: int | None, layout: str, kind: str, debug: bool) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
-        self.rank, self.grid, self.inner_ring, self.layout = rank, grid, inner_ring, layout
+        self.rank, self.grid, self.inner_ring, self.layout, self.debug = rank, grid, inner_ring, layout, debug
         self.world_size = len(grid.places)
-        self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}"
+        self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}{' debug' if debug else ''}"
         _CONTEXTS[self.name] = self
 
     @property
@@ -118,7 +135,7 @@ class ContextParallel:
         return " ".join(filter(None, (self.layout, str(self.grid), inner)))
 
     def __repr__(self) -> str:
-        return f"ContextParallel({self.name})"
+        return f"ContextParallel({self.name}, over {self.transport_kind}: {self.transport_reason})"
 
     def _cut(self, seqlen: int, mask: Mask | None) -> Layout:
         return split_rows(self._ring_cut(seqlen, mask), self.grid)
@@ -174,9 +191,12 @@ class ContextParallel:
         """
         mask = as_mask(mask)
         place, _ = self.grid.places[self.rank if rank is None else rank]
+        return self._plan_at(place, self._ring_cut(seqlen, mask), mask)
+
+    def _plan_at(self, place: int, layout: Layout, mask: Mask) -> Plan:
         if self.inner_ring is None:
-            return make_plan(self._ring_cut(seqlen, mask), mask, place)
-        return make_double_plan(self._ring_cut(seqlen, mask), mask, place, self.inner_ring)
+            return make_plan(layout, mask, place)
+        return make_double_plan(layout, mask, place, self.inner_ring)
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split."""
@@ -201,9 +221,56 @@ class ContextParallel:
         if self._control is not None:
             self._control.fail(error)
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ArgumentError unless the context moves tensors on `device`."""
+        connection = self._connection
+        if connection is None:
+            return
+        if device.type in connection.devices and connection.device in (None, device):
+            return
+        raise ArgumentError(
+            "q",
+            expected=f"a tensor on {connection.device or ' or '.join(connection.devices)}, as the context",
+            got=device,
+            remedy="Move q, k and v, or make the context of a group for their device: gloo for CPUs, NCCL for GPUs.",
+            rank=self.rank,
+        )
+
+    @contextmanager
+    def in_ring(self, plan: Plan) -> Iterator[None]:
+        """Around a pass of `plan`: what this rank raises in it makes the other ranks raise PeerFailed, soon.
+
+        Raises:
+            PeerFailed: another rank raised in it.
+            PeerLost: another rank's process is gone.
+            RingTimeout: another rank did not do its part in time.
+            RankMismatch: in debug mode, when ranks follow different plans.
+        """
+        if self._control is None:
+            yield
+            return
+        assert self._connection is not None
+        everybodys = [self._connection.control.faults]  # of a mesh those of the ring and those of both dimensions
+        if self._mesh_connection is not None:
+            everybodys.append(self._mesh_connection.control.faults)
+        for faults in everybodys:
+            faults.plan = plan
+        if self.debug:
+            everyone = [self._plan_at(place, plan.layout, plan.mask) for place in range(plan.world_size)]
+            everyone[plan.rank] = plan
+            self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
+        try:
+            yield
+        except BaseException as error:
+            for faults in everybodys:  # a ring that has broken stays as it is
+                faults.raised(error)
+            raise
+
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
         assert self._control is not None
-        lengths = self._control.agree({**fields, "layout": self._schedule, "seqlen": local_seqlen}, free="seqlen")
+        lengths = self._control.agree(
+            {**fields, "layout": self._schedule, "debug": self.debug, "seqlen": local_seqlen}, free="seqlen"
+        )
         expected = self._cut(sum(lengths), mask).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
@@ -271,6 +338,13 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
             remedy="Create the context only on ranks of the group; dist.group.WORLD has all; without torch.distributed "
             "use flash_attention, or ContextParallel.local(n) for n virtual ranks.",
             rank=dist.get_rank() if dist.is_initialized() else None,
+        )
+    if not is_alive(mesh_or_group):
+        raise ArgumentError(
+            "mesh_or_group",
+            expected="a process group that exists",
+            got="one that was destroyed",
+            remedy="Create the context after the group, and anew when the group is.",
         )
     if dist.get_rank(mesh_or_group) < 0:
         raise ArgumentError(

@@ -56,15 +56,64 @@ class RankMismatch(RingflashError, ValueError):
 
 
 class PeerFailed(RingflashError, RuntimeError):
-    """Another rank raised before an exchange that needs all ranks; raised on every other rank of the context.
+    """Another rank raised while all were in a call; raised on every other rank of the context.
 
     Args:
         ranks: the ranks that raised.
-        texts: what each of them raised.
+        texts: what each of them raised, with its traceback.
         rank: the rank that raises.
     """
 
     def __init__(self, ranks: list[int], texts: list[str], *, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
-        table = "\n".join(f"  rank {r}: {text}" for r, text in zip(ranks, texts, strict=True))
-        super().__init__(f"ranks {ranks} raised before the exchange (seen on rank {rank}):\n{table}")
+        table = "\n".join(f"  rank {r}: {text.rstrip()}" for r, text in zip(ranks, texts, strict=True))
+        super().__init__(f"ranks {ranks} raised (seen on rank {rank}):\n{table}")
+
+
+class RingTimeout(RingflashError, TimeoutError):
+    """A rank did not do its part within the ring's deadline; raised on every rank that waited.
+
+    Args:
+        peers: the ranks that were waited for and left no word.
+        hop: the hop at which a message did not come; None where ranks agree, before the first.
+        deadline: seconds that a rank waits for a message.
+        words: what each rank had to say of itself, in rank order.
+        rank: the rank that raises.
+    """
+
+    def __init__(self, peers: list[int], hop: int | None, deadline: float, words: list[str], *, rank: int) -> None:
+        self.peers, self.hop, self.deadline, self.rank = peers, hop, deadline, rank
+        super().__init__(
+            f"waited {deadline:g} s for {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(words)}\n"
+            "See what these ranks do meanwhile, or give the context a longer timeout, and its group one longer still."
+        )
+
+
+class PeerLost(RingflashError, ConnectionError):
+    """A rank's process is gone; raised on every rank that is left.
+
+    Args:
+        peers: the ranks that are gone.
+        hop: the hop at which that was noticed; None where ranks agree, before the first.
+        words: what each rank had to say of itself, in rank order.
+        rank: the rank that raises.
+    """
+
+    def __init__(self, peers: list[int], hop: int | None, words: list[str], *, rank: int) -> None:
+        self.peers, self.hop, self.rank = peers, hop, rank
+        super().__init__(
+            f"lost {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(words)}\n"
+            "Its own output says why it ended, or the system's log if it was killed."
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _place(hop: int | None) -> str:
+    return "the agreement before hop 0" if hop is None else f"hop {hop}"
+
+
+def _table(words: list[str]) -> str:
+    return "\n".join(f"  rank {rank}: {word}" for rank, word in enumerate(words))

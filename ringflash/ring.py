@@ -39,11 +39,22 @@ class Tiles:
 class _PairBuffer:
     """Keys and values, or their gradients, of (batch, rows, nheads_kv, headdim) each, in one message."""
 
-    def __init__(self, like: tuple[Tensor, Tensor], max_rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        like: tuple[Tensor, Tensor],
+        max_rows: int,
+        dtype: torch.dtype,
+        transport: Transport | None = None,
+        slot: tuple[int, int] = (0, 0),
+    ) -> None:
         self._batch = like[0].shape[0]
         self._heads = [x.shape[2:] for x in like]
         self._rows = [self._batch * heads.numel() for heads in self._heads]
-        self._storage = like[0].new_empty(max_rows * sum(self._rows), dtype=dtype)
+        numel = max_rows * sum(self._rows)
+        if transport is None:  # nothing is sent from it
+            self._storage = like[0].new_empty(numel, dtype=dtype)
+        else:
+            self._storage = transport.allocate(slot, numel, like[0], dtype)
 
     def message(self, rows: int) -> Tensor:
         """The storage of both tensors of `rows` rows: one contiguous vector."""
@@ -67,7 +78,7 @@ class _KVRing:
         self._own = (k, v)
         rows = max(plan.layout.lengths)
         count = 0 if plan.world_size == 1 else 2 if plan.inner is None else 4
-        self._buffers = [_PairBuffer(self._own, rows, k.dtype) for _ in range(count)]
+        self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (_KV, i)) for i in range(count)]
         self._moving_far: object = None
         first = plan.hops[0]
         if first.send_kv or first.far_to is not None:
@@ -83,25 +94,29 @@ class _KVRing:
             return self._own
         return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))
 
+    def _message(self, hop: Hop, owner: int) -> Tensor:
+        """The buffer in use at `hop`, as long as the KV of `owner`."""
+        return self._buffers[self._slot(hop)].message(self._plan.layout.length(owner))
+
     def start(self, hop: Hop) -> object:
         """Sends this hop's KV on and receives the next hop's."""
-        layout, messages = self._plan.layout, []
+        messages = []
         if hop.send_kv:
-            buffer = self._buffers[self._slot(hop)].message(layout.length(hop.owner))
-            messages.append(Message(self._plan.next_rank, buffer, _KV, sends=True))
+            buffer = self._message(hop, hop.owner)
+            messages.append(Message(self._plan.next_rank, buffer, _KV, sends=True, hop=hop.index))
         if hop.receive_kv:
             following = self._plan.hops[hop.index + 1]
-            buffer = self._buffers[self._slot(following)].message(layout.length(following.owner))
-            messages.append(Message(self._plan.previous_rank, buffer, _KV, sends=False))
+            buffer, mirror = (self._message(at, following.owner) for at in (following, hop))
+            source = self._plan.previous_rank
+            messages.append(Message(source, buffer, _KV, sends=False, hop=hop.index, mirror=mirror))
         moving = self._transport.start(messages)
         far = []
         if hop.far_to is not None:
-            buffer = self._buffers[self._slot(hop)].message(layout.length(hop.owner))
-            far.append(Message(hop.far_to, buffer, _FAR_KV, sends=True))
+            far.append(Message(hop.far_to, self._message(hop, hop.owner), _FAR_KV, sends=True, hop=hop.index))
         if hop.far_from is not None:
             following = self._plan.next_revolution(hop)
-            buffer = self._buffers[self._slot(following)].message(layout.length(following.owner))
-            far.append(Message(hop.far_from, buffer, _FAR_KV, sends=False))
+            buffer = self._message(following, following.owner)
+            far.append(Message(hop.far_from, buffer, _FAR_KV, sends=False, hop=hop.index))
         if far:
             self._moving_far = self._transport.start(far)
         return moving
@@ -123,7 +138,8 @@ class _GradientRing:
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
         self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
         rows = max(plan.layout.lengths)
-        self._travelling = [_PairBuffer(self._like, rows, dtype) for _ in range(2)] if plan.world_size > 1 else []
+        count = 2 if plan.world_size > 1 else 0
+        self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (_GRADIENT, i)) for i in range(count)]
         self._far = FarGradients(transport)
         self._own: tuple[Tensor, Tensor] | None = None
         if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
@@ -133,8 +149,9 @@ class _GradientRing:
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=self._dtype) for x in self._like)
         return dk, dv
 
-    def _message(self, hop: Hop) -> Tensor:
-        return self._travelling[hop.index % 2].message(self._plan.layout.length(hop.owner))
+    def _message(self, hop: Hop, owner: int) -> Tensor:
+        """The buffer in use at `hop`, as long as the gradient of the KV of `owner`."""
+        return self._travelling[hop.index % 2].message(self._plan.layout.length(owner))
 
     def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
         """dK and dV of the KV at `hop`: not written yet where it starts, else what the ranks before have added."""
@@ -148,22 +165,24 @@ class _GradientRing:
 
     def start_after(self, done: Hop) -> object:
         """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
-        plan, messages = self._plan, []
+        plan, messages, h = self._plan, [], done.index
         if done.send_kv:
-            messages.append(Message(plan.next_rank, self._message(done), _GRADIENT, sends=True))
+            messages.append(Message(plan.next_rank, self._message(done, done.owner), _GRADIENT, sends=True, hop=h))
         if done.receive_kv:
-            following = plan.hops[done.index + 1]
-            messages.append(Message(plan.previous_rank, self._message(following), _GRADIENT, sends=False))
+            following = plan.hops[h + 1]
+            buffer, mirror = (self._message(at, following.owner) for at in (following, done))
+            messages.append(Message(plan.previous_rank, buffer, _GRADIENT, sends=False, hop=h, mirror=mirror))
         far = done.revolution > 0
         channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
         if done.send_grad_home:
-            homewards.append(Message(done.owner, self._message(done), channel, sends=True))
+            homewards.append(Message(done.owner, self._message(done, done.owner), channel, sends=True, hop=h))
         arriving = None
         if done.grad_comes_home is not None:
             rows = self._like[0].shape[1]
             home = _PairBuffer(self._like, rows, self._dtype)
             arriving = home.pair(rows)
-            homewards.append(Message(done.grad_comes_home, home.message(rows), channel, sends=False))
+            buffer, mirror = home.message(rows), self._message(done, plan.rank)
+            homewards.append(Message(done.grad_comes_home, buffer, channel, sends=False, hop=h, mirror=mirror))
         if far and homewards:
             self._far.start(done.revolution, homewards, arriving)
         if far and done.send_grad_home:  # the buffer is on its way for longer than it would be left alone

@@ -1,6 +1,7 @@
 """ring_attention on virtual ranks: every layout, mask and world size gives the single-device result."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -155,8 +156,8 @@ def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyP
     allocated: list[int] = []
     original = ring._PairBuffer.__init__
 
-    def counting(self, like: tuple[Tensor, Tensor], max_rows: int, dtype: torch.dtype) -> None:
-        original(self, like, max_rows, dtype)
+    def counting(self, like: tuple[Tensor, Tensor], max_rows: int, *args: Any) -> None:
+        original(self, like, max_rows, *args)
         allocated.append(max_rows)
 
     monkeypatch.setattr(ring._PairBuffer, "__init__", counting)

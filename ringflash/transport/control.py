@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+import traceback
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.errors import PeerFailed, RankMismatch
+from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashError
+from ringflash.transport.faults import Faults
 
 Field = int | float | str
 _OK, _FAILED = 0, 1
@@ -32,18 +35,40 @@ def odd_ones(values: Sequence[int]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has not been destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
+
+
 class ControlPlane:
     """Agreement between the ranks of `group` over gloo.
 
-    A group that has no CPU backend gets a gloo group of the same ranks beside it; creating that is a collective.
+    Args:
+        group: the ranks, and what larger tensors travel over.
+        gloo: a gloo group of the same ranks in the same order, for agreement alone.
+        faults: what a wait for a rank that does not come becomes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._data = group
+    def __init__(self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults) -> None:
+        self._data, self._group, self.faults = group, gloo, faults
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group)
-        has_cpu = "gloo" in dist.get_backend_config(group)
-        self._group = group if has_cpu else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def check_alive(self) -> None:
+        """The group is as it was when the context was made.
+
+        Raises:
+            ArgumentError: it has been destroyed since.
+            PeerFailed, PeerLost, RingTimeout: its ring broke in an earlier call.
+        """
+        if not is_alive(self._data):
+            remedy = "Create the context anew, after the group."
+            expected, got = "a context whose process group exists", "one whose group was destroyed"
+            raise ArgumentError("context", expected=expected, got=got, remedy=remedy, rank=self.rank)
+        self.faults.check()
 
     def agree(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
         """Compares `fields` over all ranks, all but the integer field `free`, and returns that field's value of each.
@@ -51,7 +76,9 @@ class ControlPlane:
         Raises:
             RankMismatch: on every rank, when a field differs.
             PeerFailed: when a rank called `fail` instead.
+            PeerLost, RingTimeout: when a rank is gone, or does not come within the deadline.
         """
+        self.check_alive()
         words = [_OK, *(_word(value) for value in fields.values())]
         table = self._exchange(words)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
@@ -66,9 +93,23 @@ class ControlPlane:
 
     def fail(self, error: Exception) -> None:
         """Tells the ranks that are about to agree that this one raised `error`, so that they raise too."""
-        table = self._exchange([_FAILED])
-        if any(row[0] == _FAILED for row in table):
-            self._texts(f"{type(error).__name__}: {error}")
+        with suppress(RingflashError):  # what `error` says comes first, whatever became of the others
+            self.check_alive()
+            table = self._exchange([_FAILED])
+            if any(row[0] == _FAILED for row in table):
+                trace = "".join(traceback.format_exception(error))
+                self._texts(f"{type(error).__name__}: {error}\n{trace}")
+
+    def compare(self, field: str, text: str, own: str) -> None:
+        """Raises RankMismatch on every rank, with each rank's `own`, unless all have the same `text`."""
+        digests = [row[1] for row in self._exchange([_OK, _word(text)])]
+        if len(set(digests)) > 1:
+            raise RankMismatch(field, self._texts(own), odd_ones(digests), rank=self.rank)
+
+    def tell(self, text: str) -> list[str]:
+        """All ranks' texts, in rank order."""
+        self.check_alive()
+        return self._texts(text)
 
     def gather(self, x: Tensor, rows: list[int], dim: int) -> Tensor:
         """All ranks' `x` joined along `dim` in rank order; rank r's has `rows[r]` entries there."""
@@ -94,10 +135,12 @@ class ControlPlane:
         assert len(words) <= _WIDTH
         mine = torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._group)
+        with self.faults.waiting(hop=None):
+            dist.all_gather(everyone, mine, group=self._group)
         return [row.tolist() for row in everyone]
 
     def _texts(self, text: str) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, text, group=self._group)
+        with self.faults.waiting(hop=None):
+            dist.all_gather_object(everyone, text, group=self._group)
         return everyone

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.transport.base import Message, Transport
+from ringflash.transport.faults import Faults
+from ringflash.transport.watch import Watch
 
 _CHANNEL = -1  # those of a ring are counted from 0
 
@@ -34,27 +36,33 @@ class HeadsTransport(Protocol):
 
 
 class ProcessGroupHeads:
-    """Exchanges over `group`, NCCL or gloo, each one collective."""
+    """Exchanges over `group`, each one collective: gloo, or NCCL, whose exchanges `watch` sees to come in time."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, faults: Faults, watch: Watch | None) -> None:
+        self._group, self._faults, self._watch = group, faults, watch
 
     def start(
         self, outgoing: Tensor, sent: Sequence[int], incoming: Tensor, received: Sequence[int]
     ) -> dist.Work | None:
         """One collective of bytes: gloo knows few dtypes."""
-        return dist.all_to_all_single(
-            incoming.view(torch.uint8),
-            outgoing.view(torch.uint8),
-            [n * incoming.itemsize for n in received],
-            [n * outgoing.itemsize for n in sent],
-            group=self._group,
-            async_op=True,
-        )
+        with self._faults.waiting(hop=None):
+            work = dist.all_to_all_single(
+                incoming.view(torch.uint8),
+                outgoing.view(torch.uint8),
+                [n * incoming.itemsize for n in received],
+                [n * outgoing.itemsize for n in sent],
+                group=self._group,
+                async_op=True,
+            )
+        if self._watch is not None and work is not None:
+            self._watch.add(work.is_completed, 0, [])
+        return work
 
     def finish(self, handle: dist.Work | None) -> None:
         """Waits: the process on gloo, the current stream on NCCL."""
-        if handle is not None:
+        if handle is None:
+            return
+        with self._faults.waiting(hop=None):
             handle.wait()
 
 
@@ -69,7 +77,7 @@ class LocalHeads:
         messages = []
         for vector, sizes, sends in ((outgoing, sent, True), (incoming, received, False)):
             for peer, part in enumerate(vector.split(list(sizes))):
-                messages.append(Message(peer, part, _CHANNEL, sends))
+                messages.append(Message(peer, part, _CHANNEL, sends, hop=0))
         return self._transport.start(messages)
 
     def finish(self, handle: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
 from ringflash.transport.base import FAR, Message, Transport
 
@@ -16,6 +17,10 @@ class TwoLinks:
     def __init__(self, near: Transport, far: Transport) -> None:
         self._near, self._far = near, far
 
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the near transport does."""
+        return self._near.allocate(slot, numel, like, dtype)
+
     def start(self, messages: Sequence[Message]) -> tuple[Transport, Any]:
         """Starts all messages where they belong."""
         transport = self._far if messages and messages[0].channel >= FAR else self._near
@@ -25,19 +30,3 @@ class TwoLinks:
         """Waits as the transport of `handle` does."""
         transport, of_transport = handle
         transport.finish(of_transport)
-
-
-def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks whose messages do not queue behind those of `group`; making one is a collective.
-
-    gloo has no queue. NCCL's is a communicator's, and torch splits new ones off the default group's where that is bound
-    to a device, which takes all its ranks: then a group of fewer is used as it is, exact but without that overlap.
-    """
-    default = dist.group.WORLD
-    assert default is not None
-    bound_to_fewer = default.bound_device_id is not None and dist.get_world_size(group) < dist.get_world_size()
-    if dist.get_backend(group) == "gloo" or bound_to_fewer:
-        return group
-    far = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    assert isinstance(far, dist.ProcessGroup)
-    return far

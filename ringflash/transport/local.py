@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ringflash.transport.base import Message
@@ -57,6 +58,10 @@ class LocalTransport:
 
     def __init__(self, network: LocalNetwork, rank: int, members: Sequence[int] | None = None) -> None:
         self._network, self._rank, self._members = network, rank, members
+
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A fresh vector: the virtual ranks share a device."""
+        return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> None:
         """Posts all messages."""

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.transport.control import ControlPlane
+from ringflash.transport.faults import Faults
 
 
 class MeshControlPlane(ControlPlane):
-    """Agreement between the ranks of both dimensions, over a gloo group of their own; creating it is a collective.
+    """Agreement between the ranks of both dimensions.
 
     Tensors travel along one dimension after the other, so no further group of the data's backend is needed.
 
@@ -21,15 +22,22 @@ class MeshControlPlane(ControlPlane):
         mesh: the ranks, counted upwards.
         names: of the first dimension and the second.
         places: of each rank (index along the first, index along the second).
+        gloo: a gloo group of all ranks.
+        faults: what a wait for a rank that does not come becomes.
     """
 
-    def __init__(self, mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        names: tuple[str, str],
+        places: Sequence[tuple[int, int]],
+        gloo: dist.ProcessGroup,
+        faults: Faults,
+    ) -> None:
         self._rows, self._columns = (mesh.get_group(name) for name in names)
         self._places = places
-        group = dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(self._rows, gloo, faults)
+        self.rank, self.world_size = dist.get_rank(gloo), dist.get_world_size(gloo)
 
     def stack(self, x: Tensor) -> Tensor:
         """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""

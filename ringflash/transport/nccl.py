@@ -1,38 +1,104 @@
-"""Ring messages as point-to-point operations of a torch.distributed group: NCCL on GPUs, gloo on CPUs."""
+"""Ring messages as point-to-point operations of NCCL: one batch a hop, on a stream of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.transport.base import Message
+from ringflash.transport.faults import Faults
+from ringflash.transport.watch import Watch
 
 
-class ProcessGroupTransport:
-    """Messages over `group`; NCCL runs them on its own stream, ordered after what the current stream holds."""
+class NcclTransport:
+    """Messages over an NCCL `group`, ordered after what the current stream holds; the process never waits.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    `watch` sees to it that a message that does not come ends the ring.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, faults: Faults, watch: Watch) -> None:
+        self._group, self._faults, self._watch = group, faults, watch
+        self._rank = dist.get_rank(group)
+        faults.on_release(self._abort)
+
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A fresh vector, from the caching allocator."""
+        return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> list[dist.Work]:
         """Posts all messages as one batch."""
+        self._faults.check()
         if not messages:
             return []
-        operations = [
-            dist.P2POp(
-                dist.isend if message.sends else dist.irecv,
-                message.buffer.view(torch.uint8),  # bytes: gloo knows few dtypes
-                group=self._group,
-                group_peer=message.peer,
-                tag=message.channel,
-            )
-            for message in messages
-        ]
-        return dist.batch_isend_irecv(operations)
+        works = post(in_order(messages, self._rank), self._group)
+        for work in works:
+            self._watch.add(work.is_completed, messages[0].hop, [message.peer for message in messages])
+        return works
 
     def finish(self, handle: list[dist.Work]) -> None:
-        """Waits for the batch: the process on gloo, the current stream on NCCL."""
+        """Makes the current stream wait for the batch."""
         for work in handle:
             work.wait()
+
+    def _abort(self) -> None:
+        """Ends the kernels that wait for a peer, so that what waits for the GPU goes on."""
+        self._group._get_backend(torch.device("cuda")).abort()
+
+
+def in_order(messages: Sequence[Message], rank: int) -> list[Message]:
+    """Sends first on even ranks, and last on odd ones.
+
+    Within a batch NCCL has no order that could block; the order serves backends that take one operation after another.
+    """
+    return sorted(messages, key=lambda message: message.sends == (rank % 2 == 1))
+
+
+def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Posts messages to and from ranks of `group` as one batch."""
+    operations = [
+        dist.P2POp(
+            dist.isend if message.sends else dist.irecv,
+            message.buffer.view(torch.uint8),  # bytes: gloo knows few dtypes
+            group=group,
+            group_peer=message.peer,
+            tag=message.channel,
+        )
+        for message in messages
+    ]
+    return dist.batch_isend_irecv(operations)
+
+
+def new_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """An NCCL group of the ranks of `group` with a communicator and a stream of its own; a collective of them.
+
+    The stream has high priority: its kernels start as soon as tiles of attention leave an SM. They come without
+    clusters: a cluster's blocks would have to find room on neighbouring SMs at once. How many channels there are is
+    left to NCCL, which knows the links. The communicator is made at once and not by the first batch, which would need
+    messages from every rank, and windows leave ranks without any.
+
+    Where the default group is bound to a device, torch splits communicators off it, which takes all its ranks: then a
+    group of fewer is used as it is.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if default.bound_device_id is not None and dist.get_world_size(group) < dist.get_world_size():
+        return group
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if hasattr(options, "config"):
+        options.config.cga_cluster_size = 0
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc="ringflash",
+        device_id=device,
+    )
+    assert isinstance(own, dist.ProcessGroup)
+    return own

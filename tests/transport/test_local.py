@@ -16,8 +16,8 @@ def _pass_on(transport: LocalTransport, rank: int, world: int, steps: int) -> Ge
     for _ in range(steps):
         arriving = torch.full((1,), torch.nan)
         messages = [
-            Message((rank + 1) % world, here, 0, sends=True),
-            Message((rank - 1) % world, arriving, 0, sends=False),
+            Message((rank + 1) % world, here, 0, sends=True, hop=0),
+            Message((rank - 1) % world, arriving, 0, sends=False, hop=0),
         ]
         handle = transport.start(messages)
         assert arriving.isnan().all()  # nothing arrives before all ranks have yielded
@@ -35,7 +35,7 @@ def test_a_number_goes_around(steps: int) -> None:
 
 
 def _sends_into_the_void(transport: LocalTransport) -> Generator[None, None, None]:
-    transport.start([Message(1, torch.zeros(1), 0, sends=True)])
+    transport.start([Message(1, torch.zeros(1), 0, sends=True, hop=0)])
     yield
 
 

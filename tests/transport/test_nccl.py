@@ -25,7 +25,7 @@ CASES: list[dict[str, Any]] = [
 
 def _shards(layout: str) -> list[list[Tensor]]:
     """This rank's shards of out, dq, dk and dv in every case."""
-    context = rf.ContextParallel(dist.group.WORLD, layout)
+    context = rf.ContextParallel(dist.group.WORLD, layout, transport="nccl")
     results = []
     for case in CASES:
         problem = Problem.random(**case).mapped(lambda x: context.shard(x).cuda())

@@ -1,0 +1,235 @@
+"""Joins the ranks of a process group into a ring: groups of its own, deadlines, and the transport that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ringflash.errors import ArgumentError
+from ringflash.transport import gloo, nccl, processes, reach
+from ringflash.transport.base import Transport
+from ringflash.transport.control import ControlPlane
+from ringflash.transport.faults import Faults
+from ringflash.transport.gloo import GlooTransport
+from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
+from ringflash.transport.links import TwoLinks
+from ringflash.transport.mesh import MeshControlPlane
+from ringflash.transport.nccl import NcclTransport
+from ringflash.transport.watch import Watch
+
+TRANSPORTS = ("auto", "nccl", "symmetric")
+DEADLINE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How the ranks of one group talk.
+
+    Args:
+        asked: group, transport, deadline, and whether it is a ring of rings, as they were asked for.
+        control: agrees on calls.
+        transport: moves keys, values and their gradients.
+        kind: "nccl", "gloo" or "symmetric".
+        reason: why that one.
+        devices: types of the devices whose tensors it moves.
+        device: the only one, where there is one.
+    """
+
+    asked: tuple[dist.ProcessGroup, str, timedelta, bool]
+    control: ControlPlane
+    transport: Transport
+    kind: str
+    reason: str
+    devices: tuple[str, ...]
+    device: torch.device | None
+
+    def serves(self, group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool) -> bool:
+        """Whether it joins the ranks of this very `group`, as asked for, and its ring has not broken."""
+        return self.asked == (group, transport, deadline, double) and self.control.faults.error is None
+
+
+@dataclass(frozen=True)
+class MeshConnection:
+    """How the ranks of a mesh of two dimensions talk, beside those of a ring.
+
+    Args:
+        ring: of the first dimension.
+        heads: the group of the second.
+        control: agrees on calls, over the ranks of both.
+        transport: exchanges heads for rows.
+    """
+
+    ring: Connection
+    heads: dist.ProcessGroup
+    control: MeshControlPlane
+    transport: HeadsTransport
+
+    def serves(self, heads: dist.ProcessGroup, ring: Connection) -> bool:
+        """Whether it is of this very group, beside this ring, and has not broken."""
+        return self.heads is heads and self.ring is ring and self.control.faults.error is None
+
+
+def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool) -> Connection:
+    """Makes a ring of the ranks of `group`, a collective of them.
+
+    Args:
+        group: the ranks.
+        transport: one of `TRANSPORTS`.
+        deadline: how long a rank waits for another.
+        double: for a ring of rings, whose messages go over two links.
+
+    Raises:
+        ArgumentError: `transport` cannot join these ranks.
+        RankMismatch: ranks ask for different things.
+    """
+    asked, ranks = (group, transport, deadline, double), dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        remedy = "Make the group with sort_ranks=True, the default."
+        raise ArgumentError("mesh_or_group", expected="ranks in ascending order", got=ranks, remedy=remedy)
+    on_nccl = backend_of(group, "cuda") == "nccl" and torch.cuda.is_available()
+    if transport == "symmetric" and not on_nccl:
+        remedy = 'Use transport="auto", or a group over NCCL.'
+        raise ArgumentError("transport", expected="an NCCL group for symmetric", got="gloo", remedy=remedy)
+    if transport == "symmetric" and double:
+        remedy = 'Use transport="nccl", or no inner_ring.'
+        expected, got = "nccl for a ring of rings, whose far messages overtake others", "symmetric"
+        raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
+    own, faults = _own_gloo(ranks, deadline)
+    control = ControlPlane(group, own, faults)
+    fields = {"transport": transport, "timeout": deadline.total_seconds(), "double": double, "rank": control.rank}
+    control.agree(fields, free="rank")
+    _introduce(control)
+    if not on_nccl:
+        moves = GlooTransport(own, faults)
+        return Connection(asked, control, moves, "gloo", "the group has no NCCL backend", ("cpu",), None)
+    device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+    if len(ranks) == 1:
+        moves = GlooTransport(own, faults)
+        return Connection(asked, control, moves, "nccl", "one rank sends nothing", ("cuda",), device)
+    watch, reason = Watch(faults), "asked for"
+    if transport == "auto" and double:
+        reason = "a ring of rings"
+    elif transport != "nccl":
+        obstacle = reach.obstacle(control, device)
+        if obstacle is None:
+            moves, obstacle = _symmetric(control, own, device, watch)
+            if moves is not None:
+                reason = "all GPUs reach each other's memory" if transport == "auto" else reason
+                return Connection(asked, control, moves, "symmetric", reason, ("cuda",), device)
+        if transport == "symmetric":
+            remedy = 'Use transport="nccl", or "auto", which chooses by this.'
+            expected = "GPUs that reach each other's memory for symmetric"
+            raise ArgumentError("transport", expected=expected, got=obstacle, remedy=remedy, rank=control.rank)
+        reason = f"symmetric is not possible: {obstacle}"
+    moves = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
+    if double:  # what may take many hops must not queue before what is due after one
+        far = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
+        moves = TwoLinks(moves, far)
+    return Connection(asked, control, moves, "nccl", reason, ("cuda",), device)
+
+
+def connect_mesh(
+    mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]], ring: Connection, deadline: timedelta
+) -> MeshConnection:
+    """Joins the ranks of both dimensions of a mesh, a collective of them.
+
+    Args:
+        mesh: the ranks.
+        names: of the dimension of the ring, and of that over which heads are split.
+        places: of each rank, counted upwards, its index along the one and the other.
+        ring: of this rank.
+        deadline: how long a rank waits for another.
+    """
+    own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), deadline)
+    control = MeshControlPlane(mesh, names, places, own, faults)
+    _introduce(control)
+    heads, watch = mesh.get_group(names[1]), None
+    moves_over = heads
+    if ring.kind == "gloo":
+        moves_over = _gloo_group(dist.get_process_group_ranks(heads), deadline)
+        faults.on_break(lambda: gloo.close(moves_over))
+    else:
+        watch = Watch(faults)
+    return MeshConnection(ring, heads, control, ProcessGroupHeads(moves_over, faults, watch))
+
+
+def _gloo_group(ranks: Sequence[int], deadline: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(
+        list(ranks), timeout=deadline, backend="gloo", use_local_synchronization=True, group_desc="ringflash"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _own_gloo(ranks: Sequence[int], deadline: timedelta) -> tuple[dist.ProcessGroup, Faults]:
+    """A gloo group for agreement, and what becomes of waits in it that nobody ends."""
+    own = _gloo_group(ranks, deadline)
+    store = PrefixStore(f"ringflash/{own.group_name}", _get_default_store())
+    faults = Faults(store, dist.get_rank(own), len(ranks), deadline.total_seconds())
+    faults.on_break(lambda: gloo.close(own))
+    return own, faults
+
+
+def _introduce(control: ControlPlane) -> None:
+    """Tells all ranks where words are left, and which process each is."""
+    # A name never used before: a store may outlive process groups, and words of earlier rings with it.
+    control.faults.store = PrefixStore(control.tell(uuid4().hex)[0], control.faults.store)
+    control.faults.identities = control.tell(processes.own_identity())
+
+
+def _symmetric(
+    control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch
+) -> tuple[Transport | None, str | None]:
+    """The symmetric transport, or why a rank could not make it: it also takes a system that lets processes share."""
+    from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch have it all
+
+    moves, failure = None, ""
+    try:
+        moves = SymmetricTransport(control, group, device, watch)
+    except RuntimeError as error:
+        failure = f"rank {control.rank}: {error}"
+    failures = [text for text in control.tell(failure) if text]
+    return (None, failures[0]) if failures else (moves, None)
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
+    """The name of the backend that serves tensors on `device` in `group`."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return next((backend for name, backend in pairs if name == device), None)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the backends of `group` wait before they give up, the least of them."""
+    return min(group._get_backend(device).options._timeout for device in group._device_types)
+
+
+def deadline_of(group: dist.ProcessGroup, timeout: timedelta | float | None) -> timedelta:
+    """The deadline of a ring over `group`: `timeout`, in seconds if a number, by default 5 minutes or half the group's.
+
+    Raises:
+        ArgumentError: not positive, or not shorter than the group's, whose watchdog would then end the process first.
+    """
+    limit = timeout_of(group)
+    if timeout is None:
+        return min(DEADLINE, limit / 2)
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | float | int):
+        remedy = "Pass seconds or a datetime.timedelta."
+        raise ArgumentError("timeout", expected="seconds or a timedelta", got=repr(timeout), remedy=remedy)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < limit.total_seconds():
+        raise ArgumentError(
+            "timeout",
+            expected=f"more than 0 and less than the {limit.total_seconds():g} s of the process group",
+            got=f"{seconds:g} s",
+            remedy="The order is ring < NCCL watchdog < heartbeat < launcher, so that the first to give up says which "
+            "rank was waited for: shorten this, or give init_process_group a longer timeout.",
+        )
+    return timedelta(seconds=seconds)

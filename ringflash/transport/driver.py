@@ -1,0 +1,37 @@
+"""Three calls of the CUDA driver that torch has no name for: a stream that writes and awaits a word of memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class Driver:
+    """The calls, with their errors; none of them takes an SM, all may be captured in a CUDA graph."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+
+    def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Writes a word once all that `stream` holds is done and visible to every GPU."""
+        arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value))
+        _check("cuStreamWriteValue32", self._cuda.cuStreamWriteValue32_v2(*arguments, ctypes.c_uint(0)))
+
+    def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Holds `stream` until the word at `address` is `value`."""
+        arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value))
+        _check("cuStreamWaitValue32", self._cuda.cuStreamWaitValue32_v2(*arguments, ctypes.c_uint(_EQUAL)))
+
+    def allow_queries(self) -> None:
+        """This thread may ask for events from now on while another captures a graph, which asking breaks by default."""
+        mode = ctypes.c_int(_RELAXED)
+        _check("cuThreadExchangeStreamCaptureMode", self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
+def _check(call: str, result: int) -> None:
+    if result != 0:
+        raise RuntimeError(f"{call} failed with CUDA driver error {result}")

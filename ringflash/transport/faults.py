@@ -1,0 +1,182 @@
+"""What ranks do when a ring breaks: each leaves word, breaks its own connections, and hears the others out.
+
+A rank that fails, or waits in vain, first leaves word in the group's store, then closes its connections, so that every
+rank that waits for it wakes and does the same. Within a moment all that live have left word, and each concludes alike
+from all words: who raised, who is gone, who is late. The ring's groups are its own, so nothing else breaks with them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+
+from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
+from ringflash.transport import processes
+
+GRACE = 1.0  # seconds in which a rank that lives and waits leaves word, once connections close
+_POLL = 0.02
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank leaves: that it raised (`text` is its traceback), waited in vain, or found a connection closed.
+
+    Args:
+        rank: whose word it is.
+        kind: which of these.
+        hop: where it waited; None where ranks agree, before the first hop.
+        peers: whom it waited for; none where that is all of them.
+        text: a traceback, or the plan that the rank follows.
+    """
+
+    rank: int
+    kind: Literal["raised", "late", "closed"]
+    hop: int | None
+    peers: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        if self.kind == "raised":
+            return "raised"
+        where = "in the agreement before hop 0" if self.hop is None else f"at hop {self.hop}"
+        whom = f" for rank {', '.join(map(str, self.peers))}" if self.peers else ""
+        return f"waited {where}{whom} until {'the deadline' if self.kind == 'late' else 'the connection closed'}"
+
+
+def conclude(
+    words: Sequence[Word], ended: Sequence[int], world_size: int, deadline: float, rank: int
+) -> RingflashError:
+    """What `rank` raises, given the words that ranks left, and the ranks whose processes are known to have ended."""
+    raised = [word for word in words if word.kind == "raised"]
+    if raised:
+        return PeerFailed([word.rank for word in raised], [word.text for word in raised], rank=rank)
+    said = {word.rank: word for word in words}
+    missing = [r for r in range(world_size) if r not in said]
+    waited_for = {peer for word in words for peer in word.peers}
+    # Of the ranks without word some may merely be busy: those come first that are gone, or were waited for.
+    gone = sorted({*ended} & {*missing})
+    peers = gone or sorted(waited_for & {*missing}) or missing or sorted(waited_for)
+    late = [word for word in words if word.kind == "late"]
+    hop = next((word.hop for word in late or words if {*word.peers} & {*peers}), (late or words)[0].hop)
+    texts = [str(said[r]) if r in said else "left no word" for r in range(world_size)]
+    if gone or not late:
+        return PeerLost(peers, hop, texts, rank=rank)
+    if not missing:  # all live, and wait for what nobody sends: they follow different plans
+        texts = [f"{text}\n    {said[r].text}".rstrip() for r, text in enumerate(texts)]
+    return RingTimeout(peers, hop, deadline, texts, rank=rank)
+
+
+class Faults:
+    """One rank's view of what went wrong in its ring.
+
+    Args:
+        store: shared by the ranks, with keys of this ring's own.
+        rank: this rank.
+        world_size: ranks in the ring.
+        deadline: seconds that a rank waits for a message.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
+        self._rank, self._world_size, self.deadline = rank, world_size, deadline
+        self.store = store
+        self.error: RingflashError | None = None  # set once; the ring is of no use from then on
+        self.plan: object = ""  # what this rank follows, for its word
+        self.delivered = False  # whether a caller has seen the error
+        self.identities: list[str] = []  # of the ranks' processes
+        self._breaks: list[Callable[[], None]] = []
+        self._releases: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+
+    def on_break(self, close: Callable[[], None]) -> None:
+        """`close` is called as soon as the ring breaks: it ends waits of processes, here and on peers."""
+        self._breaks.append(close)
+
+    def on_release(self, release: Callable[[], None]) -> None:
+        """`release` is called when the error is known: it ends waits of this rank's GPU."""
+        self._releases.append(release)
+
+    def release(self) -> None:
+        """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
+        while self._releases:
+            self._releases.pop()()
+
+    def check(self) -> None:
+        """Raises what ended this ring, if it has ended."""
+        if self.error is not None:
+            self.delivered = True
+            raise self.error
+
+    def ended(self) -> list[int]:
+        """Ranks on this host whose processes have ended."""
+        return processes.ended(self.identities)
+
+    @contextmanager
+    def waiting(self, hop: int | None, peers: Sequence[int] = ()) -> Iterator[None]:
+        """Around a wait for messages of `peers`, all when empty: a failure of the connection becomes a named error."""
+        self.check()
+        start = time.monotonic()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            late = time.monotonic() - start >= 0.9 * self.deadline
+            named = self.broken("late" if late else "closed", hop, peers)
+            self.delivered = True
+            self.release()
+            raise named from error
+
+    def raised(self, error: BaseException) -> None:
+        """This rank raised `error` in a ring: brings the others down too."""
+        if self.error is None:
+            text = "".join(traceback.format_exception(error))
+            self._end(Word(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
+            self.delivered = True
+            self.release()
+
+    def broken(self, kind: Literal["late", "closed"], hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
+        """The error to raise where this rank waited for `peers` in vain."""
+        return self._end(Word(self._rank, kind, hop, tuple(peers), str(self.plan)))
+
+    def word_of_others(self) -> bool:
+        """Whether another rank has said that the ring is broken."""
+        return any(word.rank != self._rank for word in self._words())
+
+    def _end(self, word: Word) -> RingflashError:
+        with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
+            if self.error is None:
+                with suppress(RuntimeError):  # the store may have died with the rank that serves it
+                    self.store.set(str(self._rank), json.dumps(asdict(word)))
+                for close in self._breaks:
+                    close()
+                words = [word] if word.kind == "raised" else self._hear_out(word)
+                self.error = conclude(words, self.ended(), self._world_size, self.deadline, self._rank)
+            return self.error
+
+    def _hear_out(self, own: Word) -> list[Word]:
+        """The words of all ranks, once nothing more is to be expected."""
+        end, words = time.monotonic() + GRACE, [own]
+        while time.monotonic() < end and len(words) < self._world_size:
+            words = self._words() or [own]
+            if any(word.kind == "raised" for word in words):
+                break
+            time.sleep(_POLL)
+        return words
+
+    def _words(self) -> list[Word]:
+        words = []
+        with suppress(RuntimeError):
+            for rank in range(self._world_size):
+                if self.store.check([str(rank)]):
+                    fields = json.loads(self.store.get(str(rank)))
+                    words.append(Word(**{**fields, "peers": tuple(fields["peers"])}))
+        return words

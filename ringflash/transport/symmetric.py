@@ -1,0 +1,190 @@
+"""Ring messages that GPUs of one host fetch from each other's memory with the copy engine.
+
+A rank sends from symmetric memory: it says "ready" to the receiver, which pulls the bytes and says "free". Both are
+words in the other's memory that streams write and await, so no SM is taken, no process waits, and there is no barrier.
+Every word is 0 again when its message is done: a captured graph may be replayed, and finds the words as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from ringflash.errors import ArgumentError
+from ringflash.transport.base import Message
+from ringflash.transport.control import ControlPlane
+from ringflash.transport.driver import Driver
+from ringflash.transport.watch import Watch
+
+_CHANNELS = 8  # more than a ring uses
+_READY, _FREE = range(2)
+_PAGE = 2**21  # bytes, what memory is mapped in
+_GROWTH = 1.25
+
+
+class _Region:
+    """As many bytes on each rank, which all ranks can read and write; making one is a collective."""
+
+    def __init__(self, nbytes: int, control: ControlPlane, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.nbytes = -(-nbytes // _PAGE) * _PAGE
+        # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
+        self.own = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, device)
+        control.tell("there is memory")  # the exchange that follows cannot be broken off by a rank that has none
+        with _without_multicast():
+            handle = symm_mem.rendezvous(self.own, group)
+        self._handle = handle  # keeps the peers' memory mapped
+        ranks = range(dist.get_world_size(group))
+        self.of = [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
+
+    def offset(self, x: Tensor) -> int | None:
+        """Where `x` starts in this rank's bytes; None if it is not of them."""
+        offset = x.data_ptr() - self.own.data_ptr()
+        return offset if 0 <= offset < self.nbytes else None
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Keeps torch from making an NVLink multicast object of memory that is only ever read by one GPU at a time.
+
+    It may leave the GPUs of a shared host unusable, and torch looks nowhere but in the environment.
+    """
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class SymmetricTransport:
+    """Messages between the GPUs of one host; what is sent must be of `allocate`.
+
+    Args:
+        control: joins the ranks.
+        group: the same ranks, to find each other's memory through.
+        device: this rank's GPU.
+        watch: sees to it that a message that does not come ends it.
+    """
+
+    def __init__(self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
+        self._control, self._group, self._device = control, group, device
+        self._faults, self._watch, self._driver = control.faults, watch, Driver()
+        self._rank, self._world_size = control.rank, control.world_size
+        self._regions: dict[tuple[int, int], _Region] = {}
+        self._last: torch.cuda.Stream | None = None
+        with torch.cuda.device(device):
+            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, group, device)
+            self._words.own.zero_()
+            self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(_CHANNELS)]
+            torch.cuda.synchronize(device)
+        control.tell("words are 0")  # before anyone writes to them
+        control.faults.on_release(self._let_go)
+
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The slot's memory, kept from call to call; where it has grown too small, a larger one, a collective.
+
+        Raises:
+            ArgumentError: a CUDA graph is being captured, and the memory is too small.
+        """
+        current, capturing = torch.cuda.current_stream(self._device), torch.cuda.is_current_stream_capturing()
+        nbytes = numel * dtype.itemsize
+        region = self._regions.get(slot)
+        if region is None or region.nbytes < nbytes:
+            if capturing:
+                remedy = "Run the same call once before it is captured: memory that peers see cannot grow meanwhile."
+                expected = "a call that ran before, in a CUDA graph"
+                raise ArgumentError("q", expected=expected, got=f"{nbytes} bytes to send", remedy=remedy)
+            torch.cuda.synchronize(self._device)  # every peer has pulled what this rank waited for it to pull
+            least = 0 if region is None else int(region.nbytes * _GROWTH)
+            self._regions.pop(slot, None)
+            del region
+            region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._group, self._device)
+        if self._last is not None and self._last != current and not capturing:
+            current.wait_stream(self._last)  # the pass before may still be computing from these bytes
+        self._last = current
+        return region.own[:nbytes].view(dtype)
+
+    def start(self, messages: Sequence[Message]) -> list[torch.cuda.Event]:
+        """Queues all messages, each channel's on a stream of its own."""
+        self._faults.check()
+        current = torch.cuda.current_stream(self._device)
+        by_channel: dict[int, list[Message]] = defaultdict(list)
+        for message in messages:
+            by_channel[message.channel].append(message)
+        events = []
+        for channel, batch in by_channel.items():
+            stream = self._streams[channel]
+            stream.wait_stream(current)
+            sends, receives = [m for m in batch if m.sends], [m for m in batch if not m.sends]
+            # Whoever waits has said before all that others wait for: no order of ranks can block.
+            for message in sends:
+                self._say(stream, _READY, message)
+            for message in receives:
+                self._await(stream, _READY, message)
+                self._pull(stream, message)
+                self._say(stream, _FREE, message)
+            for message in sends:
+                self._await(stream, _FREE, message)
+            done = torch.cuda.Event()
+            done.record(stream)
+            self._watch.add(done.query, batch[0].hop, [message.peer for message in batch])
+            events.append(done)
+        return events
+
+    def finish(self, handle: list[torch.cuda.Event]) -> None:
+        """Makes the current stream wait for the messages."""
+        current = torch.cuda.current_stream(self._device)
+        for done in handle:
+            current.wait_event(done)
+
+    def _pull(self, stream: torch.cuda.Stream, message: Message) -> None:
+        target = message.buffer.view(torch.uint8)
+        assert message.mirror is not None, "a receiver names its own counterpart of what is sent"
+        for region in self._regions.values():
+            offset = region.offset(message.mirror)
+            if offset is not None:
+                with torch.cuda.stream(stream):
+                    target.copy_(region.of[message.peer][offset : offset + target.numel()], non_blocking=True)
+                return
+        raise AssertionError("what is sent is not of allocate()")
+
+    def _say(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
+        """Sets the peer's word of this rank, which is 0: the peer has awaited it the last time."""
+        base = self._words.of[message.peer].data_ptr()
+        self._driver.write(stream, base + self._place(what, message.channel, self._rank), 1)
+
+    def _await(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
+        """Waits for this rank's word of the peer, and makes it 0 again."""
+        address = self._words.own.data_ptr() + self._place(what, message.channel, message.peer)
+        self._driver.wait(stream, address, 1)
+        self._driver.write(stream, address, 0)
+
+    def _place(self, what: int, channel: int, rank: int) -> int:
+        return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)
+
+    def _let_go(self) -> None:
+        """Ends all waits of this rank's streams, by saying in everybody's stead what they wait for, again and again."""
+
+        def speak() -> None:
+            torch.cuda.set_device(self._device)  # of this thread
+            stream, end = torch.cuda.Stream(self._device), time.monotonic() + self._faults.deadline
+            while time.monotonic() < end and not all(waiting.query() for waiting in self._streams):
+                for place in range(0, 4 * 2 * _CHANNELS * self._world_size, 4):
+                    self._driver.write(stream, self._words.own.data_ptr() + place, 1)
+                time.sleep(0.01)
+
+        threading.Thread(target=speak, name="ringflash-release", daemon=True).start()

@@ -1,0 +1,103 @@
+"""A thread that sees to it that messages between GPUs come in time.
+
+On a GPU the process does not wait for messages: the stream does, and a program that waits for the stream would wait for
+ever for a peer that is gone. The thread looks at what is under way a few times a second, costs nothing while messages
+come, and ends the ring when one is late, a peer has left word, or its process is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ringflash.errors import RingflashError
+from ringflash.transport.driver import Driver
+from ringflash.transport.faults import Faults
+
+_INTERVAL = 0.1  # seconds between two looks
+_PATIENCE = 0.5  # seconds after which a message is late enough to ask for its sender
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Messages under way, and how to tell when they are done."""
+
+    done: Callable[[], bool]
+    hop: int
+    peers: list[int]
+
+
+class Watch:
+    """Watches the messages of one ring, in the order in which they were started."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._pending: deque[_Pending] = deque()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, done: Callable[[], bool], hop: int, peers: Sequence[int]) -> None:
+        """Takes note of messages; of those in a CUDA graph nothing can be asked, they run when it is replayed."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        self._pending.append(_Pending(done, hop, list(peers)))
+        self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ringflash-watch", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        if torch.cuda.is_available():
+            Driver().allow_queries()
+        since = time.monotonic()  # when the first of those pending could have come
+        while self._faults.error is None:
+            if not self._pending:
+                self._wake.wait()
+                self._wake.clear()
+                since = time.monotonic()
+            while self._pending and self._pending[0].done():
+                self._pending.popleft()
+                since = time.monotonic()
+            if self._pending:
+                self._look(self._pending[0], time.monotonic() - since)
+                time.sleep(_INTERVAL)
+        self._pending.clear()
+
+    def _look(self, pending: _Pending, waited: float) -> None:
+        """Ends the ring if a message that has been awaited for `waited` seconds is not to be expected any more."""
+        faults = self._faults
+        if waited >= faults.deadline:
+            error = faults.broken("late", pending.hop, pending.peers)
+        elif waited >= _PATIENCE and (faults.word_of_others() or {*faults.ended()} & {*pending.peers}):
+            error = faults.broken("closed", pending.hop, pending.peers)
+        else:
+            return
+        if not faults.delivered:
+            _raise_in_main_thread(error)
+        faults.release()
+
+
+def _raise_in_main_thread(error: RingflashError) -> None:
+    """Raises `error` in the main thread as soon as it is back in Python.
+
+    It may be waiting for the GPU in a call that knows nothing of the ring. Released from there it would go on with
+    what a broken ring has computed.
+    """
+
+    class Broken(type(error)):
+        """The error, made anew without arguments, as Python wants it here."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(error.__dict__)
+            Exception.__init__(self, str(error))
+
+    Broken.__name__ = Broken.__qualname__ = type(error).__name__
+    main = threading.main_thread().ident
+    assert main is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Broken))

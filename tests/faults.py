@@ -1,0 +1,125 @@
+"""Plants faults in ranks, and carries what comes of them to the test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+
+import ringflash as rf
+from ringflash import ring
+from tests import distributed
+from tests.accuracy import Problem, as_tensor
+
+
+@dataclass
+class Outcome:
+    """What a rank's call came to: an exception's class, text and fields, and after how many seconds."""
+
+    kind: str
+    text: str
+    fields: dict[str, Any]
+    seconds: float
+
+
+def outcome_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
+    start = time.monotonic()
+    try:
+        call(*args, **kwargs)
+    except BaseException as error:  # carried to the parent
+        return Outcome(type(error).__name__, str(error), dict(vars(error)), time.monotonic() - start)
+    return Outcome("", "", {}, time.monotonic() - start)
+
+
+def call_ring(context: rf.ContextParallel, **options: Any) -> None:
+    """Forward and backward of a small problem, to their ends on a GPU too."""
+    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
+    problem = Problem.random(seqlen=24, batch=1).mapped(lambda x: context.shard(x).to(device))
+    q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
+    out = as_tensor(rf.ring_attention(q, k, v, context, **options))
+    torch.autograd.grad(out, (q, k, v), problem.dout)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[None]:
+    """Does `action` on `rank` after it has started the messages of a hop, before it computes.
+
+    Steps are counted from the first hop of the forward on; those of the backward follow.
+    """
+    call_ring(rf.ContextParallel.local(2))  # a process's first call takes seconds of imports
+    if dist.get_rank() != rank:
+        yield
+        return
+    original, steps = ring.Tiles.meeting, iter(range(100))
+
+    def meeting(*args: Any) -> Any:
+        if next(steps) == step:
+            action()
+        return original(*args)
+
+    setattr(ring.Tiles, "meeting", meeting)  # noqa: B010 - of a frozen class, pyright says otherwise
+    try:
+        yield
+    finally:
+        setattr(ring.Tiles, "meeting", original)  # noqa: B010
+
+
+def raise_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("planted: out of memory")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _entry(rank: int, world: int, folder: str, backend: str, function: Callable[..., Outcome], args: Any) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    store, timeout = FileStore(f"{folder}/store", world), timedelta(seconds=60)
+    dist.init_process_group(backend, device_id=device, rank=rank, world_size=world, store=store, timeout=timeout)
+    outcome = function(*args)
+    torch.save(outcome, f"{folder}/{rank}.pt")
+    raise SystemExit(3 if outcome.kind else 0)
+
+
+def run_to_their_ends(
+    world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo"
+) -> tuple[list[int | None], list[Outcome | None]]:
+    """Exit codes and outcomes of ranks of which some may die; fails if one is left after 30 s."""
+    multiprocessing.set_forkserver_preload(["torch", "ringflash", distributed.__name__])
+    spawn = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            spawn.Process(target=_entry, args=(rank, world, folder, backend, function, args)) for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + 30
+        try:
+            for process in ranks:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            left = [process.is_alive() for process in ranks]
+            for process in ranks:
+                process.kill()
+        assert not any(left), left
+        paths = [f"{folder}/{rank}.pt" for rank in range(world)]
+        outcomes = [torch.load(path, weights_only=False) if os.path.exists(path) else None for path in paths]
+        return [process.exitcode for process in ranks], outcomes

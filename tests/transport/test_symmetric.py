@@ -1,0 +1,125 @@
+"""The symmetric transport on two GPUs and more: the same bits as NCCL, call after call, at sizes that grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from tests.accuracy import Problem, as_tensor
+from tests.distributed import run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+WORLDS = sorted({2, GPUS}) if GPUS >= 2 else [2]
+
+MASKS = [None, rf.Causal(), rf.Causal() & rf.SlidingWindow(300), rf.Causal() & rf.Documents([0, 100, 900, 1531])]
+REPEATABLE = rf.AttentionOptions(deterministic=True)
+
+
+def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
+    """This rank's shards of out, dq, dk and dv."""
+    local = problem.mapped(lambda x: context.shard(x).cuda())
+    q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
+    out = as_tensor(rf.ring_attention(q, k, v, context, mask=problem.mask, options=REPEATABLE))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
+
+
+def _contexts(layout: str) -> tuple[rf.ContextParallel, rf.ContextParallel]:
+    symmetric, nccl = (rf.ContextParallel(dist.group.WORLD, layout, transport=name) for name in ("symmetric", "nccl"))
+    return symmetric, nccl
+
+
+def _compare(layout: str) -> str:
+    symmetric, nccl = _contexts(layout)
+    assert (symmetric.transport_kind, nccl.transport_kind) == ("symmetric", "nccl")
+    for seqlen, batch in ((1531, 2), (64, 1), (4096, 1)):  # what is kept is too large, then too small
+        for dtype in (torch.bfloat16, torch.float32):
+            for index, mask in enumerate(MASKS if seqlen == 1531 else MASKS[:3]):
+                problem = Problem.random(
+                    seqlen=seqlen, batch=batch, dtype=dtype, heads=(8, 2), headdim=64, mask=mask, seed=index
+                )
+                for a, b in zip(_call(symmetric, problem), _call(nccl, problem), strict=True):
+                    assert torch.equal(a, b), (seqlen, dtype, mask)
+    return rf.ContextParallel(dist.group.WORLD, layout).transport_kind
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_same_bits_as_nccl(world: int, layout: str) -> None:
+    assert run_ranks(world, _compare, layout, backend="nccl") == ["symmetric"] * world
+
+
+def _repeat() -> None:
+    """Calls one after another, without a pause in which a rank could catch up."""
+    symmetric, nccl = _contexts("zigzag")
+    problems = [Problem.random(seqlen=2048, batch=1, mask=rf.Causal(), seed=seed) for seed in range(4)]
+    expected = [_call(nccl, problem) for problem in problems]
+    results = []
+    for index in range(100):
+        if index % 10 == dist.get_rank():
+            torch.cuda._sleep(20_000_000)  # this rank comes late
+        results.append(_call(symmetric, problems[index % 4]))
+    for index, result in enumerate(results):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected[index % 4], strict=True)), index
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_one_after_another(world: int) -> None:
+    run_ranks(world, _repeat, backend="nccl")
+
+
+def _replay() -> None:
+    """Forward and backward captured in a CUDA graph, and replayed with other inputs."""
+    symmetric, nccl = _contexts("zigzag")
+    first, second = (Problem.random(seqlen=1024, batch=1, mask=rf.Causal(), seed=seed) for seed in range(2))
+    local = first.mapped(lambda x: symmetric.shard(x).cuda())
+    q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
+
+    def step() -> list[Tensor]:
+        out = as_tensor(rf.ring_attention(q, k, v, symmetric, mask=first.mask, options=REPEATABLE))
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for problem in (second, first, second):
+        with torch.no_grad():
+            for x, whole in ((q, problem.q), (k, problem.k), (v, problem.v), (local.dout, problem.dout)):
+                x.copy_(symmetric.shard(whole))
+        graph.replay()
+        for a, b in zip(captured, _call(nccl, problem), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_replay_of_a_graph(world: int) -> None:
+    run_ranks(world, _replay, backend="nccl")
+
+
+def _elsewhere() -> list[str]:
+    context = rf.ContextParallel(dist.group.WORLD, transport="symmetric")
+    texts: list[Any] = []
+    for device in ("cpu", f"cuda:{(dist.get_rank() + 1) % dist.get_world_size()}"):
+        x = torch.zeros(1, 8, 2, 16, device=device)
+        with pytest.raises(ArgumentError) as caught:
+            rf.ring_attention(x, x, x, context)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_tensors_on_another_device() -> None:
+    for rank, texts in enumerate(run_ranks(2, _elsewhere, backend="nccl")):
+        for text in texts:
+            assert text.startswith(f"q: expected a tensor on cuda:{rank}, as the context, got")
