@@ -274,7 +274,7 @@ class ContextParallel:
         expected = self._cut(sum(lengths), mask).lengths
         if tuple(lengths) != expected:
             values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
-            raise RankMismatch("seqlen", list(values), odd_ones(lengths), rank=self.rank)
+            raise RankMismatch("seqlen", values, odd_ones(lengths), rank=self.rank)
         return sum(lengths)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RingflashError(Exception):
     """Base of everything ringflash raises on purpose."""
@@ -46,7 +48,7 @@ class RankMismatch(RingflashError, ValueError):
         rank: the rank that raises.
     """
 
-    def __init__(self, field: str, values: list[object], odd_ranks: list[int], *, rank: int) -> None:
+    def __init__(self, field: str, values: Sequence[object], odd_ranks: list[int], *, rank: int) -> None:
         self.field, self.values, self.odd_ranks, self.rank = field, values, odd_ranks, rank
         table = "\n".join(f"  rank {r}: {v}{'   <-- differs' if r in odd_ranks else ''}" for r, v in enumerate(values))
         super().__init__(

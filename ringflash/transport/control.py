@@ -7,7 +7,7 @@ import traceback
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -135,12 +135,28 @@ class ControlPlane:
         assert len(words) <= _WIDTH
         mine = torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.faults.waiting(hop=None):
-            dist.all_gather(everyone, mine, group=self._group)
+        self._gather(everyone, mine)
         return [row.tolist() for row in everyone]
 
-    def _texts(self, text: str) -> list[Any]:
-        everyone: list[Any] = [None] * self.world_size
-        with self.faults.waiting(hop=None):
-            dist.all_gather_object(everyone, text, group=self._group)
-        return everyone
+    def _texts(self, text: str) -> list[str]:
+        words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
+        lengths = [row[0] for row in self._exchange([len(words)])]
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(words)] = words
+        everyone = [torch.empty_like(mine) for _ in lengths]
+        self._gather(everyone, mine)
+        return [bytes(row.tolist()).partition(b"\0")[0].decode() for row in everyone]
+
+    def _gather(self, everyone: list[Tensor], mine: Tensor) -> None:
+        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        assert work is not None
+
+        def attempt(seconds: float) -> bool:
+            try:
+                return work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if work.is_completed():  # else the time is up, and no more than that
+                    raise
+                return False
+
+        self.faults.wait(attempt, hop=None)

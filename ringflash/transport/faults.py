@@ -11,8 +11,8 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -22,8 +22,13 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
 from ringflash.transport import processes
 
+Verdict = Literal["late", "closed"]
+
+INTERVAL = 0.1  # seconds between two looks at what is awaited
+PATIENCE = 0.5  # seconds after which a message is late enough to ask for its sender
 GRACE = 1.0  # seconds in which a rank that lives and waits leaves word, once connections close
 _POLL = 0.02
+_BROKEN = "broken"  # a key of the store, beside those of ranks
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Word:
     """
 
     rank: int
-    kind: Literal["raised", "late", "closed"]
+    kind: Verdict | Literal["raised"]
     hop: int | None
     peers: tuple[int, ...]
     text: str
@@ -119,21 +124,41 @@ class Faults:
         """Ranks on this host whose processes have ended."""
         return processes.ended(self.identities)
 
-    @contextmanager
-    def waiting(self, hop: int | None, peers: Sequence[int] = ()) -> Iterator[None]:
-        """Around a wait for messages of `peers`, all when empty: a failure of the connection becomes a named error."""
+    def wait(self, attempt: Callable[[float], bool], hop: int | None, peers: Sequence[int] = ()) -> None:
+        """Waits for messages of `peers`, all when empty.
+
+        `attempt` waits for at most so many seconds, and says whether they came; a RuntimeError is a closed connection.
+
+        Raises:
+            PeerFailed, PeerLost, RingTimeout: they will not come.
+        """
         self.check()
         start = time.monotonic()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            late = time.monotonic() - start >= 0.9 * self.deadline
-            named = self.broken("late" if late else "closed", hop, peers)
-            self.delivered = True
-            self.release()
-            raise named from error
+        verdict: Verdict | None = None
+        cause: RuntimeError | None = None
+        while verdict is None:
+            try:
+                if attempt(INTERVAL):
+                    return
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                verdict, cause = "late" if time.monotonic() - start >= 0.9 * self.deadline else "closed", error
+            else:
+                verdict = self.judge(time.monotonic() - start, peers)
+        named = self.broken(verdict, hop, peers)
+        self.delivered = True
+        self.release()
+        raise named from cause
+
+    def judge(self, waited: float, peers: Sequence[int]) -> Verdict | None:
+        """Whether messages of `peers`, all when empty, are not to be expected any more after `waited` seconds."""
+        if waited >= self.deadline:
+            return "late"
+        if waited < PATIENCE:
+            return None
+        ended = {*self.ended()}
+        return "closed" if self._word_of_others() or ended & ({*peers} or ended) else None
 
     def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""
@@ -143,19 +168,22 @@ class Faults:
             self.delivered = True
             self.release()
 
-    def broken(self, kind: Literal["late", "closed"], hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
+    def broken(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
         """The error to raise where this rank waited for `peers` in vain."""
         return self._end(Word(self._rank, kind, hop, tuple(peers), str(self.plan)))
 
-    def word_of_others(self) -> bool:
-        """Whether another rank has said that the ring is broken."""
-        return any(word.rank != self._rank for word in self._words())
+    def _word_of_others(self) -> bool:
+        """Whether a rank has said that the ring is broken."""
+        with suppress(RuntimeError):
+            return self.store.check([_BROKEN])
+        return False
 
     def _end(self, word: Word) -> RingflashError:
         with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
             if self.error is None:
                 with suppress(RuntimeError):  # the store may have died with the rank that serves it
                     self.store.set(str(self._rank), json.dumps(asdict(word)))
+                    self.store.set(_BROKEN, "")
                 for close in self._breaks:
                     close()
                 words = [word] if word.kind == "raised" else self._hear_out(word)
@@ -163,20 +191,17 @@ class Faults:
             return self.error
 
     def _hear_out(self, own: Word) -> list[Word]:
-        """The words of all ranks, once nothing more is to be expected."""
-        end, words = time.monotonic() + GRACE, [own]
-        while time.monotonic() < end and len(words) < self._world_size:
-            words = self._words() or [own]
-            if any(word.kind == "raised" for word in words):
-                break
-            time.sleep(_POLL)
-        return words
-
-    def _words(self) -> list[Word]:
-        words = []
-        with suppress(RuntimeError):
-            for rank in range(self._world_size):
-                if self.store.check([str(rank)]):
-                    fields = json.loads(self.store.get(str(rank)))
-                    words.append(Word(**{**fields, "peers": tuple(fields["peers"])}))
-        return words
+        """The words of all ranks in their order, once nothing more is to be expected."""
+        end, words = time.monotonic() + GRACE, {own.rank: own}
+        while True:
+            ended = {*self.ended()}  # looked up first: who has ended since has left word before
+            missing = [rank for rank in range(self._world_size) if rank not in words]
+            with suppress(RuntimeError):
+                for rank in missing:
+                    if self.store.check([str(rank)]):
+                        fields = json.loads(self.store.get(str(rank)))
+                        words[rank] = Word(**{**fields, "peers": tuple(fields["peers"])})
+            raised = any(word.kind == "raised" for word in words.values())
+            if raised or {*missing} - {*words} <= ended or time.monotonic() >= end:
+                return [words[rank] for rank in sorted(words)]
+            time.sleep(_POLL * (1 + self._world_size // 32))  # one process may serve the store to all of them

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,35 @@ from ringflash.transport.nccl import in_order, post
 _NEVER_SENT = 1 << 20  # a tag that no message has
 
 
-@dataclass(frozen=True)
-class _Posted:
-    """Messages under way, with a work for each."""
+class _Waiter:
+    """A thread that waits for gloo's messages.
 
-    messages: Sequence[Message]
-    works: list[dist.Work]
+    They cannot be asked whether they are done, and a wait that ends early closes the connections. When a connection
+    closes, gloo tells nobody of messages that were half sent or received: a wait for these lasts until the deadline.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[dist.Work, timedelta, Future[None]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def done(self, work: dist.Work, deadline: timedelta) -> Future[None]:
+        """What becomes of `work`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ringflash-gloo", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._jobs.put((work, deadline, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            work, deadline, future = self._jobs.get()
+            try:
+                work.wait(deadline)
+            except Exception as error:  # raised by whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 class GlooTransport:
@@ -31,24 +56,38 @@ class GlooTransport:
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults) -> None:
         self._group, self._faults, self._rank = group, faults, dist.get_rank(group)
+        self._waiter = _Waiter()
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A fresh vector."""
         return like.new_empty(numel, dtype=dtype)
 
-    def start(self, messages: Sequence[Message]) -> _Posted:
+    def start(self, messages: Sequence[Message]) -> list[tuple[Message, dist.Work]]:
         """Posts all messages."""
-        if not messages:
-            return _Posted((), [])
+        works: list[dist.Work] = []
         messages = in_order(messages, self._rank)
-        with self._faults.waiting(messages[0].hop, [message.peer for message in messages]):
-            return _Posted(messages, post(messages, self._group))
 
-    def finish(self, handle: _Posted) -> None:
+        def attempt(_: float) -> bool:
+            works.extend(post(messages, self._group))
+            return True
+
+        if messages:
+            self._faults.wait(attempt, messages[0].hop, [message.peer for message in messages])
+        return list(zip(messages, works, strict=True))
+
+    def finish(self, handle: list[tuple[Message, dist.Work]]) -> None:
         """Waits for each message in turn."""
-        for message, work in zip(handle.messages, handle.works, strict=True):
-            with self._faults.waiting(message.hop, [message.peer]):
-                work.wait(timedelta(seconds=self._faults.deadline))
+        deadline = timedelta(seconds=self._faults.deadline)
+        for message, work in handle:
+            done = self._waiter.done(work, deadline)
+
+            def attempt(seconds: float, done: Future[None] = done) -> bool:
+                if not wait([done], seconds).done:
+                    return False
+                done.result()
+                return True
+
+            self._faults.wait(attempt, message.hop, [message.peer])
 
 
 def close(group: dist.ProcessGroup) -> None:

@@ -18,10 +18,7 @@ import torch
 
 from ringflash.errors import RingflashError
 from ringflash.transport.driver import Driver
-from ringflash.transport.faults import Faults
-
-_INTERVAL = 0.1  # seconds between two looks
-_PATIENCE = 0.5  # seconds after which a message is late enough to ask for its sender
+from ringflash.transport.faults import INTERVAL, Faults
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Watch:
 
     def add(self, done: Callable[[], bool], hop: int, peers: Sequence[int]) -> None:
         """Takes note of messages; of those in a CUDA graph nothing can be asked, they run when it is replayed."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._pending.append(_Pending(done, hop, list(peers)))
         self._wake.set()
@@ -53,7 +50,7 @@ class Watch:
             self._thread.start()
 
     def _run(self) -> None:
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             Driver().allow_queries()
         since = time.monotonic()  # when the first of those pending could have come
         while self._faults.error is None:
@@ -66,18 +63,16 @@ class Watch:
                 since = time.monotonic()
             if self._pending:
                 self._look(self._pending[0], time.monotonic() - since)
-                time.sleep(_INTERVAL)
+                time.sleep(INTERVAL)
         self._pending.clear()
 
     def _look(self, pending: _Pending, waited: float) -> None:
         """Ends the ring if a message that has been awaited for `waited` seconds is not to be expected any more."""
         faults = self._faults
-        if waited >= faults.deadline:
-            error = faults.broken("late", pending.hop, pending.peers)
-        elif waited >= _PATIENCE and (faults.word_of_others() or {*faults.ended()} & {*pending.peers}):
-            error = faults.broken("closed", pending.hop, pending.peers)
-        else:
+        verdict = faults.judge(waited, pending.peers)
+        if verdict is None:
             return
+        error = faults.broken(verdict, pending.hop, pending.peers)
         if not faults.delivered:
             _raise_in_main_thread(error)
         faults.release()
