@@ -250,11 +250,8 @@ class ContextParallel:
             yield
             return
         assert self._connection is not None
-        everybodys = [self._connection.control.faults]  # of a mesh those of the ring and those of both dimensions
-        if self._mesh_connection is not None:
-            everybodys.append(self._mesh_connection.control.faults)
-        for faults in everybodys:
-            faults.plan = plan
+        faults = self._connection.control.faults
+        faults.plan = plan
         if self.debug:
             everyone = [self._plan_at(place, plan.layout, plan.mask) for place in range(plan.world_size)]
             everyone[plan.rank] = plan
@@ -262,8 +259,7 @@ class ContextParallel:
         try:
             yield
         except BaseException as error:
-            for faults in everybodys:  # a ring that has broken stays as it is
-                faults.raised(error)
+            faults.raised(error)  # a ring that has broken stays as it is
             raise
 
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:

@@ -103,7 +103,7 @@ def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta, doubl
         expected, got = "nccl for a ring of rings, whose far messages overtake others", "symmetric"
         raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
     own, faults = _own_gloo(ranks, deadline)
-    control = ControlPlane(group, own, faults)
+    control = ControlPlane(group, own, faults, runs_ahead=on_nccl)
     fields = {"transport": transport, "timeout": deadline.total_seconds(), "double": double, "rank": control.rank}
     control.agree(fields, free="rank")
     _introduce(control)
@@ -149,7 +149,8 @@ def connect_mesh(
         deadline: how long a rank waits for another.
     """
     own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), deadline)
-    control = MeshControlPlane(mesh, names, places, own, faults)
+    faults.join(ring.control.faults)
+    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=ring.kind != "gloo")
     _introduce(control)
     heads, watch = mesh.get_group(names[1]), None
     moves_over = heads

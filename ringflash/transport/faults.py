@@ -14,9 +14,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
@@ -97,6 +99,7 @@ class Faults:
         self.plan: object = ""  # what this rank follows, for its word
         self.delivered = False  # whether a caller has seen the error
         self.identities: list[str] = []  # of the ranks' processes
+        self._others: list[Faults] = []
         self._breaks: list[Callable[[], None]] = []
         self._releases: list[Callable[[], None]] = []
         self._lock = threading.RLock()
@@ -108,6 +111,11 @@ class Faults:
     def on_release(self, release: Callable[[], None]) -> None:
         """`release` is called when the error is known: it ends waits of this rank's GPU."""
         self._releases.append(release)
+
+    def join(self, other: Faults) -> None:
+        """Makes each break when the other does: those of two groups of ranks that this rank is in."""
+        self._others.append(other)
+        other._others.append(self)
 
     def release(self) -> None:
         """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
@@ -151,6 +159,19 @@ class Faults:
         self.release()
         raise named from cause
 
+    def wait_for(self, work: dist.Work) -> None:
+        """`wait`, for a collective of gloo."""
+
+        def attempt(seconds: float) -> bool:
+            try:
+                return work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if work.is_completed():  # else the time is up, and no more than that
+                    raise
+                return False
+
+        self.wait(attempt, hop=None)
+
     def judge(self, waited: float, peers: Sequence[int]) -> Verdict | None:
         """Whether messages of `peers`, all when empty, are not to be expected any more after `waited` seconds."""
         if waited >= self.deadline:
@@ -158,7 +179,7 @@ class Faults:
         if waited < PATIENCE:
             return None
         ended = {*self.ended()}
-        return "closed" if self._word_of_others() or ended & ({*peers} or ended) else None
+        return "closed" if self.word_of_others() or ended & ({*peers} or ended) else None
 
     def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""
@@ -172,7 +193,7 @@ class Faults:
         """The error to raise where this rank waited for `peers` in vain."""
         return self._end(Word(self._rank, kind, hop, tuple(peers), str(self.plan)))
 
-    def _word_of_others(self) -> bool:
+    def word_of_others(self) -> bool:
         """Whether a rank has said that the ring is broken."""
         with suppress(RuntimeError):
             return self.store.check([_BROKEN])
@@ -188,7 +209,10 @@ class Faults:
                     close()
                 words = [word] if word.kind == "raised" else self._hear_out(word)
                 self.error = conclude(words, self.ended(), self._world_size, self.deadline, self._rank)
-            return self.error
+        for other in self._others:
+            if other.error is None:
+                other.raised(self.error)
+        return self.error
 
     def _hear_out(self, own: Word) -> list[Word]:
         """The words of all ranks in their order, once nothing more is to be expected."""

@@ -45,15 +45,15 @@ class ProcessGroupHeads:
         self, outgoing: Tensor, sent: Sequence[int], incoming: Tensor, received: Sequence[int]
     ) -> dist.Work | None:
         """One collective of bytes: gloo knows few dtypes."""
-        with self._faults.waiting(hop=None):
-            work = dist.all_to_all_single(
-                incoming.view(torch.uint8),
-                outgoing.view(torch.uint8),
-                [n * incoming.itemsize for n in received],
-                [n * outgoing.itemsize for n in sent],
-                group=self._group,
-                async_op=True,
-            )
+        self._faults.check()
+        work = dist.all_to_all_single(
+            incoming.view(torch.uint8),
+            outgoing.view(torch.uint8),
+            [n * incoming.itemsize for n in received],
+            [n * outgoing.itemsize for n in sent],
+            group=self._group,
+            async_op=True,
+        )
         if self._watch is not None and work is not None:
             self._watch.add(work.is_completed, 0, [])
         return work
@@ -62,7 +62,9 @@ class ProcessGroupHeads:
         """Waits: the process on gloo, the current stream on NCCL."""
         if handle is None:
             return
-        with self._faults.waiting(hop=None):
+        if self._watch is None:
+            self._faults.wait_for(handle)
+        else:
             handle.wait()
 
 

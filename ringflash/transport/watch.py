@@ -18,7 +18,7 @@ import torch
 
 from ringflash.errors import RingflashError
 from ringflash.transport.driver import Driver
-from ringflash.transport.faults import INTERVAL, Faults
+from ringflash.transport.faults import INTERVAL, PATIENCE, Faults, Verdict
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,36 @@ class Watch:
     def _run(self) -> None:
         if torch.cuda.is_initialized():
             Driver().allow_queries()
-        since = time.monotonic()  # when the first of those pending could have come
+        since = asked = time.monotonic()  # when the first of those pending could have come; when others' word was asked
+        last: _Pending | None = None
         while self._faults.error is None:
             if not self._pending:
                 self._wake.wait()
                 self._wake.clear()
                 since = time.monotonic()
             while self._pending and self._pending[0].done():
-                self._pending.popleft()
+                last = self._pending.popleft()
                 since = time.monotonic()
             if self._pending:
                 self._look(self._pending[0], time.monotonic() - since)
                 time.sleep(INTERVAL)
+            elif last is not None and time.monotonic() - asked >= PATIENCE:
+                asked = time.monotonic()
+                if self._faults.word_of_others():  # who has given up lets messages go that have nothing in them
+                    self._end("closed", last)
         self._pending.clear()
 
     def _look(self, pending: _Pending, waited: float) -> None:
         """Ends the ring if a message that has been awaited for `waited` seconds is not to be expected any more."""
-        faults = self._faults
-        verdict = faults.judge(waited, pending.peers)
-        if verdict is None:
-            return
-        error = faults.broken(verdict, pending.hop, pending.peers)
-        if not faults.delivered:
+        verdict = self._faults.judge(waited, pending.peers)
+        if verdict is not None:
+            self._end(verdict, pending)
+
+    def _end(self, verdict: Verdict, pending: _Pending) -> None:
+        error = self._faults.broken(verdict, pending.hop, pending.peers)
+        if not self._faults.delivered:
             _raise_in_main_thread(error)
-        faults.release()
+        self._faults.release()
 
 
 def _raise_in_main_thread(error: RingflashError) -> None:

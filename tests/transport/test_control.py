@@ -1,0 +1,67 @@
+"""Agreement that goes on without waiting, over gloo: what GPUs have, where messages are waited for on the device."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ringflash.errors import RingflashError
+from ringflash.transport.connect import _introduce, _own_gloo
+from ringflash.transport.control import ControlPlane
+from tests.distributed import run_ranks
+
+CALL = {"operation": "attention", "seqlen": 8}
+
+
+def _control() -> ControlPlane:
+    gloo, faults = _own_gloo([0, 1], timedelta(seconds=20))
+    group = dist.group.WORLD
+    assert group is not None
+    control = ControlPlane(group, gloo, faults, runs_ahead=True)
+    _introduce(control)
+    return control
+
+
+def _runs() -> list[str]:
+    """What each of some stories comes to on this rank."""
+    rank, stories = dist.get_rank(), []
+    control = _control()
+    for _ in range(3):
+        assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    start = time.monotonic()
+    control.agree({**CALL, "rank": rank}, free="rank")
+    stories.append("went on" if time.monotonic() - start < 0.5 else "waited")
+    dist.barrier()
+
+    def told(*fields: dict[str, int | str]) -> str:
+        try:
+            for field in fields:
+                control.agree({**field, "rank": rank}, free="rank")
+        except RingflashError as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return "nothing"
+
+    changed = {**CALL, "operation": "backward"} if rank == 1 else CALL
+    stories.append(told(changed, CALL))  # rank 0 knows the call, and hears of it in the next
+    control = _control()
+    told(CALL)
+    if rank == 1:
+        control.fail(ValueError("of the arguments"))
+        stories.append("failed")
+    else:
+        stories.append(told(CALL, CALL))
+    return stories
+
+
+def test_known_calls_do_not_wait_and_differences_come_out() -> None:
+    first, second = run_ranks(2, _runs)
+    assert first[0] == second[0] == "went on"
+    assert second[1].startswith("RankMismatch: ranks disagree on operation")
+    assert first[1].startswith(("RankMismatch: ranks disagree on operation", "PeerFailed: ranks [1]"))
+    assert second[2] == "failed"
+    assert first[2].startswith("PeerFailed: ranks [1] raised")
