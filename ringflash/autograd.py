@@ -43,7 +43,8 @@ class _Ranks:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
             mask.validate(seqlen)
             ranks = self._context.local_ranks
-            self.plans = [self._context.plan(mask, seqlen, rank) for rank in ranks]
+            row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize
+            self.plans = [self._context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in ranks]
             lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
             self.groups = [self._group(self._context, lengths, rank) for rank in ranks]
             self._lengths = [lengths[rank] for rank in ranks]

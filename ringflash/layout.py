@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -53,12 +53,19 @@ class Layout:
 
     def length(self, rank: int) -> int:
         """Tokens that `rank` stores."""
-        return sum(chunk.length for chunk in self.chunks[rank])
+        return self.lengths[rank]
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens each rank stores, in rank order."""
-        return tuple(self.length(rank) for rank in range(self.world_size))
+        return tuple(sum(chunk.length for chunk in chunks) for chunks in self.chunks)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.seqlen, self.chunks))  # of every chunk: plans are looked up at each call
 
 
 def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = None) -> Layout:

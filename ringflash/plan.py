@@ -3,16 +3,20 @@
 KV of every rank moves one rank up a hop: at hop h, rank r holds the KV of rank (r - h) mod P, its owner. KV travels no
 further than the last rank that sees any of it (its reach). In the backward the gradient of that KV follows one hop
 behind and returns home from there.
+
+Hops may be grouped into one, in which every rank has the KV of all ranks at once that it sees any of: see
+`ringflash.exchange`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from ringflash.balance import pace, reaches
+from ringflash.exchange import Exchange, exchange_of
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
 
@@ -37,6 +41,8 @@ class Hop:
         begins: whether this KV came from the group of ranks before, and its revolution of this group begins.
         far_to: the rank in the next group that this KV is sent to during the whole revolution, if any.
         far_from: the rank in the group before from which the KV that begins the next revolution arrives meanwhile.
+        exchange: where hops are grouped, what is sent and received directly for this one, the only one, which computes
+            with all of it; `pairs` are then of all, `owner` and `rows` are the rank itself and its own.
     """
 
     index: int
@@ -52,6 +58,7 @@ class Hop:
     begins: bool = False
     far_to: int | None = None
     far_from: int | None = None
+    exchange: Exchange | None = None
 
     @property
     def starts(self) -> bool:
@@ -71,12 +78,14 @@ class Hop:
     @property
     def rows_sent(self) -> int:
         """KV rows that leave at this hop, in either pass."""
-        return self.rows * (self.send_kv + (self.far_to is not None))
+        direct = 0 if self.exchange is None else self.exchange.rows_sent
+        return direct + self.rows * (self.send_kv + (self.far_to is not None))
 
     @property
     def gradient_rows_sent(self) -> int:
         """Rows of dK and dV that leave after this hop in the backward: on with their KV, or home."""
-        return self.rows * (self.send_kv + self.send_grad_home)
+        direct = 0 if self.exchange is None else self.exchange.rows_received
+        return direct + self.rows * (self.send_kv + self.send_grad_home)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,11 @@ class Plan:
         return self.layout.world_size
 
     @property
+    def grouped(self) -> bool:
+        """Whether hops are grouped into one."""
+        return self.hops[0].exchange is not None
+
+    @property
     def next_rank(self) -> int:
         """Where this rank sends KV."""
         return self._neighbour(1)
@@ -130,7 +144,7 @@ class Plan:
 
     def owner_chunks(self, hop: Hop) -> tuple[Chunk, ...]:
         """Chunks of the KV at `hop`."""
-        return self.layout.chunks[hop.owner]
+        return self.layout.chunks[hop.owner] if hop.exchange is None else hop.exchange.chunks
 
     def meetings(self, hop: Hop) -> tuple[tuple[Chunk, Chunk], ...]:
         """The chunks of queries and of keys that see any of each other at `hop`."""
@@ -152,8 +166,11 @@ class Plan:
 
     @property
     def pace(self) -> float:
-        """Time of one ring in units of the mean rank's work, when messages cost nothing: at least `balance`."""
-        return pace(torch.tensor(self.pairs, device="cpu"))
+        """Time of one ring in units of the mean rank's work, when messages cost nothing: at least `balance`.
+
+        That is it where hops are grouped: nobody waits for what others compute.
+        """
+        return self.balance if self.grouped else pace(torch.tensor(self.pairs, device="cpu"))
 
     @property
     def share(self) -> float:
@@ -210,11 +227,23 @@ class Plan:
             moves += f"receive {self.hops[hop.index + 1].rows} <- {self.previous_rank}  " if hop.receive_kv else ""
             moves += f"send far {hop.rows} -> {hop.far_to}  " if hop.far_to is not None else ""
             moves += f"receive far <- {hop.far_from}" if hop.far_from is not None else ""
+            owner = f"rank {hop.owner}"
+            if hop.exchange is not None:
+                owner, direct = self._exchanged(hop.exchange)
+                moves += direct
             chunks = self.owner_chunks(hop)
             named = ", ".join(f"[{c.start}, {c.stop})" for c in chunks[:SHOWN])
             named += f", ... {len(chunks)} in all" if len(chunks) > SHOWN else ""
-            lines.append(f"  hop {hop.index}: KV of rank {hop.owner} {named}: {doing}  {moves}".rstrip())
+            lines.append(f"  hop {hop.index}: KV of {owner} {named}: {doing}  {moves}".rstrip())
         return "\n".join(lines)
+
+    def _exchanged(self, exchange: Exchange) -> tuple[str, str]:
+        """Whose KV a grouped hop computes with, and what moves, in words."""
+        seen = sorted([*([self.rank] if exchange.sees_own else []), *exchange.owners])
+        sends = ", ".join(map(str, exchange.readers))
+        moves = f"send {exchange.own_rows} -> {sends}  " if sends else ""
+        moves += "  ".join(f"receive {self.layout.length(owner)} <- {owner}" for owner in exchange.owners)
+        return f"{'rank' if len(seen) == 1 else 'ranks'} {', '.join(map(str, seen))}" if seen else "nobody", moves
 
 
 @lru_cache(maxsize=1024)
@@ -241,6 +270,27 @@ def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
             )
         )
     return Plan(layout, mask, rank, layout.chunks[rank], tuple(hops), pairs)
+
+
+@lru_cache(maxsize=1024)
+def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
+    """The plan of `rank` where hops are grouped; where nobody sees another rank's keys, that of the ring."""
+    pairs, ring = visible_pairs(layout, mask), make_plan(layout, mask, rank)
+    if len(ring.hops) == 1:
+        return ring
+    only = Hop(
+        index=0,
+        owner=rank,
+        present=True,
+        rows=layout.length(rank),
+        pairs=sum(pairs[rank]),
+        send_kv=False,
+        receive_kv=False,
+        send_grad_home=False,
+        grad_comes_home=None,
+        exchange=exchange_of(layout, pairs, rank),
+    )
+    return replace(ring, hops=(only,))
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from ringflash.plan import Hop, Plan
 from ringflash.state import AttentionState
 from ringflash.transport.base import FAR, Message, Transport
 
-_KV, _GRADIENT, _GRADIENT_HOME = range(3)  # channels
+KV, GRADIENT, _GRADIENT_HOME = range(3)  # channels
 _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 
@@ -34,6 +34,10 @@ class Tiles:
     def meeting(self, plan: Plan, hop: Hop) -> Meeting:
         """Who meets whom at `hop`."""
         return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring)
+
+    def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
+        """Whether one kernel computes all of a backward, adding dq up in any order."""
+        return not self.deterministic and self.kernels.has_single_pass(q, v, plan.mask, self.scoring)
 
 
 class _PairBuffer:
@@ -50,7 +54,8 @@ class _PairBuffer:
         self._batch = like[0].shape[0]
         self._heads = [x.shape[2:] for x in like]
         self._rows = [self._batch * heads.numel() for heads in self._heads]
-        numel = max_rows * sum(self._rows)
+        self._row = sum(self._rows)
+        numel = max_rows * self._row
         if transport is None:  # nothing is sent from it
             self._storage = like[0].new_empty(numel, dtype=dtype)
         else:
@@ -58,7 +63,7 @@ class _PairBuffer:
 
     def message(self, rows: int) -> Tensor:
         """The storage of both tensors of `rows` rows: one contiguous vector."""
-        return self._storage[: rows * sum(self._rows)]
+        return self._storage[: rows * self._row]
 
     def pair(self, rows: int) -> tuple[Tensor, Tensor]:
         """Both tensors, as views."""
@@ -78,7 +83,7 @@ class _KVRing:
         self._own = (k, v)
         rows = max(plan.layout.lengths)
         count = 0 if plan.world_size == 1 else 2 if plan.inner is None else 4
-        self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (_KV, i)) for i in range(count)]
+        self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (KV, i)) for i in range(count)]
         self._moving_far: object = None
         first = plan.hops[0]
         if first.send_kv or first.far_to is not None:
@@ -103,12 +108,12 @@ class _KVRing:
         messages = []
         if hop.send_kv:
             buffer = self._message(hop, hop.owner)
-            messages.append(Message(self._plan.next_rank, buffer, _KV, sends=True, hop=hop.index))
+            messages.append(Message(self._plan.next_rank, buffer, KV, sends=True, hop=hop.index))
         if hop.receive_kv:
             following = self._plan.hops[hop.index + 1]
             buffer, mirror = (self._message(at, following.owner) for at in (following, hop))
             source = self._plan.previous_rank
-            messages.append(Message(source, buffer, _KV, sends=False, hop=hop.index, mirror=mirror))
+            messages.append(Message(source, buffer, KV, sends=False, hop=hop.index, mirror=mirror))
         moving = self._transport.start(messages)
         far = []
         if hop.far_to is not None:
@@ -139,7 +144,7 @@ class _GradientRing:
         self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
         rows = max(plan.layout.lengths)
         count = 2 if plan.world_size > 1 else 0
-        self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (_GRADIENT, i)) for i in range(count)]
+        self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (GRADIENT, i)) for i in range(count)]
         self._far = FarGradients(transport)
         self._own: tuple[Tensor, Tensor] | None = None
         if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
@@ -167,11 +172,11 @@ class _GradientRing:
         """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
         plan, messages, h = self._plan, [], done.index
         if done.send_kv:
-            messages.append(Message(plan.next_rank, self._message(done, done.owner), _GRADIENT, sends=True, hop=h))
+            messages.append(Message(plan.next_rank, self._message(done, done.owner), GRADIENT, sends=True, hop=h))
         if done.receive_kv:
             following = plan.hops[h + 1]
             buffer, mirror = (self._message(at, following.owner) for at in (following, done))
-            messages.append(Message(plan.previous_rank, buffer, _GRADIENT, sends=False, hop=h, mirror=mirror))
+            messages.append(Message(plan.previous_rank, buffer, GRADIENT, sends=False, hop=h, mirror=mirror))
         far = done.revolution > 0
         channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
         if done.send_grad_home:
@@ -227,8 +232,7 @@ def forward(
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
     """
     batch, seqlen, nheads, _ = q.shape
-    out = q.new_empty((batch, seqlen, nheads, v.shape[3]))
-    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    out, lse = empty_results(q, v)
     computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:
         out.zero_()
@@ -256,28 +260,6 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    tiles: Tiles,
-    transport: Transport,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Gradients of `forward`, with `lse` of the whole ring: dq, dk, dv as q, k, v, and dsinks (nheads,).
-
-    dsinks is this rank's rows' share, empty without sinks.
-    """
-    dout = with_unit_stride(dout)
-    delta = tiles.kernels.delta(out, dout, dlse)
-    dq, dk, dv = yield from backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
-    return dq, dk, dv, sinks_gradient(tiles.scoring.sinks, lse, delta)
-
-
 def backward_from_delta(
     dout: Tensor,
     q: Tensor,
@@ -290,7 +272,9 @@ def backward_from_delta(
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """dq, dk and dv as q, k and v, with `wide_kv` dk and dv in the state's dtype; delta = rowsum(dout * out) - dlse.
+    """Gradients of `forward`, with `lse` of the whole ring: dq, dk and dv as q, k and v.
+
+    delta = rowsum(dout * out) - dlse; with `wide_kv` dk and dv are in the state's dtype.
 
     dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
@@ -299,7 +283,7 @@ def backward_from_delta(
     kernels = tiles.kernels
     dout, lse = with_unit_stride(dout), lse.contiguous()  # kernels read lse and delta as one vector a head
     wide = kernels.state_dtype(q.dtype)
-    single_pass = not tiles.deterministic and kernels.has_single_pass(q, v, plan.mask, tiles.scoring)
+    single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
     dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
     kv = _KVRing(k, v, plan, transport)
@@ -337,6 +321,13 @@ def backward_from_delta(
     if not dq_written:
         dq.zero_()
     return dq.to(q.dtype), *gradients.own(wide if wide_kv else k.dtype)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Storage for what `forward` returns."""
+    batch, seqlen, nheads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, seqlen, nheads, v.shape[3])), q.new_empty((batch, nheads, seqlen), dtype=lse_dtype)
 
 
 def with_unit_stride(dout: Tensor) -> Tensor:

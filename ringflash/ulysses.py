@@ -17,7 +17,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ringflash import ring
+from ringflash import grouped, ring
 from ringflash.plan import Plan
 from ringflash.ring import Tiles
 from ringflash.transport.base import Transport
@@ -81,7 +81,7 @@ class HeadSplit:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport, group: Group | None
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """`ring.forward` of this rank's rows, for all heads: out and lse.
+    """`ring.forward`, or that of grouped hops, of this rank's rows, for all heads: out and lse.
 
     Args:
         q: (batch, rows, nheads, headdim).
@@ -92,12 +92,13 @@ def forward(
         transport: joins the ring.
         group: the ranks that share heads; None is a ring alone.
     """
+    schedule = grouped if plan.grouped else ring
     if group is None:
-        return (yield from ring.forward(q, k, v, plan, tiles, transport))
+        return (yield from schedule.forward(q, k, v, plan, tiles, transport))
     split, queries, keys, tiles = _split(q, k, tiles, group)
     q, k, v = yield from _to_heads([q, k, v], [queries, keys, keys], group)
     k, v = (_repeated(x, split.copies(group.rank)) for x in (k, v))
-    out, lse = yield from ring.forward(q, k, v, plan, tiles, transport)
+    out, lse = yield from schedule.forward(q, k, v, plan, tiles, transport)
     out, lse = yield from _to_rows([out, _as_heads(lse)], [queries, queries], [split.nheads] * 2, group)
     return out, _as_numbers(lse)
 
@@ -115,16 +116,18 @@ def backward(
     transport: Transport,
     group: Group | None,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Gradients of `forward`, as `ring.backward` gives them.
+    """Gradients of `forward`: dq, dk, dv as q, k, v, and dsinks (nheads,), its rows' share, empty without sinks.
 
     Where ranks share a KV head, each sends its share of that head's gradient to the rank that stores the row, in the
     state's dtype, and this one adds them up in rank order and rounds once.
     """
-    if group is None:
-        return (yield from ring.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport))
+    schedule = grouped if plan.grouped else ring
     dout = ring.with_unit_stride(dout)
     delta = tiles.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
     dsinks = ring.sinks_gradient(tiles.scoring.sinks, lse, delta)
+    if group is None:
+        grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
+        return *grads, dsinks
     dtype = q.dtype
     split, queries, keys, tiles = _split(q, k, tiles, group)
     dout, q, k, v, lse, delta = yield from _to_heads(
@@ -133,7 +136,7 @@ def backward(
     copies = split.copies(group.rank)
     k, v = (_repeated(x, copies) for x in (k, v))
     lse, delta = _as_numbers(lse), _as_numbers(delta)
-    grads = yield from ring.backward_from_delta(
+    grads = yield from schedule.backward_from_delta(
         dout, q, k, v, lse, delta, plan, tiles, transport, wide_kv=split.shares_keys
     )
     dq, dk, dv = grads[0], *(_summed(x, copies) for x in grads[1:])

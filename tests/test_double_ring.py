@@ -162,11 +162,12 @@ class _LateTransport(LocalTransport):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", [*SIZES, (4, None)])
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
 def test_messages_may_arrive_as_late_as_they_are_due(
-    size: tuple[int, int | None], mask: Mask, monkeypatch: pytest.MonkeyPatch
+    hops: str, size: tuple[int, int | None], mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=mask, batch=1)
-    context = rf.ContextParallel.local(size[0], inner_ring=size[1])
+    context = rf.ContextParallel.local(size[0], inner_ring=size[1] if hops == "ring" else None, hops=hops)
     for deterministic in (True, False):
         expected = given.ring(context, deterministic=deterministic)
         with monkeypatch.context() as patched:

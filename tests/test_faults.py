@@ -269,6 +269,24 @@ def test_messages_on_a_gpu_that_come() -> None:
     assert not released
 
 
+def test_a_collective_that_is_done_just_after_a_wait_for_it_has_ended() -> None:
+    class Late:
+        waits = 0
+
+        def wait(self, _: timedelta) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+    faults = Faults(HashStore(), 0, 2, 5.0)
+    faults.wait_for(Late())  # type: ignore[arg-type]
+    assert faults.error is None
+
+
 def test_words_of_ranks() -> None:
     def said(rank: int, kind: Any, hop: int | None, *peers: int) -> Word:
         return Word(rank, kind, hop, peers, f"plan or traceback of {rank}")

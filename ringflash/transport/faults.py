@@ -165,10 +165,8 @@ class Faults:
         def attempt(seconds: float) -> bool:
             try:
                 return work.wait(timedelta(seconds=seconds))
-            except RuntimeError:
-                if work.is_completed():  # else the time is up, and no more than that
-                    raise
-                return False
+            except RuntimeError:  # the time is up, or it failed, or it was done just after the time was up
+                return work.is_completed() and work.wait(timedelta(seconds=seconds))
 
         self.wait(attempt, hop=None)
 

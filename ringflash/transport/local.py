@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -30,12 +29,12 @@ class LocalNetwork:
         """The end of the network at `rank`; peers are counted among `members`, all ranks by default."""
         return LocalTransport(self, rank, members)
 
-    def post(self, rank: int, message: Message) -> None:
-        """Takes note of a message; nothing is copied yet."""
+    def post(self, rank: int, peer: int, message: Message) -> None:
+        """Takes note of a message to or from `peer`; nothing is copied yet."""
         if message.sends:
-            self._sent[rank, message.peer, message.channel].append(message.buffer)
+            self._sent[rank, peer, message.channel].append(message.buffer)
         else:
-            self._awaited[message.peer, rank, message.channel].append(message.buffer)
+            self._awaited[peer, rank, message.channel].append(message.buffer)
 
     def deliver(self) -> None:
         """Copies every message whose two ends are posted."""
@@ -67,7 +66,7 @@ class LocalTransport:
         """Posts all messages."""
         for message in messages:
             peer = message.peer if self._members is None else self._members[message.peer]
-            self._network.post(self._rank, replace(message, peer=peer))
+            self._network.post(self._rank, peer, message)
 
     def finish(self, handle: None) -> None:
         """Nothing to wait for: the network delivered while all ranks had yielded."""

@@ -1,0 +1,178 @@
+"""Runs a plan whose hops are grouped into one: every rank gets all KV that it sees at once, and computes in one launch.
+
+For sequences so short that a ring's launches and messages take longer than its work. Each rank sends its own KV to
+all that see any of it, in one batch of messages, and puts what it has and gets in the order of positions, so that
+kernels meet one key side. In the backward the same happens again, and the gradients of all these keys then go to their
+owners in one more batch; an owner adds the shares up in rank order, in the state's dtype, and rounds once.
+
+In memory a row of KV is (batch, nheads_kv, headdim + headdim_v), so that a rank's rows are one message, and what
+comes from all ranks is sorted in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ringflash.exchange import Exchange
+from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.tables import device_tables, uploaded
+from ringflash.layout import Layout, positions
+from ringflash.plan import Plan
+from ringflash.ring import GRADIENT, KV, Tiles, empty_results, with_unit_stride
+from ringflash.transport.base import Message, Transport
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of KV, or of its gradients, in a vector: this rank's own first, then those of other owners."""
+
+    memory: Tensor
+    batch: int
+    nheads_kv: int
+    headdims: tuple[int, int]
+
+    @staticmethod
+    def allocate(channel: int, k: Tensor, v: Tensor, dtype: torch.dtype, most: int, transport: Transport) -> _Rows:
+        """Memory of `most` rows, the same number on all ranks, whose messages are of `channel`."""
+        batch, _, nheads_kv, headdim = k.shape
+        numel = most * batch * nheads_kv * (headdim + v.shape[3])
+        memory = transport.allocate((channel, 0), numel, k, dtype)
+        return _Rows(memory, batch, nheads_kv, (headdim, v.shape[3]))
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.batch * self.nheads_kv * sum(self.headdims)
+
+    def part(self, first: int, rows: int) -> Tensor:
+        """Some rows, as a vector."""
+        return self.memory[first * self.width : (first + rows) * self.width]
+
+    def pair(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) of a vector of whole rows, as views."""
+        rows = part.view(-1, self.batch, self.nheads_kv, sum(self.headdims)).transpose(0, 1)
+        keys, values = rows.split(self.headdims, dim=3)
+        return keys, values
+
+    def seen(self, exchange: Exchange) -> Tensor:
+        """The rows that this rank sees, as a vector."""
+        first = 0 if exchange.sees_own else exchange.own_rows
+        return self.part(first, exchange.rows - first)
+
+
+@device_tables(maxsize=256)
+def _orders(layout: Layout, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the rows of `ranks`, one rank's after another's: where each position's row is, and its inverse; int64."""
+    held = positions([chunk for rank in ranks for chunk in layout.chunks[rank]], "cpu")
+    order = held.argsort()
+    return uploaded(order, device), uploaded(order.argsort(), device)
+
+
+def _orders_of(plan: Plan, exchange: Exchange, device: torch.device) -> tuple[Tensor, Tensor]:
+    own = (plan.rank,) if exchange.sees_own else ()
+    return _orders(plan.layout, own + exchange.owners, device)
+
+
+def _exchange_of(plan: Plan) -> Exchange:
+    exchange = plan.hops[0].exchange
+    assert exchange is not None, "hops are not grouped"
+    return exchange
+
+
+def _gathered(
+    k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+) -> Generator[None, None, tuple[Tensor, Tensor, Meeting]]:
+    """All keys and values that this rank sees, in the order of their positions, and who meets them."""
+    exchange, layout = _exchange_of(plan), plan.layout
+    rows = _Rows.allocate(KV, k, v, k.dtype, exchange.most_rows, transport)
+    own = rows.part(0, exchange.own_rows)
+    for target, source in zip(rows.pair(own), (k, v), strict=True):
+        target.copy_(source)
+    messages = [Message(reader, own, KV, sends=True, hop=0) for reader in exchange.readers]
+    for owner, start in zip(exchange.owners, exchange.starts, strict=True):
+        length = layout.length(owner)
+        mirror = rows.part(0, length)
+        messages.append(Message(owner, rows.part(start, length), KV, sends=False, hop=0, mirror=mirror))
+    moving = transport.start(messages)
+    meeting = tiles.meeting(plan, plan.hops[0])
+    order, _ = _orders_of(plan, exchange, k.device)
+    yield
+    transport.finish(moving)
+    seen = rows.seen(exchange).view(-1, rows.width)
+    if rows.width * k.itemsize % 8 == 0:  # the widest word that is copied at a time
+        seen = seen.view(torch.int64)
+    return *rows.pair(seen.index_select(0, order).view(k.dtype).view(-1)), meeting
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """As `ring.forward`, of a plan whose hops are grouped."""
+    keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
+    out, lse = empty_results(q, v)
+    if plan.hops[0].meets:
+        tiles.kernels.forward(q, keys, values, meeting, state=None, out=out, lse=lse, first=True, last=True)
+    else:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse
+
+
+def backward_from_delta(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+    wide_kv: bool = False,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """As `ring.backward_from_delta`, of a plan whose hops are grouped."""
+    kernels = tiles.kernels
+    keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
+    wide = kernels.state_dtype(q.dtype)
+    dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (keys, values))
+    inputs = (with_unit_stride(dout), q, keys, values, lse.contiguous(), delta)
+    if not plan.hops[0].meets:
+        dq = q.new_zeros(q.shape)
+    elif tiles.single_pass(q, v, plan):
+        dq = q.new_zeros(q.shape, dtype=wide)
+        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq)
+    else:
+        dq = q.new_empty(q.shape)
+        kernels.backward_dq(*inputs, dq, meeting, accumulate=False)
+        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False)
+    totals = yield from _returned(dk, dv, plan, transport)
+    dtype = wide if wide_kv else k.dtype
+    dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in totals)
+    return dq.to(q.dtype), dk, dv
+
+
+def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """Sends gradients of all keys that this rank sees to their owners, and returns the sum of its own's shares."""
+    exchange, layout = _exchange_of(plan), plan.layout
+    rows = _Rows.allocate(GRADIENT, dk, dv, dk.dtype, exchange.most_rows, transport)
+    _, inverse = _orders_of(plan, exchange, dk.device)
+    for target, source in zip(rows.pair(rows.seen(exchange)), (dk, dv), strict=True):
+        torch.index_select(source, 1, inverse, out=target)
+    messages = []
+    for owner, start in zip(exchange.owners, exchange.starts, strict=True):
+        messages.append(Message(owner, rows.part(start, layout.length(owner)), GRADIENT, sends=True, hop=0))
+    own = exchange.own_rows
+    shares = {plan.rank: rows.part(0, own)} if exchange.sees_own else {}
+    for reader, place in zip(exchange.readers, exchange.places, strict=True):
+        shares[reader] = dk.new_empty(own * rows.width)
+        messages.append(Message(reader, shares[reader], GRADIENT, sends=False, hop=0, mirror=rows.part(place, own)))
+    moving = transport.start(messages)
+    yield
+    transport.finish(moving)
+    in_order = [shares[rank] for rank in sorted(shares)]
+    return rows.pair(reduce(torch.add, in_order) if in_order else dk.new_zeros(own * rows.width))

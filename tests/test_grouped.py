@@ -1,0 +1,297 @@
+"""Hops grouped into one: exact under every mask and mode, every owner's keys straight to whoever sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringflash as rf
+from ringflash import context as contexts
+from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.kernels import eager
+from ringflash.layout import LAYOUTS
+from ringflash.masks import Full, Mask
+from ringflash.plan import Plan
+from ringflash.transport.base import Message
+from ringflash.transport.local import LocalTransport
+from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.distributed import run_ranks
+from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+from tests.strategies import block_sparse, masks, modes
+
+SEQLEN = 61
+MASKS: dict[str, Mask | None] = {
+    "full": None,
+    "causal": rf.Causal(),
+    "window": rf.Causal() & rf.SlidingWindow(9),
+    "documents": rf.Causal() & rf.Documents([0, 5, 5, 20, 44, 61]),
+    "prefix": rf.PrefixLM([30, 3]),
+    "padding": rf.Causal() & rf.KeyPadding([61, 17]),
+    "nothing": rf.KeyPadding([0, 0]),
+    "sparse": block_sparse(SEQLEN, 8, seed=0, density=0.3),
+    "tree": rf.Causal() & rf.Tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], start=52),
+}
+
+ON_PROCESSES = ("causal", "window", "sparse", "nothing")
+
+
+def context_of(world: int, layout: str = "zigzag", **options: Any) -> rf.ContextParallel:
+    return rf.ContextParallel.local(world, layout, hops="grouped", **options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_mask_in_every_layout(mask: Mask | None, layout: str, deterministic: bool) -> None:
+    problem = Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=(16, 24), mask=mask)
+    for world in (1, 2, 3, 4, 5):
+        assert_accurate(problem.ring(context_of(world, layout), deterministic=deterministic), problem)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    grid=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2)]),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    layout=st.sampled_from(LAYOUTS),
+    extra=st.integers(0, 40),
+)
+def test_any_mask_and_mode(data: Any, grid: tuple[int, int], heads: tuple[int, int], layout: str, extra: int) -> None:
+    context = context_of(grid[0] * grid[1], layout, heads=grid[1])
+    seqlen = context.world_size + extra
+    mask, mode = data.draw(masks(seqlen)), data.draw(modes())
+    given = Problem.random(seqlen=seqlen, heads=heads, dtype=torch.float64, mask=mask, **mode)
+    assert_accurate(given.ring(context, deterministic=data.draw(st.booleans())), given)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_accuracy(dtype: torch.dtype, heads: int) -> None:
+    problem = Problem.random(seqlen=203, heads=(8, 1), dtype=dtype, mask=rf.Causal())
+    for layout in LAYOUTS:
+        assert_accurate(problem.ring(context_of(4, layout, heads=heads)), problem)
+
+
+@pytest.mark.parametrize("mask", [rf.Causal(), Full()])
+def test_float32_beside_the_ring(mask: Mask) -> None:
+    problem = Problem.random(seqlen=203, mask=mask)
+    rings = problem.ring(rf.ContextParallel.local(4))
+    for a, b in zip(problem.ring(context_of(4)), rings, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_gradcheck() -> None:
+    q = torch.randn(1, 7, 2, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 7, 1, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    options = rf.AttentionOptions(return_lse=True)
+    call = lambda q, k, v: rf.ring_attention(q, k, v, context_of(3), mask=rf.Causal(), options=options)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    problem, context = Problem.random(seqlen=101, mask=rf.Causal()), context_of(3)
+    first = problem.ring(context, deterministic=True)
+    for _ in range(5):
+        assert all(map(torch.equal, problem.ring(context, deterministic=True), first))
+
+
+@pytest.mark.parametrize("hops", ["grouped", "auto"])
+def test_where_nothing_travels_it_is_the_ring_bitwise(hops: str) -> None:
+    """A world of one, and documents that ranks have to themselves."""
+    problem = Problem.random(seqlen=150, mask=rf.Causal())
+    got = problem.ring(rf.ContextParallel.local(1, hops=hops))
+    assert all(map(torch.equal, got, problem.flash()))
+    problem = Problem.random(seqlen=60, mask=rf.Documents([0, 20, 40, 60]))
+    alone = problem.ring(rf.ContextParallel.local(3, "contiguous"))
+    assert all(map(torch.equal, problem.ring(rf.ContextParallel.local(3, "contiguous", hops=hops)), alone))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.random(seqlen=SEQLEN, headdim=16, mask=MASKS["sparse"])
+    expected = problem.ring(context_of(4, layout))
+    original = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, *a, **kw: original(x, *a, **kw).fill_(math.nan))
+    assert all(map(torch.equal, problem.ring(context_of(4, layout)), expected))
+
+
+def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass sends one batch of messages each way, from memory that all ranks have alike, and computes once."""
+    batches: list[Sequence[Message]] = []
+    launches: list[str] = []
+    memory: dict[int, list[Tensor]] = {}
+    start, allocate = LocalTransport.start, LocalTransport.allocate
+
+    def started(self: LocalTransport, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if not message.sends:
+                assert message.mirror is not None
+                assert message.mirror.shape == message.buffer.shape
+        batches.append(messages)
+        start(self, messages)
+
+    def allocated(self: LocalTransport, slot: tuple[int, int], *given: Any) -> Tensor:
+        memory.setdefault(slot[0], []).append(allocate(self, slot, *given))
+        return memory[slot[0]][-1]
+
+    monkeypatch.setattr(LocalTransport, "start", started)
+    monkeypatch.setattr(LocalTransport, "allocate", allocated)
+    for name in ("forward", "backward_dq", "backward_dkdv"):
+        original = getattr(eager, name)
+        counted = lambda *a, name=name, original=original, **kw: (launches.append(name), original(*a, **kw))  # noqa: E731
+        monkeypatch.setattr(eager, name, counted)
+    problem = Problem.random(seqlen=SEQLEN, headdim=16, mask=MASKS["sparse"])
+    problem.ring(context_of(4, "contiguous"), deterministic=True)
+    assert len(batches) == 4 * 3
+    assert sorted(launches) == ["backward_dkdv"] * 4 + ["backward_dq"] * 4 + ["forward"] * 4
+    assert [len({x.numel() for x in of}) for of in memory.values()] == [1, 1]
+    # What a receiver says of the sender's memory is where it lies there.
+    for batch, owners in ((batches[:4], memory[0][:4]), (batches[8:], memory[1])):
+        offsets = [
+            {(r, m.peer) if m.sends else (m.peer, r): _offset(m.buffer if m.sends else m.mirror, owners[r])}
+            for r, messages in enumerate(batch)
+            for m in messages
+        ]
+        told: dict[tuple[int, int], set[int]] = {}
+        for ends in offsets:
+            for route, offset in ends.items():
+                told.setdefault(route, set()).add(offset)
+        assert told
+        assert all(len(each) == 1 for each in told.values())
+
+
+def _offset(x: Tensor | None, memory: Tensor) -> int:
+    assert x is not None
+    return (x.data_ptr() - memory.data_ptr()) // x.itemsize
+
+
+def plans_of(world: int, layout: str, mask: Mask, seqlen: int = SEQLEN) -> list[Plan]:
+    context = context_of(world, layout)
+    return [context.plan(mask, seqlen, rank) for rank in range(world)]
+
+
+@settings(deadline=None)
+@given(layout=st.sampled_from(LAYOUTS), mask=masks(SEQLEN), world=st.integers(1, 7))
+def test_only_those_who_see_keys_receive_them(layout: str, mask: Mask, world: int) -> None:
+    plans = plans_of(world, layout, mask)
+    pairs, lengths = plans[0].pairs, plans[0].layout.lengths
+    assert len({plan.grouped for plan in plans}) == 1
+    if not plans[0].grouped:
+        assert not any(pairs[q][k] for q in range(world) for k in range(world) if q != k)
+        return
+    assert len({plan.hops[0].exchange.most_rows for plan in plans if plan.hops[0].exchange}) == 1
+    for plan in plans:
+        (hop,) = plan.hops
+        exchange = hop.exchange
+        assert exchange is not None
+        assert hop.pairs == sum(pairs[plan.rank])
+        assert list(exchange.owners) == [k for k in range(world) if k != plan.rank and pairs[plan.rank][k]]
+        assert list(exchange.readers) == [q for q in range(world) if q != plan.rank and pairs[q][plan.rank]]
+        assert plan.rows_sent == len(exchange.readers) * lengths[plan.rank]
+        assert plan.gradient_rows_sent == sum(lengths[owner] for owner in exchange.owners)
+        seen = sum(lengths[k] for k in range(world) if pairs[plan.rank][k])
+        assert sum(chunk.length for chunk in exchange.chunks) == seen
+        assert all(a.stop < b.start for a, b in zip(exchange.chunks, exchange.chunks[1:], strict=False))
+        assert plan.rows_passed_on == 0
+    assert sum(plan.rows_sent for plan in plans) <= sum(
+        rf.ContextParallel.local(world, layout).plan(mask, SEQLEN, rank).rows_sent for rank in range(world)
+    )
+
+
+def test_a_plan_prints_who_sends_what_to_whom() -> None:
+    plan = plans_of(3, "contiguous", rf.Causal(), seqlen=12)[1]
+    assert str(plan).splitlines() == [
+        "rank 1 of 3, contiguous, Causal(), 12 tokens",
+        "  26 visible pairs, 33.3% of all; the busiest rank has 1.62 of the mean; sends 4 rows, and 4 of gradients",
+        "  hop 0: KV of ranks 0, 1 [0, 8): compute 26 pairs  send 4 -> 2  receive 4 <- 0",
+    ]
+    row = 2 * 8 * 128
+    assert plan.bytes_sent(1, 8, 128, itemsize=2) == 4 * row * 2
+    assert plan.bytes_sent_backward(1, 8, 128, itemsize=2) == 4 * row * 2 + 4 * row * 4
+    assert plan.pace == plan.balance
+    assert plan.meetings(plan.hops[0]) == ((plan.q_chunks[0], plan.owner_chunks(plan.hops[0])[0]),)
+    plans = plans_of(2, "contiguous", rf.KeyPadding([2, 2]), seqlen=8)
+    assert "KV of rank 0 [0, 4): compute 16 pairs  receive 4 <- 0" in str(plans[1])
+    plans = plans_of(2, "contiguous", rf.BlockSparse([[False, False], [True, False]], 4), seqlen=8)
+    assert "KV of nobody : idle  send 4 -> 1" in str(plans[0])
+
+
+def test_auto_goes_by_the_bytes_of_the_whole_sequence() -> None:
+    one, two = (rf.ContextParallel.local(world, heads=heads, hops="auto") for world, heads in ((4, 1), (8, 2)))
+    row = 8 * (128 + 128) * 2
+    assert one.plan(rf.Causal(), 16384, row_bytes=row).grouped
+    assert not one.plan(rf.Causal(), 16385, row_bytes=row).grouped
+    assert two.plan(rf.Causal(), 32768, row_bytes=row).grouped
+    assert not rf.ContextParallel.local(4).plan(rf.Causal(), 64, row_bytes=row).grouped
+    with pytest.raises(ArgumentError, match='row_bytes: expected what hops="auto" goes by, got None'):
+        one.plan(rf.Causal(), 64)
+
+
+def test_auto_follows_what_it_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.random(seqlen=64, mask=rf.Causal())
+    auto, ring = rf.ContextParallel.local(4, hops="auto"), rf.ContextParallel.local(4)
+    bound = 64 * 2 * 2 * 64 * 4  # batch 2, 2 KV heads of 32 + 32, 4 bytes
+    for limit, same in ((bound, context_of(4)), (bound - 1, ring)):
+        monkeypatch.setattr(contexts, "GROUPED_BYTES", limit)
+        assert all(map(torch.equal, problem.ring(auto), problem.ring(same)))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="hops: expected one of .*'grouped', 'auto'.*, got 'all'"):
+        rf.ContextParallel.local(2, hops="all")
+    for hops in ("grouped", "auto"):
+        with pytest.raises(ArgumentError, match=f"hops: expected \"ring\" with an inner_ring, got '{hops}'"):
+            rf.ContextParallel.local(4, inner_ring=2, hops=hops)
+
+
+def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:
+    """Shards of results, ranks that ask for different hops, and a rank that raises in mid-exchange."""
+    results: list[Tensor] = []
+    for layout in LAYOUTS:
+        context = rf.ContextParallel(dist.group.WORLD, layout, hops="grouped", debug=layout == "zigzag")
+        for mask in map(MASKS.get, ON_PROCESSES):
+            problem = Problem.random(seqlen=SEQLEN, headdim=16, mask=mask)
+            q, k, v = (
+                context.shard(x, mask=mask or Full()).requires_grad_() for x in (problem.q, problem.k, problem.v)
+            )
+            out = as_tensor(rf.ring_attention(q, k, v, context, mask=mask))
+            dout = context.shard(problem.dout, mask=mask or Full())
+            results += [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    context = rf.ContextParallel(dist.group.WORLD, hops="grouped" if dist.get_rank() == 1 else "ring")
+    with pytest.raises(RankMismatch) as caught:
+        call_ring(context)
+    outcomes = []
+    for step in (0, 1):  # the forward, the backward
+        context = rf.ContextParallel(dist.group.WORLD, timeout=20.0, hops="grouped")
+        with planted(step, raise_out_of_memory):
+            outcomes.append(outcome_of(call_ring, context))
+        call_ring(rf.ContextParallel(dist.group.WORLD, timeout=20.0, hops="grouped"))
+    return results, str(caught.value), outcomes
+
+
+def test_on_processes() -> None:
+    """The same bits as on virtual ranks; named errors."""
+    by_rank = run_ranks(3, _on_processes)
+    shards = [iter(results) for results, _, _ in by_rank]
+    for layout in LAYOUTS:
+        context = context_of(3, layout)
+        for mask in map(MASKS.get, ON_PROCESSES):
+            problem = Problem.random(seqlen=SEQLEN, headdim=16, mask=mask)
+            for whole in problem.ring(context):
+                parts = torch.cat([next(of_rank) for of_rank in shards], dim=1)
+                assert torch.equal(context.unshard(parts, mask=mask or Full()), whole)
+    for _, text, _ in by_rank:
+        assert "ranks disagree on layout: rank 1 against the rest" in text
+        assert "zigzag hops grouped" in text
+    for case in zip(*(outcomes for _, _, outcomes in by_rank), strict=True):
+        assert [outcome.kind for outcome in case] == ["PeerFailed", "OutOfMemoryError", "PeerFailed"]
+        assert all(outcome.fields["ranks"] == [1] for outcome in (case[0], case[2]))
+        assert all(outcome.seconds < 2 for outcome in case)
