@@ -85,6 +85,7 @@ class SymmetricTransport:
         self._faults, self._watch, self._driver = control.faults, watch, Driver()
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
+        self._captured: set[_Region] = set()  # a graph that is replayed reads them, whatever has grown since
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
             self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, group, device)
@@ -113,6 +114,8 @@ class SymmetricTransport:
             self._regions.pop(slot, None)
             del region
             region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._group, self._device)
+        if capturing:
+            self._captured.add(region)
         if self._last is not None and self._last != current and not capturing:
             current.wait_stream(self._last)  # the pass before may still be computing from these bytes
         self._last = current

@@ -30,13 +30,16 @@ def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
 
 
-def _contexts(layout: str) -> tuple[rf.ContextParallel, rf.ContextParallel]:
-    symmetric, nccl = (rf.ContextParallel(dist.group.WORLD, layout, transport=name) for name in ("symmetric", "nccl"))
+def _contexts(layout: str, hops: str = "ring") -> tuple[rf.ContextParallel, rf.ContextParallel]:
+    symmetric, nccl = (
+        rf.ContextParallel(dist.group.WORLD, layout, transport=name, hops=hops) for name in ("symmetric", "nccl")
+    )
     return symmetric, nccl
 
 
-def _compare(layout: str) -> str:
-    symmetric, nccl = _contexts(layout)
+def _compare(layout: str, hops: str) -> str:
+    symmetric, nccl = _contexts(layout, hops)
+    _, ring = _contexts(layout)
     assert (symmetric.transport_kind, nccl.transport_kind) == ("symmetric", "nccl")
     for seqlen, batch in ((1531, 2), (64, 1), (4096, 1)):  # what is kept is too large, then too small
         for dtype in (torch.bfloat16, torch.float32):
@@ -44,20 +47,23 @@ def _compare(layout: str) -> str:
                 problem = Problem.random(
                     seqlen=seqlen, batch=batch, dtype=dtype, heads=(8, 2), headdim=64, mask=mask, seed=index
                 )
-                for a, b in zip(_call(symmetric, problem), _call(nccl, problem), strict=True):
+                results = (_call(context, problem) for context in (symmetric, nccl, ring))
+                for a, b, c in zip(*results, strict=True):
                     assert torch.equal(a, b), (seqlen, dtype, mask)
+                    torch.testing.assert_close(a, c, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
     return rf.ContextParallel(dist.group.WORLD, layout).transport_kind
 
 
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_same_bits_as_nccl(world: int, layout: str) -> None:
-    assert run_ranks(world, _compare, layout, backend="nccl") == ["symmetric"] * world
+def test_same_bits_as_nccl(world: int, layout: str, hops: str) -> None:
+    assert run_ranks(world, _compare, layout, hops, backend="nccl") == ["symmetric"] * world
 
 
-def _repeat() -> None:
+def _repeat(hops: str) -> None:
     """Calls one after another, without a pause in which a rank could catch up."""
-    symmetric, nccl = _contexts("zigzag")
+    symmetric, nccl = _contexts("zigzag", hops)
     problems = [Problem.random(seqlen=2048, batch=1, mask=rf.Causal(), seed=seed) for seed in range(4)]
     expected = [_call(nccl, problem) for problem in problems]
     results = []
@@ -69,20 +75,22 @@ def _repeat() -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, expected[index % 4], strict=True)), index
 
 
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_calls_one_after_another(world: int) -> None:
-    run_ranks(world, _repeat, backend="nccl")
+def test_calls_one_after_another(world: int, hops: str) -> None:
+    run_ranks(world, _repeat, hops, backend="nccl")
 
 
-def _replay() -> None:
-    """Forward and backward captured in a CUDA graph, and replayed with other inputs."""
-    symmetric, nccl = _contexts("zigzag")
+def _replay(transport: str, hops: str) -> None:
+    """Forward and backward captured in a CUDA graph, and replayed with other inputs, after a larger call too."""
+    context = rf.ContextParallel(dist.group.WORLD, transport=transport, hops=hops)
+    _, nccl = _contexts("zigzag", hops)
     first, second = (Problem.random(seqlen=1024, batch=1, mask=rf.Causal(), seed=seed) for seed in range(2))
-    local = first.mapped(lambda x: symmetric.shard(x).cuda())
+    local = first.mapped(lambda x: context.shard(x).cuda())
     q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
 
     def step() -> list[Tensor]:
-        out = as_tensor(rf.ring_attention(q, k, v, symmetric, mask=first.mask, options=REPEATABLE))
+        out = as_tensor(rf.ring_attention(q, k, v, context, mask=first.mask, options=REPEATABLE))
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
 
     aside = torch.cuda.Stream()
@@ -94,18 +102,21 @@ def _replay() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for problem in (second, first, second):
+    for index, problem in enumerate((second, first, second)):
+        if index == 2:  # memory grows, and what the graph knows of stays
+            _call(context, Problem.random(seqlen=32768, batch=1, mask=rf.Causal()))
         with torch.no_grad():
             for x, whole in ((q, problem.q), (k, problem.k), (v, problem.v), (local.dout, problem.dout)):
-                x.copy_(symmetric.shard(whole))
+                x.copy_(context.shard(whole))
         graph.replay()
         for a, b in zip(captured, _call(nccl, problem), strict=True):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("transport", "hops"), [("symmetric", "ring"), ("symmetric", "grouped"), ("nccl", "grouped")])
 @pytest.mark.parametrize("world", WORLDS)
-def test_replay_of_a_graph(world: int) -> None:
-    run_ranks(world, _replay, backend="nccl")
+def test_replay_of_a_graph(world: int, transport: str, hops: str) -> None:
+    run_ranks(world, _replay, transport, hops, backend="nccl")
 
 
 def _elsewhere() -> list[str]:
