@@ -35,19 +35,15 @@ class _Rows:
     batch: int
     nheads_kv: int
     headdims: tuple[int, int]
+    width: int  # elements of a row
 
     @staticmethod
     def allocate(channel: int, k: Tensor, v: Tensor, dtype: torch.dtype, most: int, transport: Transport) -> _Rows:
         """Memory of `most` rows, the same number on all ranks, whose messages are of `channel`."""
         batch, _, nheads_kv, headdim = k.shape
-        numel = most * batch * nheads_kv * (headdim + v.shape[3])
-        memory = transport.allocate((channel, 0), numel, k, dtype)
-        return _Rows(memory, batch, nheads_kv, (headdim, v.shape[3]))
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return self.batch * self.nheads_kv * sum(self.headdims)
+        width = batch * nheads_kv * (headdim + v.shape[3])
+        memory = transport.allocate((channel, 0), most * width, k, dtype)
+        return _Rows(memory, batch, nheads_kv, (headdim, v.shape[3]), width)
 
     def part(self, first: int, rows: int) -> Tensor:
         """Some rows, as a vector."""
@@ -56,7 +52,7 @@ class _Rows:
     def pair(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) of a vector of whole rows, as views."""
         rows = part.view(-1, self.batch, self.nheads_kv, sum(self.headdims)).transpose(0, 1)
-        keys, values = rows.split(self.headdims, dim=3)
+        keys, values = rows.split_with_sizes(self.headdims, dim=3)
         return keys, values
 
     def seen(self, exchange: Exchange) -> Tensor:

@@ -53,12 +53,16 @@ class Layout:
 
     def length(self, rank: int) -> int:
         """Tokens that `rank` stores."""
-        return self.lengths[rank]
+        return self._lengths[rank]
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens each rank stores, in rank order."""
         return tuple(sum(chunk.length for chunk in chunks) for chunks in self.chunks)
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return self.lengths  # asked for at every hop; not where Dynamo traces, which knows no cached property
 
     def __hash__(self) -> int:
         return self._hash

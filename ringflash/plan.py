@@ -234,7 +234,8 @@ class Plan:
             chunks = self.owner_chunks(hop)
             named = ", ".join(f"[{c.start}, {c.stop})" for c in chunks[:SHOWN])
             named += f", ... {len(chunks)} in all" if len(chunks) > SHOWN else ""
-            lines.append(f"  hop {hop.index}: KV of {owner} {named}: {doing}  {moves}".rstrip())
+            whose = f"KV of {owner} {named}".rstrip()
+            lines.append(f"  hop {hop.index}: {whose}: {doing}  {moves}".rstrip())
         return "\n".join(lines)
 
     def _exchanged(self, exchange: Exchange) -> tuple[str, str]:

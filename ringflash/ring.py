@@ -60,16 +60,23 @@ class _PairBuffer:
             self._storage = like[0].new_empty(numel, dtype=dtype)
         else:
             self._storage = transport.allocate(slot, numel, like[0], dtype)
+        self._views: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}  # they are asked for at every hop
 
     def message(self, rows: int) -> Tensor:
         """The storage of both tensors of `rows` rows: one contiguous vector."""
-        return self._storage[: rows * self._row]
+        return self._of(rows)[0]
 
     def pair(self, rows: int) -> tuple[Tensor, Tensor]:
         """Both tensors, as views."""
-        parts = self.message(rows).split([rows * row for row in self._rows])
-        first, second = (x.view(self._batch, rows, *heads) for x, heads in zip(parts, self._heads, strict=True))
-        return first, second
+        return self._of(rows)[1]
+
+    def _of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if rows not in self._views:
+            message = self._storage[: rows * self._row]
+            parts = message.split_with_sizes([rows * row for row in self._rows])
+            first, second = (x.view(self._batch, rows, *heads) for x, heads in zip(parts, self._heads, strict=True))
+            self._views[rows] = message, (first, second)
+        return self._views[rows]
 
 
 class _KVRing:

@@ -221,7 +221,7 @@ def test_a_plan_prints_who_sends_what_to_whom() -> None:
     plans = plans_of(2, "contiguous", rf.KeyPadding([2, 2]), seqlen=8)
     assert "KV of rank 0 [0, 4): compute 16 pairs  receive 4 <- 0" in str(plans[1])
     plans = plans_of(2, "contiguous", rf.BlockSparse([[False, False], [True, False]], 4), seqlen=8)
-    assert "KV of nobody : idle  send 4 -> 1" in str(plans[0])
+    assert "KV of nobody: idle  send 4 -> 1" in str(plans[0])
 
 
 def test_auto_goes_by_the_bytes_of_the_whole_sequence() -> None:
