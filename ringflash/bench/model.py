@@ -169,8 +169,12 @@ def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Predic
     """Both passes of causal attention over `shape.seqlen` tokens in all.
 
     Raises:
-        ArgumentError: heads or ranks that cannot be split so, an unknown layout, fewer tokens than ranks.
+        ArgumentError: a shape that is not causal, heads or ranks that cannot be split so, an unknown layout, fewer
+            tokens than ranks.
     """
+    if not shape.causal:
+        remedy = "Other masks are for `ringflash plan`, which counts their pairs."
+        raise ArgumentError("causal", expected="True", got=False, remedy=remedy)
     split.check(shape)
     pairs, chunks = _pairs(layout, shape.seqlen, split.ring)
     # What the ring sees.

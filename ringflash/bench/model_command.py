@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if measured:
         console.print(_beside(measured, options))
     choices = [_choose(seqlen, world, options) for world in options.world_sizes for seqlen in options.choose_at]
-    console.print(_choices(choices))
+    if choices:
+        console.print(_choices(choices))
     if options.json is not None:
         more = {"machine": asdict(_machine(options, "symmetric")), "measured": measured, "choices": choices}
         more["machine"]["near"] = {name: asdict(_near(options, name)) for name in NEAR}
@@ -150,8 +151,8 @@ def _row(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str,
     possible = _transports(split, options)
     transport = possible[0] if options.transport == "auto" else options.transport
     if transport not in possible:
-        expected, remedy = f"{possible[0]} for {split} on {options.gpus_a_host} GPUs a host", "Or add --inner-ring."
-        raise ArgumentError("--transport", expected=expected, got=transport, remedy=remedy)
+        row = {"seqlen": seqlen, "world_size": world_size, "layout": options.layout, "transport": transport}
+        return row | {"split": str(split), "failed": "crosses hosts"}
     prediction = predict(_shape(seqlen, options), split, options.layout, _machine(options, transport))
     return _figures(seqlen, split, options.layout, transport, prediction, options)
 
@@ -247,8 +248,12 @@ def _predictions(rows: Sequence[dict[str, Any]], options: argparse.Namespace) ->
     first = ["GPUs", "tokens", "transport", "split", "forward\nms", "forward +\nbackward ms", "TFLOP/s\na GPU"]
     table = _table(f"Predicted, {options.layout}, causal: {heads}", [*first, "of one\nkernel", *hop])
     for row in rows:
+        cells = [str(row[name]) for name in ("world_size", "seqlen", "transport", "split")]
+        if "failed" in row:
+            table.add_row(*cells, row["failed"])
+            continue
         table.add_row(
-            *(str(row[name]) for name in ("world_size", "seqlen", "transport", "split")),
+            *cells,
             *(f"{row[name]:,.2f}" for name in ("forward_ms", "forward_backward_ms")),
             f"{row['tflops_per_gpu']:.0f}",
             f"{row['efficiency']:.1%}",

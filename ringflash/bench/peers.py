@@ -42,7 +42,8 @@ def without_messages(context: rf.ContextParallel) -> Contender:
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
         transport = context.transport
-        context.transport = _Silent(transport)
+        silent: Any = _Silent(transport)
+        context.transport = silent
         try:
             with ours(context)(problem) as setup:
                 yield setup

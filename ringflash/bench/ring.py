@@ -39,6 +39,7 @@ from ringflash.bench.ranks import PARTS, Samples
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
+CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # what contenders raise: said in their rows
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,17 @@ def _measure_length(
     samples = {name: Samples() for name in timed}
     for _ in range(options.rounds):
         for name, contender in timed.items():
-            ranks.take_round(contender, problem, samples[name], options.repeats)
-    medians = {name: {part: statistics.median(of.seconds[part]) for part in PARTS} for name, of in samples.items()}
+            if name in failed:
+                continue
+            try:
+                ranks.take_round(contender, problem, samples[name], options.repeats)
+            except CANNOT as error:  # out of memory, on all ranks alike
+                failed[name] = failure(error)
+    medians = {
+        name: {part: statistics.median(of.seconds[part]) for part in PARTS}
+        for name, of in samples.items()
+        if name not in failed
+    }
     same = {"seqlen": seqlen, "world_size": context.world_size, "mask": mask_name, **sizes, "dtype": options.dtype}
     rows: list[dict[str, Any]] = []
     for name in named:
@@ -162,7 +172,7 @@ def _measure_length(
         row["gib"] = round(samples[name].bytes / 2**30, 3)
         row |= _figures(medians[name], work, context.world_size, medians.get(ALONE))
         if name == ours:
-            row |= _yardsticks(medians, ours, work)
+            row |= _yardsticks(medians, ours, work) if {ALONE, SILENT} <= medians.keys() else {}
             row |= {"errors_over_plain": errors} if errors else {}
         rows.append(row)
     return rows
@@ -189,13 +199,7 @@ def _compare(
                 failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
         except ArgumentError:
             raise  # heads, a length or a mask that attention does not take
-        except (
-            ImportError,
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AssertionError,
-        ) as error:  # one that cannot: said in its row
+        except CANNOT as error:
             failed[name] = failure(error)
     if results and context.rank == 0:
         for tensor, error in Yardstick.of(problem).errors(results).items():

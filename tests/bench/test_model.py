@@ -164,7 +164,6 @@ def test_what_is_given_is_what_is_used(tmp_path: Path) -> None:
         ("--nheads 12", "--nheads: expected a multiple of --nheads-kv 8, got 12"),
         ("--heads 3", "heads: expected a divisor of 4 GPUs and of 32 query heads, got 3"),
         ("--inner-ring 3", "inner ring: expected a divisor of the ring's 4 ranks, got 3"),
-        ("--transport symmetric", "--transport: expected nccl for ring 16 on 8 GPUs a host, got symmetric"),
         ("--measured no-such-file", "--measured: expected JSON of the ring benchmark, got no-such-file"),
     ],
 )
@@ -175,6 +174,30 @@ def test_bad_arguments_predict_nothing(changed: str, message: str, capsys: pytes
     assert "choose" not in captured.out
 
 
+def test_symmetric_memory_ends_with_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    arguments = "bench model --seqlens 65536 --world-sizes 8 16 --choose-at --transport symmetric --json"
+    assert main([*arguments.split(), str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row.get("failed") for row in rows] == [None, "crosses hosts"]
+    assert main([*arguments.split(), str(path), "--inner-ring", "8"]) == 0
+    assert not any("failed" in row for row in json.loads(path.read_text())["rows"])
+
+
+def test_the_page_has_what_the_command_says(tmp_path: Path) -> None:
+    """Of one host; more take long."""
+    path, page = tmp_path / "model.json", Path(__file__).parents[2] / "docs" / "model.md"
+    assert main(["bench", "model", "--seqlens", "8192", "--world-sizes", "4", "8", "--json", str(path)]) == 0
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
+    written = [(row[0], *row[2:7]) for row in table if len(row) == 11 and row[0] in ("4", "8")]
+    assert len(written) == 6
+    for got, row in zip(written, json.loads(path.read_text())["choices"], strict=True):
+        names = (str(row["world_size"]), row["layout"], row["transport"], row["split"])
+        assert got == (*names, f"{row['forward_backward_ms']:,.1f}", f"{row['tflops_per_gpu']:.0f}")
+
+
 def test_a_split_says_why_not() -> None:
+    with pytest.raises(ArgumentError, match="causal: expected True, got False"):
+        predict(Shape(1, 64, 8, 8, 16, causal=False), Split(4), "zigzag", Machine())
     with pytest.raises(ArgumentError, match="a divisor of 4 GPUs"):
         predict(Shape(1, 64, 8, 8, 16, causal=True), Split(4, heads=8), "zigzag", Machine())

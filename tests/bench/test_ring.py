@@ -229,6 +229,25 @@ def test_bad_arguments_join_nothing(changed: str, message: str, monkeypatch: pyt
         main(["--seqlens", "64", *changed.split()])
 
 
+def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(9))
+
+    def out_of_memory(contender: Any, problem: Any, samples: Any, repeats: int) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
+        for seconds in samples.seconds.values():
+            seconds.append(0.5)
+
+    monkeypatch.setattr(ring.ranks, "take_round", out_of_memory)
+    monkeypatch.setattr(ring.dist, "barrier", lambda: None)
+    context = rf.ContextParallel.local(2)
+    options = ring._parser().parse_args([*SMALL.split(), "--rounds", "2"])
+    rows = ring._measure_length(64, options, context, {"a": peers.ours(context), "b": peers.alone(64)}, CPU)
+    assert rows[1]["failed"] == "OutOfMemoryError: tried to allocate 9 TiB"
+    assert rows[0]["forward_of_one_kernel"] == pytest.approx(1, rel=0.05)
+    assert rows[0]["forward_exposed_us_a_hop"] == 0
+
+
 @pytest.mark.parametrize("changed", ["--gpus 0", "--most-tokens 0"])
 def test_bad_arguments_of_scaling(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
