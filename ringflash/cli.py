@@ -65,10 +65,7 @@ def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
     benchmarks: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "ring": (_bench_ring, "ring attention over all ranks, beside its peers; started by torchrun"),
-        "scaling": (
-            _bench_scaling,
-            "ring attention by length and by number of ranks; started by torchrun",
-        ),
+        "scaling": (_bench_scaling, "ring attention by length and by number of ranks; started by torchrun"),
         "model": (_bench_model, "what rings should take on any number of GPUs, predicted; runs nothing"),
         "kernels": (_bench_kernels, "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
         "masks": (_bench_masks, "attention on one device under masks, beside the time their visible pairs should take"),

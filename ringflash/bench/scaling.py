@@ -53,6 +53,10 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         if mesh.size() % count:
             remedy = "Start another number of processes, or leave it out."
             raise ArgumentError("--gpus", expected=f"divisors of {mesh.size()}", got=count, remedy=remedy)
+    if not any(_measured(seqlen, counts, options) for seqlen in options.seqlens):
+        remedy = "Name other lengths, or more of --most-tokens."
+        expected = f"a length of at most {options.most_tokens} tokens a GPU and a token at least"
+        raise ArgumentError("--seqlens", expected=expected, got=options.seqlens, remedy=remedy)
     rings = _rings(counts, options, mesh.size())
     device, program = ranks.device_name(mesh), f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench scaling"
     rows: list[dict[str, Any]] = []
@@ -123,11 +127,16 @@ def _rings(counts: Sequence[int], options: argparse.Namespace, world_size: int) 
     return rings
 
 
+def _measured(seqlen: int, counts: Sequence[int], options: argparse.Namespace) -> list[int]:
+    """Numbers of GPUs that `seqlen` is not too long or too short for."""
+    return [count for count in counts if count <= seqlen <= options.most_tokens * count]
+
+
 def _measure_length(
     seqlen: int, counts: Sequence[int], rings: Rings, options: argparse.Namespace, mesh: DeviceMesh
 ) -> list[dict[str, Any]]:
-    """A row for every number of GPUs that `seqlen` is not too long or too short for."""
-    counts = [count for count in counts if count <= seqlen <= options.most_tokens * count]
+    """A row for every number of GPUs that is measured."""
+    counts = _measured(seqlen, counts, options)
     sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
     problem = Problem.random(seqlen, **sizes, device=ranks.device_of(mesh), dtype=DTYPES[options.dtype])
     samples, failed = {count: Samples() for count in counts}, dict[int, str]()

@@ -94,6 +94,9 @@ def _everything(folder: str) -> tuple[Any, ...]:
     documents = ring.run([*common, "--documents", "3"], mesh)[0]
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
+    for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
+        with pytest.raises(ArgumentError, match=message):
+            scaling.run(wrong.split(), mesh)
     return windows, documents, scaled, _sent(mesh), _zigzag(mesh)
 
 
