@@ -136,7 +136,8 @@ def _machine(options: argparse.Namespace, transport: str) -> Machine:
 
 def _transports(split: Split, options: argparse.Namespace) -> list[str]:
     """Those that can join the ring: GPUs of two hosts do not reach each other's memory."""
-    return ["nccl"] if split.crosses(options.gpus_a_host) else ["symmetric", "nccl"]
+    one_ring_in_a_host = split.inner is None and not split.crosses(options.gpus_a_host)
+    return ["symmetric", "nccl"] if one_ring_in_a_host else ["nccl"]
 
 
 def _shape(seqlen: int, options: argparse.Namespace) -> Shape:
@@ -152,7 +153,7 @@ def _row(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str,
     transport = possible[0] if options.transport == "auto" else options.transport
     if transport not in possible:
         row = {"seqlen": seqlen, "world_size": world_size, "layout": options.layout, "transport": transport}
-        return row | {"split": str(split), "failed": "crosses hosts"}
+        return row | {"split": str(split), "failed": "symmetric is for one ring in a host"}
     prediction = predict(_shape(seqlen, options), split, options.layout, _machine(options, transport))
     return _figures(seqlen, split, options.layout, transport, prediction, options)
 
