@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def uploaded(table: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, by an upload that waits for nothing.
+    """A tensor of the CPU on `device`, there for all streams, by an upload that waits for nothing else on the GPU.
 
     Raises:
         ArgumentError: while a CUDA graph is captured, whose replays would read it again from the CPU.
@@ -42,7 +42,16 @@ def uploaded(table: Tensor, device: torch.device) -> Tensor:
     if _capturing():
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
-    return table.pin_memory().to(device, non_blocking=True)
+    aside = _stream(device)
+    with torch.cuda.stream(aside):
+        there = table.pin_memory().to(device, non_blocking=True)
+    aside.synchronize()  # for others than the current stream will read it
+    return there
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _capturing() -> bool:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
-        "bench": (_bench, "measure attention on this machine: `bench ring`, `kernels`, `masks`, `hops`, `decode`"),
+        "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
     }
@@ -65,6 +65,8 @@ def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
     benchmarks: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "ring": (_bench_ring, "ring attention over all ranks, beside its peers; started by torchrun"),
+        "scaling": (_bench_scaling, "ring attention by length and by number of ranks; started by torchrun"),
+        "model": (_bench_model, "what rings should take on any number of GPUs, predicted; runs nothing"),
         "kernels": (_bench_kernels, "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
         "masks": (_bench_masks, "attention on one device under masks, beside the time their visible pairs should take"),
         "hops": (_bench_hops, "what a hop of a ring costs by its role, on one device and without a transport"),
@@ -83,18 +85,36 @@ def _bench(args: list[str]) -> int:
 
 
 def _bench_ring(args: list[str]) -> int:
-    if "RANK" not in os.environ and not {"-h", "--help"} & {*args}:
-        import torch
-
-        processes = torch.cuda.device_count() or 2
-        command = ["torchrun", "--nproc-per-node", str(processes), "-m", "ringflash.bench.ring", *args]
-        raise ArgumentError(
-            "bench ring",
-            expected="a process a GPU, started by torchrun",
-            got="one without torchrun",
-            remedy=f"Run it as\n\n    {shlex.join(command)}\n",
-        )
+    _check_torchrun("ring", args)
     from ringflash.bench.ring import main as bench
+
+    return bench(args)
+
+
+def _bench_scaling(args: list[str]) -> int:
+    _check_torchrun("scaling", args)
+    from ringflash.bench.scaling import main as bench
+
+    return bench(args)
+
+
+def _check_torchrun(benchmark: str, args: list[str]) -> None:
+    if "RANK" in os.environ or {"-h", "--help"} & {*args}:
+        return
+    import torch
+
+    processes = torch.cuda.device_count() or 2
+    command = ["torchrun", "--nproc-per-node", str(processes), "-m", "ringflash.bench", benchmark, *args]
+    raise ArgumentError(
+        f"bench {benchmark}",
+        expected="a process a GPU, started by torchrun",
+        got="one without torchrun",
+        remedy=f"Run it as\n\n    {shlex.join(command)}\n",
+    )
+
+
+def _bench_model(args: list[str]) -> int:
+    from ringflash.bench.model_command import main as bench
 
     return bench(args)
 

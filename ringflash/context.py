@@ -52,6 +52,9 @@ class ContextParallel:
         timeout: how long a rank waits for another's message before it raises RingTimeout, in seconds or a timedelta;
             less than the group's own timeout. By default 5 minutes, or half the group's where that is less.
         debug: before each call, compare the plans that the ranks follow; a difference raises RankMismatch.
+        fixed_lengths: whether all calls that give this rank the same shapes are of sequences of one length, as in
+            training at one context length. Between GPUs a call that is known then goes on without waiting for the other
+            ranks' agreement, and a difference comes out one call late.
         inner_ring: ranks, neighbours in the ring, that fast links join: KV goes around them while that of the next such
             ranks is on its way over slow links. None is one ring.
         hops: "ring" computes with KV of one rank after another while the next is on its way; "grouped" with that of all
@@ -74,6 +77,7 @@ class ContextParallel:
         timeout: timedelta | float | None = None,
         debug: bool = False,
         *,
+        fixed_lengths: bool = False,
         inner_ring: int | None = None,
         hops: str = "ring",
     ) -> None:
@@ -84,7 +88,7 @@ class ContextParallel:
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
         # A group keeps its connection: making one is a collective.
-        asked = (transport, deadline, inner_ring is not None)
+        asked = (transport, deadline, inner_ring is not None, fixed_lengths)
         known = (context._connection for context in _CONTEXTS.values())
         connection = next((each for each in known if each is not None and each.serves(group, *asked)), None)
         connection = connection or connect(group, *asked)
@@ -105,7 +109,7 @@ class ContextParallel:
         self.heads_group: dist.ProcessGroup | None = None if both is None else both.heads
         place = dist.get_rank(group), 0 if both is None else dist.get_rank(both.heads)
         names = group.group_name if both is None else f"{group.group_name} and {both.heads.group_name}"
-        kind = f"group {names} {transport} {deadline.total_seconds():g} s"
+        kind = f"group {names} {transport} {deadline.total_seconds():g} s{' fixed lengths' if fixed_lengths else ''}"
         self._set(grid.places.index(place), grid, inner_ring, hops, layout, kind, debug)
         self.local_ranks = (self.rank,)
 
@@ -302,6 +306,8 @@ class ContextParallel:
             self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
         try:
             yield
+        except ArgumentError:  # of what cannot be captured in a CUDA graph: the same on all ranks, which go on
+            raise
         except BaseException as error:
             faults.raised(error)  # a ring that has broken stays as it is
             raise

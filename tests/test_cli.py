@@ -37,11 +37,14 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: ringflash" in capsys.readouterr().out
 
 
-def test_bench_ring_says_how_it_is_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ring", "scaling"])
+def test_benchmarks_of_ranks_say_how_they_are_started(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert main(["bench", "ring", "--seqlens", "4096", "--json", "my file"]) == 2
-    command = "\n    torchrun --nproc-per-node 4 -m ringflash.bench.ring --seqlens 4096 --json 'my file'\n"
+    assert main(["bench", name, "--seqlens", "4096", "--json", "my file"]) == 2
+    command = f"\n    torchrun --nproc-per-node 4 -m ringflash.bench {name} --seqlens 4096 --json 'my file'\n"
     assert command in capsys.readouterr().err
 
 
@@ -54,7 +57,7 @@ def test_bench_ring_says_how_it_is_started(capsys: pytest.CaptureFixture[str], m
         (
             ["--seqlens", "4096"],
             2,
-            "expected one of ring, kernels, masks, hops, decode, got '--seqlens'. Put its name first",
+            "expected one of ring, scaling, model, kernels, masks, hops, decode, got '--seqlens'. Put its name first",
         ),
     ],
 )
@@ -65,7 +68,7 @@ def test_bench_names_its_benchmarks(
     assert message in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("benchmark", ["ring", "kernels", "masks", "hops"])
+@pytest.mark.parametrize("benchmark", ["ring", "scaling", "model", "kernels", "masks", "hops"])
 def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["bench", benchmark, "--help"])

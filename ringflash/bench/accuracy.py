@@ -47,7 +47,10 @@ def plain_by_rows(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
         rows = q[:, begin:end].clone().requires_grad_()
         keys, values = (x[:, :seen].clone().requires_grad_() for x in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", rows * scale, keys.repeat_interleave(group, 2))
-        if problem.causal:
+        if problem.mask is not None:
+            positions = torch.arange(seen, device="cpu")
+            scores.masked_fill_(~problem.mask.dense(positions[begin:end], positions)[:, None].to(q.device), -torch.inf)
+        elif problem.causal:
             hidden = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).triu(1)
             scores[..., begin:].masked_fill_(hidden, -torch.inf)
         out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values.repeat_interleave(group, 2))

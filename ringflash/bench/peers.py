@@ -1,9 +1,12 @@
-"""Who runs in the ring benchmark: ring_attention and its peers, given the same problem and cut over the same ranks."""
+"""Who runs in the ring benchmark: ring_attention, its peers, and two yardsticks of it, all given the same problem."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringflash as rf
 from ringflash.bench.problem import Contender, Problem, Setup
+from ringflash.bench.ring_flash_attn import installed_kernels, ring_flash_attn
 
 
 def ours(context: rf.ContextParallel) -> Contender:
@@ -19,14 +23,77 @@ def ours(context: rf.ContextParallel) -> Contender:
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        local = problem.map(context.shard)
+        mask = problem.visible
+        local = problem.map(partial(context.shard, mask=mask))
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = rf.ring_attention(q, k, v, context, mask=rf.Causal())
+            out = rf.ring_attention(q, k, v, context, mask=mask)
             assert isinstance(out, Tensor)
             return out
 
-        yield Setup(local.leaves(), local.dout, call, context.unshard)
+        yield Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
+
+    return prepare
+
+
+def without_messages(context: rf.ContextParallel) -> Contender:
+    """`ours`, every hop with the same work, but nothing sent: what it takes less is what messages cost."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        transport = context.transport
+        silent: Any = _Silent(transport)
+        context.transport = silent
+        try:
+            with ours(context)(problem) as setup:
+                yield setup
+        finally:
+            context.transport = transport
+
+    return prepare
+
+
+class _Silent:
+    """A transport whose messages arrive at once, and hold what they held.
+
+    A buffer that is new gets a copy of what this rank sends: matrices of zeros, or of what memory held, would be
+    multiplied faster than others, as they take less power.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._filled: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)  # buffers are allocated as for messages
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Sends nothing."""
+        sent = {message.channel: message.buffer for message in messages if message.sends}
+        for message in messages:
+            new = not message.sends and message.buffer.data_ptr() not in self._filled
+            source = sent.get(message.channel)
+            if new and source is not None and source.numel() == message.buffer.numel():
+                message.buffer.copy_(source)
+                self._filled.add(message.buffer.data_ptr())
+
+    def finish(self, handle: None) -> None:
+        """Nothing to wait for."""
+
+
+def alone(tokens: int) -> Contender:
+    """`flash_attention` on every rank by itself: causal, over the first `tokens` tokens, one sequence."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        first = replace(problem, mask=None, causal=True).map(lambda x: x[:, :tokens].contiguous())
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = rf.flash_attention(q, k, v, mask=rf.Causal())
+            assert isinstance(out, Tensor)
+            return out
+
+        yield Setup(first.leaves(), first.dout, call, lambda x: x)
 
     return prepare
 
@@ -53,7 +120,7 @@ def torch_context_parallel(mesh: DeviceMesh, backend: SDPBackend, rotation: str)
 
 
 def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: bool) -> dict[str, Contender]:
-    """Everything to measure on this machine, by name."""
+    """Everything to compare on this machine, by name; ours first."""
     named: dict[str, Contender] = {f"ringflash {context.layout}": ours(context)}
     if with_peers:
         backends = {"flash": SDPBackend.FLASH_ATTENTION}
@@ -62,4 +129,6 @@ def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: boo
         for name, backend in backends.items():
             for rotation in ("allgather", "alltoall"):
                 named[f"torch {name} {rotation}"] = torch_context_parallel(mesh, backend, rotation)
+        kernels = installed_kernels()
+        named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
     return named

@@ -42,7 +42,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
                 handles["large matmul, same run"] = ax.plot(xs, ys, ":", color="gray", lw=1)[0]
             ax.set_xscale("log", base=2)
             lengths = sorted({row["seqlen"] for row in rows})
-            ax.set_xticks(lengths, [_short(seqlen) for seqlen in lengths], fontsize=8)
+            ax.set_xticks(lengths, [short(seqlen) for seqlen in lengths], fontsize=8)
             ax.set_ylim(bottom=0)
             ax.grid(alpha=0.3)
             if column == 0:
@@ -67,5 +67,6 @@ def _mode(name: str) -> str:
     return name.partition(", ")[0]
 
 
-def _short(seqlen: int) -> str:
+def short(seqlen: int) -> str:
+    """Tokens in thousands of 1024, where they are whole."""
     return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+import ringflash as rf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AGREEMENT = 0.05  # of the largest value: more than low precision explains, less than a wrong mask or scale
@@ -15,7 +18,7 @@ AGREEMENT = 0.05  # of the largest value: more than low precision explains, less
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of whole sequences, full or causal.
+    """Self-attention of whole sequences: full, causal, or under any mask.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -23,6 +26,7 @@ class Problem:
         v: as k.
         dout: as q.
         causal: whether a query sees only keys up to its own position.
+        mask: what else hides keys from it, with all that `causal` says; None is nothing.
     """
 
     q: Tensor
@@ -30,6 +34,7 @@ class Problem:
     v: Tensor
     dout: Tensor
     causal: bool = True
+    mask: Any = None
 
     @staticmethod
     def random(
@@ -42,6 +47,7 @@ class Problem:
         *,
         batch: int = 1,
         causal: bool = True,
+        mask: Any = None,
     ) -> Problem:
         """Normal inputs, the same in every process."""
         generator = torch.Generator(device).manual_seed(seqlen)
@@ -49,7 +55,7 @@ class Problem:
         def draw(heads: int) -> Tensor:
             return torch.randn(batch, seqlen, heads, headdim, generator=generator, device=device, dtype=dtype)
 
-        return Problem(draw(nheads), draw(nheads_kv), draw(nheads_kv), draw(nheads), causal)
+        return Problem(draw(nheads), draw(nheads_kv), draw(nheads_kv), draw(nheads), causal, mask)
 
     @property
     def seqlen(self) -> int:
@@ -62,14 +68,21 @@ class Problem:
         return self.q.shape[2] // self.k.shape[2]
 
     @property
+    def visible(self) -> Any:
+        """The mask that attention is given."""
+        return self.mask or (rf.Causal() if self.causal else None)
+
+    @property
     def forward_flops(self) -> float:
-        """4 batch seqlen^2 nheads headdim, halved where half the scores are masked."""
+        """4 batch seqlen^2 nheads headdim, halved where half the scores are masked; under a mask, of visible pairs."""
         batch, seqlen, nheads, headdim = self.q.shape
+        if self.mask is not None:
+            return 4.0 * batch * int(self.mask.area(seqlen, seqlen).row_pairs.sum()) * nheads * headdim
         return (2.0 if self.causal else 4.0) * batch * seqlen**2 * nheads * headdim
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """The problem with `change` made to every tensor."""
-        return Problem(change(self.q), change(self.k), change(self.v), change(self.dout), self.causal)
+        return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), dout=change(self.dout))
 
     def repeated(self) -> Problem:
         """The problem with KV heads repeated to the query heads, for those who know no groups."""

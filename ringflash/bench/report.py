@@ -1,4 +1,4 @@
-"""Tables of the kernel benchmark."""
+"""Tables of the benchmarks of kernels and of rings."""
 
 from __future__ import annotations
 
@@ -55,6 +55,39 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         cells.append(" ".join(f"{errors[name]['rms']:.1e}" for name in TENSORS))
         cells.append(" ".join(f"{errors[name]['rms_ratio']:.2f}" for name in TENSORS))
     return cells
+
+
+def print_ring(rows: Sequence[Mapping[str, Any]], device: str) -> None:
+    """A table of every contender's times, rates and memory, and why some have none; then errors, where measured."""
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
+    table = Table(title=f"Ring attention, {first['mask']}: {heads}, {device}")
+    table.add_column("seqlen", justify="right")
+    table.add_column("contender", no_wrap=True)
+    beside = ("of_one_kernel", "of one\nkernel") if first["mask"] == "causal" else ("over_flops", "over its\nFLOPs")
+    for part in ("forward", "both passes"):
+        for what in ("ms", "TFLOP/s\na GPU", beside[1]):
+            table.add_column(f"{part}\n{what}", justify="right")
+    for column in ("exposed us a hop\nforward / backward", "GiB"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [str(row["seqlen"]), row["name"]]
+        for part in () if "failed" in row else ("forward", "forward_backward"):
+            share = row.get(f"{part}_{beside[0]}")
+            cells += [f"{row[f'{part}_ms']:.2f}", f"{row[f'{part}_tflops_per_gpu']:.0f}"]
+            cells.append("" if share is None else f"{share:.2f}" if beside[0] == "over_flops" else f"{share:.1%}")
+        if "failed" not in row:
+            exposed = [row.get(f"{part}_exposed_us_a_hop") for part in ("forward", "backward")]
+            cells.append("" if None in exposed else f"{exposed[0]:.0f} / {exposed[1]:.0f}")
+            cells.append(f"{row['gib']:.2f}")
+        table.add_row(*cells)
+    console = _console()
+    console.print(table)
+    for row in rows:
+        if "failed" in row:
+            console.print(f"  {row['seqlen']}, {row['name']}: {row['failed']}", markup=False)
+        if "errors_over_plain" in row:
+            console.print(f"{row['seqlen']}: errors over plain {row['dtype']} attention's: {row['errors_over_plain']}")
 
 
 def _rate(tflops: float) -> str:

@@ -1,197 +1,237 @@
 """The ring benchmark: ring_attention over all ranks beside its peers, in one run, rounds interleaved.
 
-    torchrun --nproc-per-node 4 -m ringflash.bench.ring --seqlens 65536 131072 --peers --check --json ring.json
+    torchrun --nproc-per-node 4 -m ringflash.bench ring --peers --check --json ring.json
 
 Times are the slowest rank's, medians over rounds; TFLOP/s are of one GPU, causal counted as half, backward as 2.5
-forwards.
+forwards. Two yardsticks run in the same rounds:
+
+- one kernel at equal work: `flash_attention` on every rank by itself, causal, over so many tokens that its triangle has
+  as many visible pairs as the mean rank has in the ring: seqlen / sqrt(ranks) for a causal ring. "of one kernel" is its
+  time over the ring's. It has none of what a ring adds: state between hops, launches, uneven ranks, messages.
+- the ring without messages: the same calls and kernels on the same plan, nothing sent. What the ring takes more is the
+  exposed communication, a hop of which there are as many in the forward as in the backward.
+
+With --window or --documents TFLOP/s are of visible pairs, and "over its FLOPs" is the time over FLOPs / (rate of that
+one kernel).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
-from ringflash.bench import record
+from ringflash.bench import peers, ranks, record, report, seen
 from ringflash.bench.accuracy import Yardstick
-from ringflash.bench.peers import contenders
+from ringflash.bench.masks import triangle
 from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, difference, failure
+from ringflash.bench.ranks import PARTS, Samples
 from ringflash.errors import ArgumentError
 
-FORWARD_BACKWARD = 3.5  # in forwards
+ALONE, SILENT = "one kernel", "without messages"  # yardsticks
+CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # what contenders raise: said in their rows
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a problem comes to in a ring.
+
+    Args:
+        flops: of a forward, of all ranks.
+        hops: of the ring.
+        tokens: whose causal triangle has as many pairs as the mean rank.
+        share: of that triangle's pairs that the mean rank has: nearly 1.
+        balance: pairs of the busiest rank over the mean.
+    """
+
+    flops: float
+    hops: int
+    tokens: int
+    share: float
+    balance: float
+
+    @staticmethod
+    def of(problem: Problem, context: rf.ContextParallel) -> Work:
+        """Read off the plan."""
+        plan = context.plan(problem.visible, problem.seqlen)
+        pairs = sum(map(sum, plan.pairs)) / plan.world_size
+        tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
+        return Work(problem.forward_flops, len(plan.hops), tokens, pairs / triangle(tokens), plan.balance)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table on rank 0, and writes JSON where asked."""
-    options = _parser().parse_args(argv)
-    if "RANK" not in os.environ:
-        remedy = "Start it with torchrun --nproc-per-node N -m ringflash.bench.ring ..."
-        raise ArgumentError("ranks", expected="processes started by torchrun", got="one process", remedy=remedy)
-    mesh = _join()
+    """Joins the ranks that torchrun started, and runs on them."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    _check(_parser().parse_args(arguments))
+    mesh = ranks.join("ringflash.bench ring", arguments)
     try:
-        context = rf.ContextParallel(mesh, layout=options.layout)
-        rows = [row for seqlen in options.seqlens for row in _measure_length(seqlen, options, context, mesh)]
-        if dist.get_rank() == 0:
-            _print(rows, mesh)
-            if options.json is not None:
-                _write(options.json, sys.argv[1:] if argv is None else list(argv), rows, mesh)
+        run(arguments, mesh)
     finally:
         dist.destroy_process_group()
     return 0
 
 
+def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """Measures, prints a table on rank 0, and writes JSON where asked; returns its rows."""
+    options = _parser().parse_args(arguments)
+    context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport)
+    named = peers.contenders(context, mesh, with_peers=options.peers)
+    device = f"{mesh.size()} x {ranks.device_name(mesh)}"
+    rows: list[dict[str, Any]] = []
+    for seqlen in options.seqlens:
+        rows += _measure_length(seqlen, options, context, named, ranks.device_of(mesh))
+        if dist.get_rank() == 0 and options.json is not None:
+            program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench ring"
+            record.write(options.json, record.command(program, arguments), device, rows)
+    if dist.get_rank() == 0:
+        report.print_ring(rows, device)
+    return rows
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash.bench.ring", description="Measures ring_attention beside its peers.")
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[65536], help="tokens in the whole sequence")
+    parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
+    lengths = [2**n for n in range(13, 21)]
+    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
     parser.add_argument("--nheads", type=int, default=32)
     parser.add_argument("--nheads-kv", type=int, default=8)
     parser.add_argument("--headdim", type=int, default=128)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
+    parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
-    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too")
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
     return parser
 
 
-def _join() -> DeviceMesh:
-    """The process group and mesh of all ranks, on GPUs when there are any."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return init_device_mesh("cpu", (world_size,))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return init_device_mesh("cuda", (world_size,))
+def _check(options: argparse.Namespace) -> None:
+    for name in ("rounds", "repeats"):
+        if getattr(options, name) < 1:
+            remedy = "Leave it out for the default."
+            raise ArgumentError(f"--{name}", expected="at least 1", got=getattr(options, name), remedy=remedy)
+    for seqlen in options.seqlens:
+        _, name = seen.mask(seqlen, options.window, options.documents)
+        if options.peers and name != "causal":
+            remedy = "Leave out --peers: they know the causal mask alone."
+            raise ArgumentError("--peers", expected="the causal mask", got=name, remedy=remedy)
 
 
 def _measure_length(
-    seqlen: int, options: argparse.Namespace, context: rf.ContextParallel, mesh: DeviceMesh
+    seqlen: int,
+    options: argparse.Namespace,
+    context: rf.ContextParallel,
+    named: dict[str, Contender],
+    device: torch.device,
 ) -> list[dict[str, Any]]:
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
-    problem = Problem.random(seqlen, options.nheads, options.nheads_kv, options.headdim, device, DTYPES[options.dtype])
-    named = contenders(context, mesh, with_peers=options.peers)
-    ours_name = next(iter(named))
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "forward_backward": []} for name in named}
-    memory, failed = dict.fromkeys(named, 0.0), dict[str, str]()
-    expected, results = None, []
-    for name, contender in named.items():  # a peer must give the same result before it is worth timing
+    mask, mask_name = seen.mask(seqlen, options.window, options.documents)
+    sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
+    problem = Problem.random(seqlen, **sizes, device=device, dtype=DTYPES[options.dtype], mask=mask)
+    work = Work.of(problem, context)
+    ours = next(iter(named))
+    failed, errors = _compare(problem, named, context, check=options.check)
+    timed = {name: contender for name, contender in named.items() if name not in failed}
+    if ours in timed:
+        timed |= {SILENT: peers.without_messages(context), ALONE: peers.alone(work.tokens)}
+    samples = {name: Samples() for name in timed}
+    for _ in range(options.rounds):
+        for name, contender in timed.items():
+            if name in failed:
+                continue
+            try:
+                ranks.take_round(contender, problem, samples[name], options.repeats)
+            except CANNOT as error:  # out of memory, on all ranks alike
+                failed[name] = failure(error)
+    medians = {
+        name: {part: statistics.median(of.seconds[part]) for part in PARTS}
+        for name, of in samples.items()
+        if name not in failed
+    }
+    same = {"seqlen": seqlen, "world_size": context.world_size, "mask": mask_name, **sizes, "dtype": options.dtype}
+    rows: list[dict[str, Any]] = []
+    for name in named:
+        row: dict[str, Any] = {"name": name, **same}
+        if name == ours:
+            row |= {"layout": options.layout, "transport": options.transport, "balance": round(work.balance, 4)}
+        if name in failed:
+            rows.append(row | {"failed": failed[name]})
+            continue
+        row["gib"] = round(samples[name].bytes / 2**30, 3)
+        row |= _figures(medians[name], work, context.world_size, medians.get(ALONE))
+        if name == ours:
+            row |= _yardsticks(medians, ours, work) if {ALONE, SILENT} <= medians.keys() else {}
+            row |= {"errors_over_plain": errors} if errors else {}
+        rows.append(row)
+    return rows
+
+
+def _compare(
+    problem: Problem, named: dict[str, Contender], context: rf.ContextParallel, *, check: bool
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Why contenders failed, for their rows, and the first one's errors.
+
+    One must give the first one's result before it is worth timing.
+    """
+    expected, failed, results, errors = None, dict[str, str](), [], dict[str, float]()
+    ours = next(iter(named))
+    for name, contender in named.items():
         try:
             with contender(problem) as shard:
                 out = shard.whole(shard.forward().detach())
                 expected = out if expected is None else expected
                 apart = difference(out, expected)
-                if name == ours_name and options.check:
-                    results = [context.unshard(x.detach()) for x in shard.forward_backward()]
+                if name == ours and check:
+                    results = [shard.whole(x.detach()) for x in shard.forward_backward()]
             if not apart < AGREEMENT:
                 failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
-        except (RuntimeError, ValueError, TypeError) as error:  # a peer that cannot: said in its row
+        except ArgumentError:
+            raise  # heads, a length or a mask that attention does not take
+        except CANNOT as error:
             failed[name] = failure(error)
-    for _ in range(options.rounds):
-        for name, contender in named.items():
-            if name not in failed:
-                memory[name] = max(memory[name], _round(contender, problem, times[name], options.repeats))
-    errors = {}
     if results and context.rank == 0:
         for tensor, error in Yardstick.of(problem).errors(results).items():
             errors |= {f"{tensor} rms": round(error.rms_ratio, 3), f"{tensor} max": round(error.max_ratio, 3)}
     dist.barrier()
-    rows = []
-    for name, of in times.items():
-        row: dict[str, Any] = {"seqlen": seqlen, "name": name, "gib": round(memory[name], 2)}
-        row |= {
-            "nheads": options.nheads,
-            "nheads_kv": options.nheads_kv,
-            "headdim": options.headdim,
-            "dtype": options.dtype,
-        }
-        if name in failed:
-            row["failed"] = failed[name]
-        else:
-            for part, passes in (("forward", 1.0), ("forward_backward", FORWARD_BACKWARD)):
-                seconds = statistics.median(of[part])
-                row[f"{part}_ms"] = round(seconds * 1e3, 3)
-                row[f"{part}_tflops_per_gpu"] = round(
-                    problem.forward_flops * passes / seconds / context.world_size / 1e12, 1
-                )
-        if name == ours_name and errors:
-            row["errors_over_plain"] = errors
-        rows.append(row)
-    return rows
+    return failed, errors
 
 
-def _round(contender: Contender, problem: Problem, times: dict[str, list[float]], repeats: int) -> float:
-    """Appends `repeats` times of each pass and returns the peak memory in GiB, after one call that is not timed."""
-    on_gpu = problem.q.is_cuda
-    with contender(problem) as shard:
-        shard.forward_backward()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(repeats):
-            with torch.no_grad():
-                times["forward"].append(_seconds(shard.forward, on_gpu))
-            times["forward_backward"].append(_seconds(shard.forward_backward, on_gpu))
-    return torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+def _figures(
+    seconds: dict[str, float], work: Work, world_size: int, alone: dict[str, float] | None
+) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for part, passes in PARTS.items():
+        figures[f"{part}_ms"] = round(seconds[part] * 1e3, 3)
+        figures[f"{part}_tflops_per_gpu"] = round(work.flops * passes / seconds[part] / world_size / 1e12, 1)
+        if alone is not None:
+            figures[f"{part}_of_one_kernel"] = round(alone[part] * work.share / seconds[part], 4)
+            figures[f"{part}_over_flops"] = round(seconds[part] / alone[part] / work.share, 3)
+    return figures
 
 
-def _seconds(call: Callable[[], object], on_gpu: bool) -> float:
-    """Time of one call on the slowest rank; all ranks start together."""
-    dist.barrier()
-    if on_gpu:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        elapsed = torch.tensor(start.elapsed_time(end) / 1e3, device="cuda")
-    else:
-        begin = time.perf_counter()
-        call()
-        elapsed = torch.tensor(time.perf_counter() - begin)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
-
-
-def _print(rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
-    table = Table(title=f"Ring attention, {mesh.size()} x {_device_name(mesh)}, causal")
-    for column in ("seqlen", "contender", "forward ms", "TFLOP/s/GPU", "forward+backward ms", "TFLOP/s/GPU", "GiB"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for row in rows:
-        if "failed" in row:
-            table.add_row(str(row["seqlen"]), row["name"], row["failed"])
-            continue
-        keys = ("forward_ms", "forward_tflops_per_gpu", "forward_backward_ms", "forward_backward_tflops_per_gpu", "gib")
-        table.add_row(str(row["seqlen"]), row["name"], *(f"{row[key]:.2f}" for key in keys))
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for row in rows:
-        if "errors_over_plain" in row:
-            console.print(f"{row['seqlen']}: errors over plain {row['dtype']} attention's: {row['errors_over_plain']}")
-
-
-def _write(path: Path, arguments: list[str], rows: list[dict[str, Any]], mesh: DeviceMesh) -> None:
-    command = record.command(f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench.ring", arguments)
-    record.write(path, command, f"{mesh.size()} x {_device_name(mesh)}", rows)
-
-
-def _device_name(mesh: DeviceMesh) -> str:
-    return torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU process"
+def _yardsticks(medians: dict[str, dict[str, float]], ours: str, work: Work) -> dict[str, float]:
+    """Times of the yardsticks, and communication that is exposed: microseconds a hop of each pass."""
+    figures: dict[str, float] = {"hops": work.hops, "one_kernel_tokens": work.tokens}
+    for part in PARTS:
+        figures[f"one_kernel_{part}_ms"] = round(medians[ALONE][part] * 1e3, 3)
+        figures[f"without_messages_{part}_ms"] = round(medians[SILENT][part] * 1e3, 3)
+    exposed = {part: medians[ours][part] - medians[SILENT][part] for part in PARTS}
+    backward = exposed["forward_backward"] - exposed["forward"]
+    for name, seconds in (("forward", exposed["forward"]), ("backward", backward)):
+        figures[f"{name}_exposed_us_a_hop"] = round(seconds / work.hops * 1e6, 1)
+    return figures
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ringflash.transport.base import Transport
 from ringflash.transport.control import ControlPlane
 from ringflash.transport.faults import Faults
 from ringflash.transport.gloo import GlooTransport
+from ringflash.transport.groups import backend_of, new_group
 from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
 from ringflash.transport.links import TwoLinks
 from ringflash.transport.mesh import MeshControlPlane
@@ -34,7 +35,8 @@ class Connection:
     """How the ranks of one group talk.
 
     Args:
-        asked: group, transport, deadline, and whether it is a ring of rings, as they were asked for.
+        asked: group, transport, deadline, whether it is a ring of rings, and whether calls that are known go on without
+            waiting for agreement, as they were asked for.
         control: agrees on calls.
         transport: moves keys, values and their gradients.
         kind: "nccl", "gloo" or "symmetric".
@@ -43,7 +45,7 @@ class Connection:
         device: the only one, where there is one.
     """
 
-    asked: tuple[dist.ProcessGroup, str, timedelta, bool]
+    asked: tuple[dist.ProcessGroup, str, timedelta, bool, bool]
     control: ControlPlane
     transport: Transport
     kind: str
@@ -51,9 +53,11 @@ class Connection:
     devices: tuple[str, ...]
     device: torch.device | None
 
-    def serves(self, group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool) -> bool:
+    def serves(
+        self, group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool, runs_ahead: bool
+    ) -> bool:
         """Whether it joins the ranks of this very `group`, as asked for, and its ring has not broken."""
-        return self.asked == (group, transport, deadline, double) and self.control.faults.error is None
+        return self.asked == (group, transport, deadline, double, runs_ahead) and self.control.faults.is_whole
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,12 @@ class MeshConnection:
 
     def serves(self, heads: dist.ProcessGroup, ring: Connection) -> bool:
         """Whether it is of this very group, beside this ring, and has not broken."""
-        return self.heads is heads and self.ring is ring and self.control.faults.error is None
+        return self.heads is heads and self.ring is ring and self.control.faults.is_whole
 
 
-def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool) -> Connection:
+def connect(
+    group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool, runs_ahead: bool
+) -> Connection:
     """Makes a ring of the ranks of `group`, a collective of them.
 
     Args:
@@ -85,12 +91,13 @@ def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta, doubl
         transport: one of `TRANSPORTS`.
         deadline: how long a rank waits for another.
         double: for a ring of rings, whose messages go over two links.
+        runs_ahead: see `ControlPlane`; between CPUs every call waits, as its messages do.
 
     Raises:
         ArgumentError: `transport` cannot join these ranks.
         RankMismatch: ranks ask for different things.
     """
-    asked, ranks = (group, transport, deadline, double), dist.get_process_group_ranks(group)
+    asked, ranks = (group, transport, deadline, double, runs_ahead), dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
         remedy = "Make the group with sort_ranks=True, the default."
         raise ArgumentError("mesh_or_group", expected="ranks in ascending order", got=ranks, remedy=remedy)
@@ -102,10 +109,10 @@ def connect(group: dist.ProcessGroup, transport: str, deadline: timedelta, doubl
         remedy = 'Use transport="nccl", or no inner_ring.'
         expected, got = "nccl for a ring of rings, whose far messages overtake others", "symmetric"
         raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
-    own, faults = _own_gloo(ranks, deadline)
-    control = ControlPlane(group, own, faults, runs_ahead=on_nccl)
-    fields = {"transport": transport, "timeout": deadline.total_seconds(), "double": double, "rank": control.rank}
-    control.agree(fields, free="rank")
+    own, faults = _own_gloo(ranks, [group], deadline)
+    control = ControlPlane(group, own, faults, runs_ahead=runs_ahead and on_nccl)
+    fields = {"transport": transport, "timeout": deadline.total_seconds(), "double": double, "ahead": runs_ahead}
+    control.agree({**fields, "rank": control.rank}, free="rank")
     _introduce(control)
     if not on_nccl:
         moves = GlooTransport(own, faults)
@@ -148,31 +155,29 @@ def connect_mesh(
         ring: of this rank.
         deadline: how long a rank waits for another.
     """
-    own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), deadline)
+    both = [mesh.get_group(name) for name in names]
+    own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), both, deadline)
     faults.join(ring.control.faults)
-    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=ring.kind != "gloo")
+    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=ring.asked[-1] and ring.kind != "gloo")
     _introduce(control)
     heads, watch = mesh.get_group(names[1]), None
     moves_over = heads
     if ring.kind == "gloo":
-        moves_over = _gloo_group(dist.get_process_group_ranks(heads), deadline)
+        ranks = dist.get_process_group_ranks(heads)
+        moves_over = new_group(ranks, [heads], timeout=deadline, backend="gloo")
         faults.on_break(lambda: gloo.close(moves_over))
     else:
-        watch = Watch(faults)
+        assert ring.device is not None
+        watch, moves_over = Watch(faults), nccl.new_group(heads, ring.device, timeout_of(heads))
+        faults.on_release(lambda: nccl.abort(moves_over))
     return MeshConnection(ring, heads, control, ProcessGroupHeads(moves_over, faults, watch))
 
 
-def _gloo_group(ranks: Sequence[int], deadline: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(ranks), timeout=deadline, backend="gloo", use_local_synchronization=True, group_desc="ringflash"
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _own_gloo(ranks: Sequence[int], deadline: timedelta) -> tuple[dist.ProcessGroup, Faults]:
+def _own_gloo(
+    ranks: Sequence[int], through: Sequence[dist.ProcessGroup], deadline: timedelta
+) -> tuple[dist.ProcessGroup, Faults]:
     """A gloo group for agreement, and what becomes of waits in it that nobody ends."""
-    own = _gloo_group(ranks, deadline)
+    own = new_group(ranks, through, timeout=deadline, backend="gloo")
     store = PrefixStore(f"ringflash/{own.group_name}", _get_default_store())
     faults = Faults(store, dist.get_rank(own), len(ranks), deadline.total_seconds())
     faults.on_break(lambda: gloo.close(own))
@@ -192,19 +197,10 @@ def _symmetric(
     """The symmetric transport, or why a rank could not make it: it also takes a system that lets processes share."""
     from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch have it all
 
-    moves, failure = None, ""
     try:
-        moves = SymmetricTransport(control, group, device, watch)
-    except RuntimeError as error:
-        failure = f"rank {control.rank}: {error}"
-    failures = [text for text in control.tell(failure) if text]
-    return (None, failures[0]) if failures else (moves, None)
-
-
-def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
-    """The name of the backend that serves tensors on `device` in `group`."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return next((backend for name, backend in pairs if name == device), None)
+        return SymmetricTransport(control, group, device, watch), None
+    except RuntimeError as error:  # on all ranks alike
+        return None, str(error)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

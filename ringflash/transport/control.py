@@ -62,8 +62,8 @@ class ControlPlane:
         group: the ranks, and what larger tensors travel over.
         gloo: a gloo group of the same ranks in the same order, for agreement alone.
         faults: what a wait for a rank that does not come becomes.
-        runs_ahead: a call that ranks agreed on before goes on without waiting; its agreement is looked at in the next
-            one. For messages that GPUs wait for: launches would else wait for the network.
+        runs_ahead: a call that ranks agreed on before goes on without waiting, as if all said the same as then; that is
+            looked at in the next one. For messages that GPUs wait for: launches would else wait for the network.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class ControlPlane:
         self._settle()
         words = tuple(_word(value) for value in fields.values())
         known = self._agreed.get(words) if self._runs_ahead else None
-        call = _Call(fields, free, *self._posted([_OK if known is None else _AHEAD, *words]))
+        said = [_OK, *words] if known is None else [_AHEAD, *words, _word(str(known))]
+        call = _Call(fields, free, *self._posted(said))
         if known is not None:
             self._unsettled = call
             return known
@@ -137,7 +138,16 @@ class ControlPlane:
                 self.faults.raised(error)
             raise error
         column = list(call.fields).index(call.free) + 1
-        return [row[column] for row in table]
+        result = [row[column] for row in table]
+        wrong = [
+            r for r, row in enumerate(table) if row[0] == _AHEAD and row[len(call.fields) + 1] != _word(str(result))
+        ]
+        if wrong:
+            texts = [f"{value}{', of another whole' * (r in wrong)}" for r, value in enumerate(result)]
+            error = RankMismatch(call.free, texts, wrong, rank=self.rank)
+            self.faults.raised(error)
+            raise error
+        return result
 
     def fail(self, error: Exception) -> None:
         """Tells the ranks that are about to agree that this one raised `error`, so that they raise too."""
@@ -189,7 +199,7 @@ class ControlPlane:
     def _posted(self, words: list[int]) -> tuple[dist.Work, list[Tensor]]:
         """An exchange of words under way, and where those of all ranks arrive."""
         assert len(words) <= _WIDTH
-        mine = torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64)
+        mine = torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64, device="cpu")
         everyone = list(mine.new_empty(self.world_size, _WIDTH).unbind(0))
         work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
         assert work is not None
@@ -198,7 +208,7 @@ class ControlPlane:
     def _texts(self, text: str) -> list[str]:
         words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
         lengths = [row[0] for row in self._exchange([len(words)])]
-        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(words)] = words
         everyone = [torch.empty_like(mine) for _ in lengths]
         work = dist.all_gather(everyone, mine, group=self._group, async_op=True)

@@ -117,10 +117,16 @@ class Faults:
         self._others.append(other)
         other._others.append(self)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has gone wrong, on any rank: all ranks are told alike, if they ask at about the same time."""
+        return self.error is None and not self.word_of_others()
+
     def release(self) -> None:
         """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
-        while self._releases:
-            self._releases.pop()()
+        with suppress(IndexError):  # another thread may be at it
+            while True:
+                self._releases.pop()()
 
     def check(self) -> None:
         """Raises what ended this ring, if it has ended."""

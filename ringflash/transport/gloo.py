@@ -99,6 +99,6 @@ def close(group: dist.ProcessGroup) -> None:
     for peer in range(dist.get_world_size(group)):
         if peer != dist.get_rank(group):
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_NEVER_SENT)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))

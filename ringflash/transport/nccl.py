@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.transport import groups
 from ringflash.transport.base import Message
 from ringflash.transport.faults import Faults
 from ringflash.transport.watch import Watch
@@ -45,8 +46,12 @@ class NcclTransport:
             work.wait()
 
     def _abort(self) -> None:
-        """Ends the kernels that wait for a peer, so that what waits for the GPU goes on."""
-        self._group._get_backend(torch.device("cuda")).abort()
+        abort(self._group)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Ends the kernels that wait for a peer, so that what waits for the GPU goes on; `group` is of no use after it."""
+    group._get_backend(torch.device("cuda")).abort()
 
 
 def in_order(messages: Sequence[Message], rank: int) -> list[Message]:
@@ -81,7 +86,7 @@ def new_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta
     messages from every rank, and windows leave ranks without any.
 
     Where the default group is bound to a device, torch splits communicators off it, which takes all its ranks: then a
-    group of fewer is used as it is.
+    group of fewer is used as it is, and is of no use any more when the ring breaks.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -91,14 +96,5 @@ def new_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta
     options._timeout = timeout
     if hasattr(options, "config"):
         options.config.cga_cluster_size = 0
-    own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout,
-        backend="nccl",
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc="ringflash",
-        device_id=device,
-    )
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    ranks = dist.get_process_group_ranks(group)
+    return groups.new_group(ranks, [group], timeout=timeout, backend="nccl", pg_options=options, device_id=device)

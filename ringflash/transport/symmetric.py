@@ -11,8 +11,10 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,22 @@ _READY, _FREE = range(2)
 _PAGE = 2**21  # bytes, what memory is mapped in
 _GROWTH = 1.25
 
+T = TypeVar("T")
+
+
+def _together(control: ControlPlane, action: Callable[[], T]) -> T:
+    """What `action` gives, a collective; where it fails on any rank, all ranks raise a RuntimeError that says so."""
+    results: list[T] = []
+    failure = ""
+    try:
+        results.append(action())
+    except (RuntimeError, OSError) as error:
+        failure = f"rank {control.rank}: {error}"
+    failures = [text for text in control.tell(failure) if text]
+    if failures:
+        raise RuntimeError(failures[0])
+    return results[0]
+
 
 class _Region:
     """As many bytes on each rank, which all ranks can read and write; making one is a collective."""
@@ -38,13 +56,17 @@ class _Region:
     def __init__(self, nbytes: int, control: ControlPlane, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
-        self.own = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, device)
-        control.tell("there is memory")  # the exchange that follows cannot be broken off by a rank that has none
+        # All ranks have memory before it is exchanged: a rank that has none could not break that off.
+        make = partial(_SymmetricMemory.empty_strided_p2p, (self.nbytes,), (1,), torch.uint8, device)
+        self.own = _together(control, make)
+        self._handle, self.of = _together(control, partial(self._exchange, group))
+
+    def _exchange(self, group: dist.ProcessGroup) -> tuple[_SymmetricMemory, list[Tensor]]:
+        """What keeps the peers' memory mapped, and every rank's bytes."""
         with _without_multicast():
             handle = symm_mem.rendezvous(self.own, group)
-        self._handle = handle  # keeps the peers' memory mapped
         ranks = range(dist.get_world_size(group))
-        self.of = [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
+        return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
 
     def offset(self, x: Tensor) -> int | None:
         """Where `x` starts in this rank's bytes; None if it is not of them."""
@@ -82,18 +104,21 @@ class SymmetricTransport:
 
     def __init__(self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
         self._control, self._group, self._device = control, group, device
-        self._faults, self._watch, self._driver = control.faults, watch, Driver()
+        self._faults, self._watch, self._driver = control.faults, watch, _together(control, Driver)
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
         self._captured: set[_Region] = set()  # a graph that is replayed reads them, whatever has grown since
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
             self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, group, device)
-            self._words.own.zero_()
-            self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(_CHANNELS)]
-            torch.cuda.synchronize(device)
-        control.tell("words are 0")  # before anyone writes to them
+            self._streams = _together(control, self._begin)  # before anyone writes to the words
         control.faults.on_release(self._let_go)
+
+    def _begin(self) -> list[torch.cuda.Stream]:
+        """A stream for each channel; words are 0."""
+        self._words.own.zero_()
+        torch.cuda.synchronize(self._device)
+        return [torch.cuda.Stream(self._device, priority=-1) for _ in range(_CHANNELS)]
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The slot's memory, kept from call to call; where it has grown too small, a larger one, a collective.

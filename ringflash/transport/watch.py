@@ -53,22 +53,23 @@ class Watch:
         if torch.cuda.is_initialized():
             Driver().allow_queries()
         since = asked = time.monotonic()  # when the first of those pending could have come; when others' word was asked
-        last: _Pending | None = None
+        unasked: _Pending | None = None  # done since then
         while self._faults.error is None:
             if not self._pending:
-                self._wake.wait()
+                self._wake.wait(None if unasked is None else PATIENCE)
                 self._wake.clear()
                 since = time.monotonic()
             while self._pending and self._pending[0].done():
-                last = self._pending.popleft()
+                unasked = self._pending.popleft()
                 since = time.monotonic()
             if self._pending:
                 self._look(self._pending[0], time.monotonic() - since)
                 time.sleep(INTERVAL)
-            elif last is not None and time.monotonic() - asked >= PATIENCE:
-                asked = time.monotonic()
-                if self._faults.word_of_others():  # who has given up lets messages go that have nothing in them
-                    self._end("closed", last)
+            if unasked is not None and time.monotonic() - asked >= PATIENCE:
+                # Who has given up lets messages go that have nothing in them.
+                if self._faults.word_of_others():
+                    self._end("closed", unasked)
+                asked, unasked = time.monotonic(), None
         self._pending.clear()
 
     def _look(self, pending: _Pending, waited: float) -> None:

@@ -1,25 +1,36 @@
-"""The ring benchmark runs, says what failed, and its long-sequence errors are those of the reference."""
+"""The ring benchmark runs under masks too, its yardsticks are what they say, and its errors are the reference's."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
 from ringflash import reference
-from ringflash.bench import accuracy
+from ringflash.bench import accuracy, peers, ring, ring_flash_attn, scaling, seen
 from ringflash.bench.problem import Problem
-from ringflash.bench.ring import main
+from ringflash.bench.ring import Work, main
+from ringflash.bench.single import Unavailable
 from ringflash.errors import ArgumentError
+from tests.distributed import run_ranks
+
+SMALL = "--nheads 4 --nheads-kv 2 --headdim 16 --dtype float32 --rounds 1 --repeats 1"
+CPU = torch.device("cpu")
 
 
-def test_two_processes_write_their_figures(tmp_path: Path) -> None:
-    arguments = "--seqlens 40 64 --nheads 4 --nheads-kv 2 --headdim 16 --dtype float32 --rounds 1 --repeats 1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ringflash.bench.ring"]
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    arguments = f"--seqlens 40 64 {SMALL}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ringflash.bench", "ring"]
     result = subprocess.run(
         [*command, *arguments.split(), "--peers", "--check", "--json", str(tmp_path / "ring.json")],
         capture_output=True,
@@ -30,14 +41,224 @@ def test_two_processes_write_their_figures(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "ringflash zigzag" in result.stdout
     record = json.loads((tmp_path / "ring.json").read_text())
-    assert record["command"].endswith(arguments + " --peers --check --json ring.json")
+    assert record["command"].endswith(f"-m ringflash.bench ring {arguments} --peers --check --json ring.json")
     ours = [row for row in record["rows"] if row["name"] == "ringflash zigzag"]
-    assert [row["seqlen"] for row in ours] == [40, 64]
+    assert [(row["seqlen"], row["mask"], row["world_size"], row["hops"]) for row in ours] == [
+        (40, "causal", 2, 2),
+        (64, "causal", 2, 2),
+    ]
     for row in ours:
-        assert row["forward_ms"] > 0
+        _check_figures(row)
         assert row["errors_over_plain"]["out max"] < 5
-    peers = [row for row in record["rows"] if row["name"].startswith("torch")]
-    assert all("failed" in row for row in peers)  # torch's context_parallel has no CPU kernels
+    rest = [row for row in record["rows"] if not row["name"].startswith("ringflash")]
+    assert [row["name"].split()[0] for row in rest[:3]] == ["torch", "torch", "ring-flash-attn"]
+    assert all("failed" in row for row in rest)  # torch's kernels are not of CPUs
+
+
+def _check_figures(row: dict[str, Any]) -> None:
+    """Yardsticks and what is said of them fit together."""
+    for part in ("forward", "forward_backward"):
+        assert row[f"{part}_of_one_kernel"] * row[f"{part}_over_flops"] == pytest.approx(1, rel=0.02)
+        ratio = row[f"one_kernel_{part}_ms"] / row[f"{part}_ms"]
+        assert row[f"{part}_of_one_kernel"] == pytest.approx(ratio, rel=0.15)  # times share: tokens are whole
+    exposed = row["forward_ms"] - row["without_messages_forward_ms"]
+    assert row["forward_exposed_us_a_hop"] == pytest.approx(exposed / row["hops"] * 1e3, abs=1)
+
+
+def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
+    results = run_ranks(2, _everything, str(tmp_path))
+    for windows, documents, scaled, sent, zigzag in results:
+        assert windows["mask"] == "window of 16"
+        assert documents["mask"] == "3 documents"
+        for row in (windows, documents):
+            assert row["layout"] == "balanced"
+            _check_figures(row)
+        assert windows["transport"] == "nccl"
+        assert sent == {"messages": 2, "without": 0}  # KV of one hop there and here
+        assert zigzag is None or zigzag < 1e-5
+        assert [row["gpus"] for row in scaled if row["seqlen"] == 64][-1] == 2
+    windows, _, scaled, _, _ = results[0]
+    assert all(value < 5 for value in windows["errors_over_plain"].values())
+    assert [(row["seqlen"], row["gpus"]) for row in scaled] == [(32, 1), (32, 2), (64, 2)]  # 64 on one are too many
+    assert "forward_backward_strong" in scaled[1]
+    assert "forward_backward_strong" not in scaled[2]
+    assert scaled[2]["forward_weak"] == pytest.approx(2 * scaled[0]["forward_ms"] / scaled[2]["forward_ms"], rel=0.01)
+    assert json.loads((tmp_path / "scaling.json").read_text())["rows"] == scaled
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _everything(folder: str) -> tuple[Any, ...]:
+    mesh = init_device_mesh("cpu", (2,))
+    common = ["--layout", "balanced", *SMALL.split(), "--seqlens", "64"]
+    windows = ring.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
+    documents = ring.run([*common, "--documents", "3"], mesh)[0]
+    written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
+    scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
+    for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
+        with pytest.raises(ArgumentError, match=message):
+            scaling.run(wrong.split(), mesh)
+    return windows, documents, scaled, _sent(mesh), _zigzag(mesh)
+
+
+def _sent(mesh: Any) -> dict[str, int]:
+    """Messages of a forward, with messages and without."""
+    context = rf.ContextParallel(mesh)
+    problem = Problem.random(64, 4, 2, 16, CPU, torch.float32)
+    seen = list[Any]()
+    transport = context.transport
+    assert transport is not None
+    start = transport.start
+
+    def spy(messages: Sequence[Any]) -> Any:
+        seen.extend(messages)
+        return start(messages)
+
+    transport.start = spy
+    counts = {}
+    for name, contender in (("messages", peers.ours(context)), ("without", peers.without_messages(context))):
+        seen.clear()
+        with contender(problem) as setup:
+            setup.forward()
+        counts[name] = len(seen)
+    assert context.transport is transport
+    return counts
+
+
+def _zigzag(mesh: Any) -> float | None:
+    """Largest error of ring-flash-attn over kernels of plain PyTorch, where it is installed.
+
+    In float64: in float32 it takes a buffer for its float32 copy.
+    """
+    kernels = ring_flash_attn.Kernels("plain", _plain_forward, _plain_backward)
+    problem = Problem.random(64, 4, 2, 16, CPU, torch.float64)
+    inputs = problem.leaves()
+    out, _ = reference.attention(*inputs, mask=rf.Causal())
+    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
+    try:
+        with ring_flash_attn.ring_flash_attn(mesh, kernels)(problem) as setup:
+            results = [setup.whole(x.detach()) for x in setup.forward_backward()]
+    except Unavailable:
+        return None
+    assert "flash_attn" not in sys.modules
+    return max((got - want).abs().max().item() for got, want in zip(results, expected, strict=True))
+
+
+def _plain_forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> Any:
+    return reference.attention(q, k, v, mask=rf.Causal() if causal else None, softmax_scale=scale)
+
+
+def _plain_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool, *to: Any
+) -> None:
+    """With the lse and out of all keys, as flash attention's."""
+    group = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k.repeat_interleave(group, 2))
+    p = torch.exp(scores - lse[..., None])
+    if causal:
+        p = p.tril()
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(group, 2))
+    ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.repeat_interleave(group, 2))
+    dk = torch.einsum("bhqk,bqhd->bkhd", ds, q)
+    dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
+    for target, gradient in zip(to, (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))), strict=True):
+        target.copy_(gradient)
+
+
+def test_its_stand_in_for_flash_attn_is_there_for_one_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ring_flash_attn"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise ImportError('wants transformers')")
+    (folder / "zigzag_ring_flash_attn.py").write_text(
+        "from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward\n"
+        "def zigzag_ring_flash_attn_func(q):\n"
+        "    return _flash_attn_forward(q=q, k=1, v=2, dropout_p=0, softmax_scale=3, causal=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    other = ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", other)
+    kernels = ring_flash_attn.Kernels("echo", lambda *given: (given, "lse", "more"), lambda *given: None)
+    try:
+        assert ring_flash_attn.zigzag(kernels)(0) == ((0, 1, 2, 3, True), "lse", None, None)  # pyright: ignore[reportArgumentType]
+        assert sys.modules["flash_attn"] is other
+        assert set(sys.modules) - before == {"flash_attn", "ring_flash_attn.zigzag_ring_flash_attn"}
+    finally:
+        sys.modules.pop("ring_flash_attn.zigzag_ring_flash_attn", None)
+
+
+@given(seqlen=st.integers(1, 5000), documents=st.integers(1, 40))
+def test_documents_fill_the_sequence(seqlen: int, documents: int) -> None:
+    if documents > seqlen:
+        with pytest.raises(ArgumentError, match="--documents: expected 1 to"):
+            seen.lengths(seqlen, documents)
+        return
+    lengths = seen.lengths(seqlen, documents)
+    assert (sum(lengths), len(lengths)) == (seqlen, documents)
+    assert min(lengths) >= 1
+
+
+def test_documents_are_of_mixed_lengths() -> None:
+    lengths = seen.lengths(131072, 16)
+    assert max(lengths) > 8 * min(lengths)
+    assert lengths == seen.lengths(131072, 16)
+
+
+@pytest.mark.parametrize(("window", "documents"), [(None, None), (100, None), (None, 5), (300, 7)])
+@pytest.mark.parametrize("world", [1, 4])
+def test_one_kernel_has_the_work_of_the_mean_rank(world: int, window: int | None, documents: int | None) -> None:
+    mask, _ = seen.mask(1000, window, documents)
+    problem = Problem.random(1000, 4, 2, 16, CPU, torch.float32, mask=mask)
+    work = Work.of(problem, rf.ContextParallel.local(world, "balanced"))
+    positions = torch.arange(1000)
+    pairs = int(problem.visible.dense(positions, positions).sum())
+    assert work.share * work.tokens * (work.tokens + 1) / 2 == pytest.approx(pairs / world)
+    assert work.share == pytest.approx(1, abs=0.02)
+    assert work.flops == pytest.approx(4 * pairs * 4 * 16, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--rounds 0", "--rounds: expected at least 1, got 0"),
+        ("--window 0", "--window: expected at least 1, got 0"),
+        ("--documents 65", "--documents: expected 1 to 64, got 65"),
+        ("--peers --window 4", "--peers: expected the causal mask, got window of 4"),
+    ],
+)
+def test_bad_arguments_join_nothing(changed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ArgumentError, match=message):
+        main(["--seqlens", "64", *changed.split()])
+
+
+def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(9))
+
+    def out_of_memory(contender: Any, problem: Any, samples: Any, repeats: int) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
+        for seconds in samples.seconds.values():
+            seconds.append(0.5)
+
+    monkeypatch.setattr(ring.ranks, "take_round", out_of_memory)
+    monkeypatch.setattr(ring.dist, "barrier", lambda: None)
+    context = rf.ContextParallel.local(2)
+    options = ring._parser().parse_args([*SMALL.split(), "--rounds", "2"])
+    rows = ring._measure_length(64, options, context, {"a": peers.ours(context), "b": peers.alone(64)}, CPU)
+    assert rows[1]["failed"] == "OutOfMemoryError: tried to allocate 9 TiB"
+    assert rows[0]["forward_of_one_kernel"] == pytest.approx(1, rel=0.05)
+    assert rows[0]["forward_exposed_us_a_hop"] == 0
+
+
+@pytest.mark.parametrize("changed", ["--gpus 0", "--most-tokens 0"])
+def test_bad_arguments_of_scaling(changed: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
+        scaling.main(changed.split())
+
+
+def test_numbers_of_gpus() -> None:
+    assert [scaling.default_counts(n) for n in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 6]]
 
 
 def test_one_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +267,15 @@ def test_one_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) ->
         main([])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_plain_attention_by_rows_is_the_reference(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("causal", "documents"), [(True, None), (False, None), (True, 3)])
+def test_plain_attention_by_rows_is_the_reference(
+    causal: bool, documents: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accuracy, "ROWS", 7)
-    problem = Problem.random(20, 4, 2, 16, torch.device("cpu"), torch.float64, batch=2, causal=causal)
+    mask, _ = seen.mask(20, None, documents)
+    problem = Problem.random(20, 4, 2, 16, CPU, torch.float64, batch=2, causal=causal, mask=mask)
     inputs = problem.leaves()
-    out, _ = reference.attention(*inputs, mask=rf.Causal() if causal else None)
+    out, _ = reference.attention(*inputs, mask=problem.visible)
     expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
     group = accuracy.first_group(problem)
     for got, whole, heads in zip(accuracy.plain_by_rows(group, torch.float64), expected, (2, 2, 1, 1), strict=True):

@@ -16,9 +16,9 @@ CALL = {"operation": "attention", "seqlen": 8}
 
 
 def _control() -> ControlPlane:
-    gloo, faults = _own_gloo([0, 1], timedelta(seconds=20))
     group = dist.group.WORLD
     assert group is not None
+    gloo, faults = _own_gloo([0, 1], [group], timedelta(seconds=20))
     control = ControlPlane(group, gloo, faults, runs_ahead=True)
     _introduce(control)
     return control
@@ -49,6 +49,18 @@ def _runs() -> list[str]:
     changed = {**CALL, "operation": "backward"} if rank == 1 else CALL
     stories.append(told(changed, CALL))  # rank 0 knows the call, and hears of it in the next
     control = _control()
+    lengths = {"operation": "attention", "seqlen": 5}
+
+    def agreed(seqlen: int) -> str:
+        try:
+            return str(control.agree({**lengths, "seqlen": seqlen}, free="seqlen"))
+        except RingflashError as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+    assert agreed(5) == "[5, 5]"
+    stories.append(agreed(5 + rank))  # rank 0 cannot know
+    stories.append(agreed(5))
+    control = _control()
     told(CALL)
     if rank == 1:
         control.fail(ValueError("of the arguments"))
@@ -63,5 +75,9 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
     assert first[0] == second[0] == "went on"
     assert second[1].startswith("RankMismatch: ranks disagree on operation")
     assert first[1].startswith(("RankMismatch: ranks disagree on operation", "PeerFailed: ranks [1]"))
-    assert second[2] == "failed"
-    assert first[2].startswith("PeerFailed: ranks [1] raised")
+    assert first[2] == "[5, 5]"
+    assert first[3].startswith(("RankMismatch: ranks disagree on seqlen", "PeerFailed: ranks [1]"))
+    assert second[2].startswith("RankMismatch: ranks disagree on seqlen")
+    assert second[3].startswith("PeerFailed")  # the ring has broken
+    assert second[4] == "failed"
+    assert first[4].startswith("PeerFailed: ranks [1] raised")

@@ -250,3 +250,20 @@ def test_a_rank_that_raises_first_brings_the_others_down() -> None:
         assert isinstance(failure, RankFailure)
         assert failure.kind == "PeerFailed"
         assert "rank 1: ArgumentError: headdim: expected 16 to 256, got 8" in failure.text
+
+
+def _of_some_and_of_all() -> list[float]:
+    some = dist.new_group([0, 1])
+    x = torch.arange(6.0)[:, None, None].expand(1, 6, 1, 16).contiguous()
+    sums = []
+    for group in ([some] if dist.get_rank() < 2 else []) + [dist.group.WORLD]:
+        context = rf.ContextParallel(group)
+        shard = context.shard(x)
+        sums.append(float(context.unshard(as_tensor(rf.ring_attention(shard, shard, shard, context))).sum()))
+    return sums
+
+
+def test_ranks_in_different_numbers_of_groups() -> None:
+    first, second, third = run_ranks(3, _of_some_and_of_all)
+    assert len(first) == len(second) == 2
+    assert first[1] == second[1] == third[0]

@@ -1,0 +1,51 @@
+"""What sequences of the ring benchmark see: all before a token, a window of it, or documents of mixed lengths."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+
+SPREAD = 1.0  # of the logarithms of lengths: the longest of 16 documents is a dozen times the median
+
+
+def mask(seqlen: int, window: int | None, documents: int | None) -> tuple[Any, str]:
+    """The mask, None for the causal one, and its name.
+
+    Args:
+        seqlen: tokens in the whole sequence.
+        window: keys that a query sees, its own among them.
+        documents: packed into the sequence.
+    """
+    seen: Any = rf.Causal()
+    names = ["causal"]
+    if window is not None:
+        if window < 1:
+            remedy = "Pass how many keys a query sees, its own among them."
+            raise ArgumentError("--window", expected="at least 1", got=window, remedy=remedy)
+        seen &= rf.SlidingWindow(window - 1, 0)
+        names.append(f"window of {window}")
+    if documents is not None:
+        seen &= rf.Documents([0, *accumulate(lengths(seqlen, documents))])
+        names.append(f"{documents} documents")
+    return (None if len(names) == 1 else seen), ", ".join(names[1:]) or "causal"
+
+
+def lengths(seqlen: int, documents: int) -> list[int]:
+    """Log-normal lengths that sum to `seqlen`, none empty, the same in every process and run.
+
+    Raises:
+        ArgumentError: fewer tokens than documents, or no documents.
+    """
+    if not 1 <= documents <= seqlen:
+        remedy = "Every document has at least a token."
+        raise ArgumentError("--documents", expected=f"1 to {seqlen}", got=documents, remedy=remedy)
+    drawn = torch.randn(documents, generator=torch.Generator().manual_seed(documents), dtype=torch.float64)
+    weights = (SPREAD * drawn).exp()
+    found = [1 + int(share) for share in (weights / weights.sum() * (seqlen - documents)).tolist()]
+    found[found.index(max(found))] += seqlen - sum(found)
+    return found

@@ -1,0 +1,52 @@
+"""Process groups of a ring's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def new_group(ranks: Sequence[int], through: Sequence[dist.ProcessGroup], **options: Any) -> dist.ProcessGroup:
+    """A group of `ranks`, made by these alone; a collective of them.
+
+    Args:
+        ranks: global ones, rising.
+        through: groups that together join all of them.
+        options: of `torch.distributed.new_group`.
+    """
+    with _one_name(through):
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="ringflash", **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
+    """The name of the backend that serves tensors on `device` in `group`."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return next((backend for name, backend in pairs if name == device), None)
+
+
+@contextmanager
+def _one_name(through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Makes ranks that are in different numbers of groups give the next one the same name.
+
+    torch makes that name of the ranks and of how many groups the process is in, and ranks with different names wait for
+    each other until the deadline.
+    """
+    names = distributed_c10d._world.pg_names
+    device = "cuda" if backend_of(through[0], "cpu") is None else "cpu"
+    most = torch.tensor([len(names)], device=device)
+    for group in through:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    fillers: dict[Any, Any] = {object(): f"ringflash {i}" for i in range(int(most) - len(names))}
+    names.update(fillers)
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del names[filler]
