@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     """Measures, prints a table on rank 0, and writes JSON where asked; returns its rows."""
     options = _parser().parse_args(arguments)
-    context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport)
+    context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport, hops=options.hops)
     named = peers.contenders(context, mesh, with_peers=options.peers)
     device = f"{mesh.size()} x {ranks.device_name(mesh)}"
     rows: list[dict[str, Any]] = []
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--hops", default="ring", help="as of ContextParallel (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
@@ -165,7 +166,8 @@ def _measure_length(
     for name in named:
         row: dict[str, Any] = {"name": name, **same}
         if name == ours:
-            row |= {"layout": options.layout, "transport": options.transport, "balance": round(work.balance, 4)}
+            row |= {"layout": options.layout, "transport": context.transport_kind, "schedule": options.hops}
+            row["balance"] = round(work.balance, 4)
         if name in failed:
             rows.append(row | {"failed": failed[name]})
             continue

@@ -154,7 +154,8 @@ def _measure_length(
     rows = []
     for count, of in samples.items():
         row: dict[str, Any] = {"seqlen": seqlen, "gpus": count, **sizes, "dtype": options.dtype}
-        row |= {"layout": options.layout, "transport": options.transport}
+        ring = rings[count][1]
+        row |= {"layout": options.layout, "transport": "none" if ring is None else ring.transport_kind}
         if count in failed:
             rows.append(row | {"failed": failed[count]})
         elif dist.get_rank() < count:

@@ -73,7 +73,8 @@ def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
         for row in (windows, documents):
             assert row["layout"] == "balanced"
             _check_figures(row)
-        assert windows["transport"] == "nccl"
+        assert windows["transport"] == "gloo"
+        assert (windows["schedule"], documents["schedule"]) == ("ring", "grouped")
         assert sent == {"messages": 2, "without": 0}  # KV of one hop there and here
         assert zigzag is None or zigzag < 1e-5
         assert [row["gpus"] for row in scaled if row["seqlen"] == 64][-1] == 2
@@ -91,7 +92,7 @@ def _everything(folder: str) -> tuple[Any, ...]:
     mesh = init_device_mesh("cpu", (2,))
     common = ["--layout", "balanced", *SMALL.split(), "--seqlens", "64"]
     windows = ring.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
-    documents = ring.run([*common, "--documents", "3"], mesh)[0]
+    documents = ring.run([*common, "--documents", "3", "--hops", "grouped"], mesh)[0]
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
     for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
