@@ -52,7 +52,7 @@ def scores_argument(scoring: Scoring, unread: Tensor) -> tuple[Scores, Seed]:
         sinks=unread if sinks is None else sinks,
         threshold=threshold(scoring.dropout_p),
         kept_scale=scoring.kept_scale,
-        first_head=scoring.first_head,
+        first_head=scoring.first_head or None,  # another number in all kernels costs some of them registers
     )
     return scores, Seed(*(_signed(word & 0xFFFFFFFF) for word in (seed, seed >> 32)))
 
@@ -127,7 +127,9 @@ def kept(queries, keys, batch, head, scores, seed):
     """Which weights dropout keeps: `ringflash.dropout.kept` for one tile."""
     queries, keys = tl.broadcast(queries, keys)
     c0 = (keys >> 2).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + (head + scores.first_head).to(tl.uint32)
+    if scores.first_head is not None:
+        head += scores.first_head
+    c2 = tl.zeros_like(c0) + head.to(tl.uint32)
     c3 = tl.zeros_like(c0) + batch.to(tl.uint32)
     low, high = seed.low.to(tl.uint32), seed.high.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox_impl(c0, queries.to(tl.uint32), c2, c3, low, high, 10)
