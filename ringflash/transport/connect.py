@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,9 @@ from ringflash.transport.links import TwoLinks
 from ringflash.transport.mesh import MeshControlPlane
 from ringflash.transport.nccl import NcclTransport
 from ringflash.transport.watch import Watch
+
+# What is left of finished works in reference cycles, gloo would else take down with the interpreter, and abort at times.
+atexit.register(gc.collect)
 
 TRANSPORTS = ("auto", "nccl", "symmetric")
 DEADLINE = timedelta(minutes=5)
@@ -111,7 +116,12 @@ def connect(
         raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
     own, faults = _own_gloo(ranks, [group], deadline)
     control = ControlPlane(group, own, faults, runs_ahead=runs_ahead and on_nccl)
-    fields = {"transport": transport, "timeout": deadline.total_seconds(), "double": double, "ahead": runs_ahead}
+    fields = {
+        "transport": transport,
+        "timeout": deadline.total_seconds(),
+        "inner_ring": double,
+        "fixed_lengths": runs_ahead,
+    }
     control.agree({**fields, "rank": control.rank}, free="rank")
     _introduce(control)
     if not on_nccl:
