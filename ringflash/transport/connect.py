@@ -28,7 +28,7 @@ from ringflash.transport.mesh import MeshControlPlane
 from ringflash.transport.nccl import NcclTransport
 from ringflash.transport.watch import Watch
 
-# What is left of finished works in reference cycles, gloo would else take down with the interpreter, and abort at times.
+# Finished works in reference cycles, gloo would else take down with the interpreter, and abort at times.
 atexit.register(gc.collect)
 
 TRANSPORTS = ("auto", "nccl", "symmetric")
