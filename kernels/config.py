@@ -6,6 +6,7 @@ A tile pair must fit registers (the accumulators, float32) and shared memory (nu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -189,3 +190,9 @@ def has_single_pass(headdim: int, headdim_v: int, *, short_spans: bool) -> bool:
 def single_pass_config(call: Call) -> TileConfig:
     """As `dkdv_config`, with dQ in the same kernel."""
     return call.choose(_SINGLE_PASS)
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one elsewhere: the interpreter runs a program after another, the gate runs none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -15,14 +15,12 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.config import padded_headdim
+from ringflash.kernels.config import padded_headdim, processors
 from ringflash.kernels.decode_config import decode_config, splits_for
 from ringflash.kernels.decode_merge import Target, last_touch, merge, target_of
 from ringflash.kernels.decode_step import Partials, Step
@@ -204,13 +202,7 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
     rows = seqlen_q * (nheads // nheads_kv)
     programs = batch * nheads_kv * triton.cdiv(rows, config.block_m(rows))
     keys = min(capacity, step.sight.left + seqlen_q)
-    return splits_for(programs, keys, _processors(q.device) * config.resident(rows))
-
-
-@lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    """SMs of a GPU; the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return splits_for(programs, keys, processors(q.device) * config.resident(rows))
 
 
 @device_tables(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +22,23 @@ from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_grouped_plan, make_plan
 from ringflash.transport.base import Transport
-from ringflash.transport.connect import TRANSPORTS, Connection, MeshConnection, connect, connect_mesh, deadline_of
+from ringflash.transport.connect import (
+    TRANSPORTS,
+    Asked,
+    Connection,
+    MeshConnection,
+    connect,
+    connect_mesh,
+    deadline_of,
+)
 from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
 from ringflash.transport.heads import HeadsTransport
 
 HOPS = ("ring", "grouped", "auto")
-# KV of a sequence up to which "auto" groups hops. At 8k tokens with 32:8 heads of 128 a ring of two H200s needs 1.9 ms
-# for launches in a forward and 6.2 ms with a backward, and 0.3 and 1.1 ms for work, which grows with the square of the
-# length: as much at 20k tokens. 64 MiB are 16k. Grouped, a rank holds KV and its float32 gradient twice each, 384 MiB,
-# and the exchange, which nothing hides, takes 0.2 ms at 300 GB/s.
-GROUPED_BYTES = 2**26
+# KV of a sequence up to which "auto" groups hops: 8192 tokens with 8 heads of 128 in two bytes. There grouping takes a
+# ring of two H200s from 6.4 to 5.2 ms in a forward and backward, at twice the length from 7.7 to 8.0 ms; see
+# docs/benchmarks/h200/short.json. Grouped, a rank holds KV and its float32 gradient twice each.
+GROUPED_BYTES = 2**25
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
 # a value: the same group, layout and transport have the same name, so this stays as small as their number.
@@ -59,7 +67,7 @@ class ContextParallel:
             ranks is on its way over slow links. None is one ring.
         hops: "ring" computes with KV of one rank after another while the next is on its way; "grouped" with that of all
             at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
-            longer than their work; "auto" groups them where the KV of the whole sequence is at most 64 MiB a rank of
+            longer than their work; "auto" groups them where the KV of the whole sequence is at most 32 MiB a rank of
             the heads dimension.
 
     Raises:
@@ -87,18 +95,15 @@ class ContextParallel:
         group, mesh, grid = _resolve(mesh_or_group)
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
+        asked = Asked(group, transport, deadline, inner_ring is not None, fixed_lengths)
         # A group keeps its connection: making one is a collective.
-        asked = (transport, deadline, inner_ring is not None, fixed_lengths)
         known = (context._connection for context in _CONTEXTS.values())
-        connection = next((each for each in known if each is not None and each.serves(group, *asked)), None)
-        connection = connection or connect(group, *asked)
+        connection = next((each for each in known if each and each.serves(asked)), None) or connect(asked)
         both = None
         if mesh is not None:
-            meshes = (context._mesh_connection for context in _CONTEXTS.values())
-            both = next(
-                (each for each in meshes if each is not None and each.serves(mesh.get_group(HEADS), connection)), None
-            )
-            both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection, deadline)
+            heads, meshes = mesh.get_group(HEADS), (context._mesh_connection for context in _CONTEXTS.values())
+            both = next((each for each in meshes if each and each.serves(heads, connection)), None)
+            both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
         self._control: ControlPlane | None = connection.control if both is None else both.control
@@ -304,8 +309,10 @@ class ContextParallel:
             everyone = [self._plan_at(place, plan.layout, plan.mask, plan.grouped) for place in places]
             everyone[plan.rank] = plan
             self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
+        started = time.monotonic()
         try:
             yield
+            faults.look_back(started)
         except ArgumentError:  # of what cannot be captured in a CUDA graph: the same on all ranks, which go on
             raise
         except BaseException as error:

@@ -23,7 +23,7 @@ from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.tables import device_tables, uploaded
 from ringflash.layout import Layout, positions
 from ringflash.plan import Plan
-from ringflash.ring import GRADIENT, KV, Tiles, empty_results, with_unit_stride
+from ringflash.ring import GRADIENT, KV, Tiles, empty_results
 from ringflash.transport.base import Message, Transport
 
 
@@ -136,7 +136,7 @@ def backward_from_delta(
     keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
     wide = kernels.state_dtype(q.dtype)
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (keys, values))
-    inputs = (with_unit_stride(dout), q, keys, values, lse.contiguous(), delta)
+    inputs = (dout, q, keys, values, lse, delta)
     if not plan.hops[0].meets:
         dq = q.new_zeros(q.shape)
     elif tiles.single_pass(q, v, plan):

@@ -281,14 +281,14 @@ def backward_from_delta(
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of `forward`, with `lse` of the whole ring: dq, dk and dv as q, k and v.
 
-    delta = rowsum(dout * out) - dlse; with `wide_kv` dk and dv are in the state's dtype.
+    delta = rowsum(dout * out) - dlse; it and `lse` are contiguous, and rows of `dout` dense. With `wide_kv` dk and dv
+    are in the state's dtype.
 
     dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
     dk and dv are then added to it.
     """
     kernels = tiles.kernels
-    dout, lse = with_unit_stride(dout), lse.contiguous()  # kernels read lse and delta as one vector a head
     wide = kernels.state_dtype(q.dtype)
     single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
@@ -335,11 +335,6 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, seqlen, nheads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((batch, seqlen, nheads, v.shape[3])), q.new_empty((batch, nheads, seqlen), dtype=lse_dtype)
-
-
-def with_unit_stride(dout: Tensor) -> Tensor:
-    """`dout`, copied if its rows are not dense: a sum's gradient is one number, expanded."""
-    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:

@@ -122,7 +122,8 @@ def backward(
     state's dtype, and this one adds them up in rank order and rounds once.
     """
     schedule = grouped if plan.grouped else ring
-    dout = ring.with_unit_stride(dout)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
+    lse = lse.contiguous()  # kernels read it and delta as one vector a head
     delta = tiles.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
     dsinks = ring.sinks_gradient(tiles.scoring.sinks, lse, delta)
     if group is None:

@@ -73,6 +73,7 @@ def _hangs() -> list[Outcome]:
     outcomes = []
     for step in (0, 4):
         outcomes.append(_with_fault(step, lambda: time.sleep(5), 2.0))
+        dist.barrier()  # a rank that comes late to the next one would have less to wait for
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     if context.rank == 1:
         time.sleep(5)  # before it joins the others
@@ -309,6 +310,24 @@ def test_words_of_ranks() -> None:
     assert (error.peers, error.hop) == ([1], None)
     error = conclude([said(0, "late", 1, 1), said(1, "late", None)], [], 2, 3.0, rank=0)
     assert "rank 1: waited in the agreement before hop 0 until the deadline\n    plan or traceback of 1" in str(error)
+    error = conclude([said(0, "late", 1, 2), said(1, "closed", 1, 0), said(2, "behind", None)], [], 3, 3.0, rank=2)
+    assert isinstance(error, RingTimeout)
+    assert (error.peers, error.hop) == ([2], 1)
+    assert str(error).count("plan or traceback") == 0
+
+
+def test_a_pass_that_took_too_long_looks_back() -> None:
+    """Where the process does not wait for messages: the others may have given up meanwhile."""
+    store = HashStore()
+    faults, peer = Faults(store, 1, 2, 5.0), Faults(store, 0, 2, 5.0)
+    faults.identities = peer.identities = ["", ""]
+    faults.look_back(0.0)
+    peer.broken("late", 1, [1])
+    faults.look_back(time.monotonic())  # it was quick: nobody has given up on it
+    with pytest.raises(RingTimeout) as caught:
+        faults.look_back(0.0)
+    assert caught.value.peers == [1]
+    assert caught.value.hop == 1
 
 
 def test_errors_are_what_callers_catch() -> None:

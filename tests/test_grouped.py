@@ -227,9 +227,9 @@ def test_a_plan_prints_who_sends_what_to_whom() -> None:
 def test_auto_goes_by_the_bytes_of_the_whole_sequence() -> None:
     one, two = (rf.ContextParallel.local(world, heads=heads, hops="auto") for world, heads in ((4, 1), (8, 2)))
     row = 8 * (128 + 128) * 2
-    assert one.plan(rf.Causal(), 16384, row_bytes=row).grouped
-    assert not one.plan(rf.Causal(), 16385, row_bytes=row).grouped
-    assert two.plan(rf.Causal(), 32768, row_bytes=row).grouped
+    assert one.plan(rf.Causal(), 8192, row_bytes=row).grouped
+    assert not one.plan(rf.Causal(), 8193, row_bytes=row).grouped
+    assert two.plan(rf.Causal(), 16384, row_bytes=row).grouped
     assert not rf.ContextParallel.local(4).plan(rf.Causal(), 64, row_bytes=row).grouped
     with pytest.raises(ArgumentError, match='row_bytes: expected what hops="auto" goes by, got None'):
         one.plan(rf.Causal(), 64)

@@ -26,6 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ringflash.kernels.config import processors
 from ringflash.kernels.hopper.intervals import Intervals
 
 TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
@@ -448,8 +449,3 @@ def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int) 
     if least >= heads:
         return heads
     return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; one where kernels are only compiled."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

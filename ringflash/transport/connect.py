@@ -36,12 +36,30 @@ DEADLINE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a ring is asked to be.
+
+    Args:
+        group: the ranks.
+        transport: one of `TRANSPORTS`.
+        deadline: how long a rank waits for another.
+        double: for a ring of rings, whose messages go over two links.
+        runs_ahead: see `ControlPlane`; between CPUs every call waits, as its messages do.
+    """
+
+    group: dist.ProcessGroup
+    transport: str
+    deadline: timedelta
+    double: bool
+    runs_ahead: bool
+
+
+@dataclass(frozen=True)
 class Connection:
     """How the ranks of one group talk.
 
     Args:
-        asked: group, transport, deadline, whether it is a ring of rings, and whether calls that are known go on without
-            waiting for agreement, as they were asked for.
+        asked: as it was asked for.
         control: agrees on calls.
         transport: moves keys, values and their gradients.
         kind: "nccl", "gloo" or "symmetric".
@@ -50,7 +68,7 @@ class Connection:
         device: the only one, where there is one.
     """
 
-    asked: tuple[dist.ProcessGroup, str, timedelta, bool, bool]
+    asked: Asked
     control: ControlPlane
     transport: Transport
     kind: str
@@ -58,11 +76,9 @@ class Connection:
     devices: tuple[str, ...]
     device: torch.device | None
 
-    def serves(
-        self, group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool, runs_ahead: bool
-    ) -> bool:
-        """Whether it joins the ranks of this very `group`, as asked for, and its ring has not broken."""
-        return self.asked == (group, transport, deadline, double, runs_ahead) and self.control.faults.is_whole
+    def serves(self, asked: Asked) -> bool:
+        """Whether it joins the ranks of this very group, as asked for, and its ring has not broken."""
+        return self.asked == asked and self.control.faults.is_whole
 
 
 @dataclass(frozen=True)
@@ -86,23 +102,15 @@ class MeshConnection:
         return self.heads is heads and self.ring is ring and self.control.faults.is_whole
 
 
-def connect(
-    group: dist.ProcessGroup, transport: str, deadline: timedelta, double: bool, runs_ahead: bool
-) -> Connection:
-    """Makes a ring of the ranks of `group`, a collective of them.
-
-    Args:
-        group: the ranks.
-        transport: one of `TRANSPORTS`.
-        deadline: how long a rank waits for another.
-        double: for a ring of rings, whose messages go over two links.
-        runs_ahead: see `ControlPlane`; between CPUs every call waits, as its messages do.
+def connect(asked: Asked) -> Connection:
+    """Makes a ring of the ranks of `asked.group`, a collective of them.
 
     Raises:
         ArgumentError: `transport` cannot join these ranks.
         RankMismatch: ranks ask for different things.
     """
-    asked, ranks = (group, transport, deadline, double, runs_ahead), dist.get_process_group_ranks(group)
+    group, transport, double = asked.group, asked.transport, asked.double
+    ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
         remedy = "Make the group with sort_ranks=True, the default."
         raise ArgumentError("mesh_or_group", expected="ranks in ascending order", got=ranks, remedy=remedy)
@@ -114,13 +122,13 @@ def connect(
         remedy = 'Use transport="nccl", or no inner_ring.'
         expected, got = "nccl for a ring of rings, whose far messages overtake others", "symmetric"
         raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
-    own, faults = _own_gloo(ranks, [group], deadline)
-    control = ControlPlane(group, own, faults, runs_ahead=runs_ahead and on_nccl)
+    own, faults = _own_gloo(ranks, [group], asked.deadline)
+    control = ControlPlane(group, own, faults, runs_ahead=asked.runs_ahead and on_nccl)
     fields = {
         "transport": transport,
-        "timeout": deadline.total_seconds(),
+        "timeout": asked.deadline.total_seconds(),
         "inner_ring": double,
-        "fixed_lengths": runs_ahead,
+        "fixed_lengths": asked.runs_ahead,
     }
     control.agree({**fields, "rank": control.rank}, free="rank")
     _introduce(control)
@@ -154,7 +162,7 @@ def connect(
 
 
 def connect_mesh(
-    mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]], ring: Connection, deadline: timedelta
+    mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]], ring: Connection
 ) -> MeshConnection:
     """Joins the ranks of both dimensions of a mesh, a collective of them.
 
@@ -163,15 +171,15 @@ def connect_mesh(
         names: of the dimension of the ring, and of that over which heads are split.
         places: of each rank, counted upwards, its index along the one and the other.
         ring: of this rank.
-        deadline: how long a rank waits for another.
     """
+    deadline = ring.asked.deadline
     both = [mesh.get_group(name) for name in names]
     own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), both, deadline)
     faults.join(ring.control.faults)
-    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=ring.asked[-1] and ring.kind != "gloo")
+    runs_ahead = ring.asked.runs_ahead and ring.kind != "gloo"
+    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=runs_ahead)
     _introduce(control)
     heads, watch = mesh.get_group(names[1]), None
-    moves_over = heads
     if ring.kind == "gloo":
         ranks = dist.get_process_group_ranks(heads)
         moves_over = new_group(ranks, [heads], timeout=deadline, backend="gloo")

@@ -36,6 +36,13 @@ def odd_ones(values: Sequence[int]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
+def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The `x` of all ranks of `group`, contiguous and of one shape and dtype, in rank order: (ranks, ...)."""
+    everyone = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather(list(everyone.unbind(0)), x, group=group)
+    return everyone
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether `group` has not been destroyed."""
     try:
@@ -100,7 +107,7 @@ class ControlPlane:
         words = tuple(_word(value) for value in fields.values())
         known = self._agreed.get(words) if self._runs_ahead else None
         said = [_OK, *words] if known is None else [_AHEAD, *words, _word(str(known))]
-        call = _Call(fields, free, *self._posted(said))
+        call = _Call(fields, free, *self._said(said))
         if known is not None:
             self._unsettled = call
             return known
@@ -181,9 +188,7 @@ class ControlPlane:
 
     def stack(self, x: Tensor) -> Tensor:
         """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
-        everyone = x.new_empty((self.world_size, *x.shape))
-        dist.all_gather(list(everyone.unbind(0)), x, group=self._data)
-        return everyone
+        return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
@@ -192,15 +197,17 @@ class ControlPlane:
         return total
 
     def _exchange(self, words: list[int]) -> list[list[int]]:
-        work, everyone = self._posted(words)
+        work, everyone = self._said(words)
         self.faults.wait_for(work)
         return [row.tolist() for row in everyone]
 
-    def _posted(self, words: list[int]) -> tuple[dist.Work, list[Tensor]]:
+    def _said(self, words: list[int]) -> tuple[dist.Work, list[Tensor]]:
         """An exchange of words under way, and where those of all ranks arrive."""
         assert len(words) <= _WIDTH
-        mine = torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64, device="cpu")
-        everyone = list(mine.new_empty(self.world_size, _WIDTH).unbind(0))
+        return self._posted(torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64, device="cpu"))
+
+    def _posted(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
+        everyone = list(mine.new_empty(self.world_size, *mine.shape).unbind(0))
         work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
         assert work is not None
         return work, everyone
@@ -210,8 +217,6 @@ class ControlPlane:
         lengths = [row[0] for row in self._exchange([len(words)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(words)] = words
-        everyone = [torch.empty_like(mine) for _ in lengths]
-        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
-        assert work is not None
+        work, everyone = self._posted(mine)
         self.faults.wait_for(work)
         return [bytes(row.tolist()).partition(b"\0")[0].decode() for row in everyone]

@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
 from ringflash.transport import processes
 
-Verdict = Literal["late", "closed"]
+Verdict = Literal["late", "closed", "behind"]
 
 INTERVAL = 0.1  # seconds between two looks at what is awaited
 PATIENCE = 0.5  # seconds after which a message is late enough to ask for its sender
@@ -35,11 +35,12 @@ _BROKEN = "broken"  # a key of the store, beside those of ranks
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank leaves: that it raised (`text` is its traceback), waited in vain, or found a connection closed.
+    """What a rank leaves when a ring breaks.
 
     Args:
         rank: whose word it is.
-        kind: which of these.
+        kind: it "raised", waited until it was too "late", found a connection "closed", or is "behind": it came to the
+            end of its pass after others had left word.
         hop: where it waited; None where ranks agree, before the first hop.
         peers: whom it waited for; none where that is all of them.
         text: a traceback, or the plan that the rank follows.
@@ -54,6 +55,8 @@ class Word:
     def __str__(self) -> str:
         if self.kind == "raised":
             return "raised"
+        if self.kind == "behind":
+            return "came to the end of its pass after others had given up"
         where = "in the agreement before hop 0" if self.hop is None else f"at hop {self.hop}"
         whom = f" for rank {', '.join(map(str, self.peers))}" if self.peers else ""
         return f"waited {where}{whom} until {'the deadline' if self.kind == 'late' else 'the connection closed'}"
@@ -71,13 +74,14 @@ def conclude(
     waited_for = {peer for word in words for peer in word.peers}
     # Of the ranks without word some may merely be busy: those come first that are gone, or were waited for.
     gone = sorted({*ended} & {*missing})
-    peers = gone or sorted(waited_for & {*missing}) or missing or sorted(waited_for)
+    behind = [word.rank for word in words if word.kind == "behind"]
+    peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)
     late = [word for word in words if word.kind == "late"]
     hop = next((word.hop for word in late or words if {*word.peers} & {*peers}), (late or words)[0].hop)
     texts = [str(said[r]) if r in said else "left no word" for r in range(world_size)]
     if gone or not late:
         return PeerLost(peers, hop, texts, rank=rank)
-    if not missing:  # all live, and wait for what nobody sends: they follow different plans
+    if not missing and not behind:  # all live, and wait for what nobody sends: they follow different plans
         texts = [f"{text}\n    {said[r].text}".rstrip() for r, text in enumerate(texts)]
     return RingTimeout(peers, hop, deadline, texts, rank=rank)
 
@@ -184,6 +188,17 @@ class Faults:
             return None
         ended = {*self.ended()}
         return "closed" if self.word_of_others() or ended & ({*peers} or ended) else None
+
+    def look_back(self, started: float) -> None:
+        """At the end of a pass: raises what the others concluded, if it took so long that they may have given up.
+
+        A process that does not wait for messages would else go on with what a broken ring has computed.
+        """
+        if time.monotonic() - started >= PATIENCE and self.word_of_others():
+            named = self.broken("behind", None)
+            self.delivered = True
+            self.release()
+            raise named
 
     def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""

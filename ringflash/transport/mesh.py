@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.transport.control import ControlPlane
+from ringflash.transport.control import ControlPlane, stacked
 from ringflash.transport.faults import Faults
 
 
@@ -44,7 +44,7 @@ class MeshControlPlane(ControlPlane):
 
     def stack(self, x: Tensor) -> Tensor:
         """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
-        of_columns = self._stacked(self._stacked(x, self._columns), self._rows)  # (rows, columns, ...)
+        of_columns = stacked(stacked(x, self._columns), self._rows)  # (rows, columns, ...)
         return torch.stack([of_columns[place] for place in self._places])
 
     def sum(self, x: Tensor) -> Tensor:
@@ -53,8 +53,3 @@ class MeshControlPlane(ControlPlane):
         for group in (self._columns, self._rows):
             dist.all_reduce(total, group=group)
         return total
-
-    def _stacked(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        everyone = x.new_empty((dist.get_world_size(group), *x.shape))
-        dist.all_gather(list(everyone.unbind(0)), x, group=group)
-        return everyone
