@@ -36,6 +36,7 @@ from ringflash.bench.accuracy import Yardstick
 from ringflash.bench.masks import triangle
 from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, difference, failure
 from ringflash.bench.ranks import PARTS, Samples
+from ringflash.bench.variants import VARIANTS, variant
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
@@ -86,6 +87,8 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     options = _parser().parse_args(arguments)
     context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport, hops=options.hops)
     named = peers.contenders(context, mesh, with_peers=options.peers)
+    for name in options.variants:
+        named[f"ringflash {context.layout}, {name}"] = variant(name, mesh, context, options.transport)
     device = f"{mesh.size()} x {ranks.device_name(mesh)}"
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
@@ -113,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
     parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every length")

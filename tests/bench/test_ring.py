@@ -92,7 +92,12 @@ def _everything(folder: str) -> tuple[Any, ...]:
     mesh = init_device_mesh("cpu", (2,))
     common = ["--layout", "balanced", *SMALL.split(), "--seqlens", "64"]
     windows = ring.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
-    documents = ring.run([*common, "--documents", "3", "--hops", "grouped"], mesh)[0]
+    documents, fixed, graph = ring.run(
+        [*common, "--documents", "3", "--hops", "grouped", "--variants", "fixed-lengths", "graph"], mesh
+    )
+    assert fixed["name"] == "ringflash balanced, fixed-lengths"
+    assert fixed["forward_ms"] > 0
+    assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
     for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
