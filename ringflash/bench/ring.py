@@ -63,7 +63,8 @@ class Work:
     @staticmethod
     def of(problem: Problem, context: rf.ContextParallel) -> Work:
         """Read off the plan."""
-        plan = context.plan(problem.visible, problem.seqlen)
+        row_bytes = sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v))
+        plan = context.plan(problem.visible, problem.seqlen, row_bytes=row_bytes)
         pairs = sum(map(sum, plan.pairs)) / plan.world_size
         tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
         return Work(problem.forward_flops, len(plan.hops), tokens, pairs / triangle(tokens), plan.balance)
