@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from ringflash import __version__
 from ringflash.errors import ArgumentError, RingflashError
@@ -63,18 +64,20 @@ def _plan(args: list[str]) -> int:
 
 def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
-    benchmarks: dict[str, tuple[Callable[[list[str]], int], str]] = {
-        "ring": (_bench_ring, "ring attention over all ranks, beside its peers; started by torchrun"),
-        "scaling": (_bench_scaling, "ring attention by length and by number of ranks; started by torchrun"),
-        "model": (_bench_model, "what rings should take on any number of GPUs, predicted; runs nothing"),
-        "kernels": (_bench_kernels, "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
-        "masks": (_bench_masks, "attention on one device under masks, beside the time their visible pairs should take"),
-        "hops": (_bench_hops, "what a hop of a ring costs by its role, on one device and without a transport"),
-        "decode": (_bench_decode, "decoding with a KV cache, beside its peers"),
+    benchmarks = {  # module and what it measures
+        "ring": ("ring", "ring attention over all ranks, beside its peers; started by torchrun"),
+        "scaling": ("scaling", "ring attention by length and by number of ranks; started by torchrun"),
+        "model": ("model_command", "what rings should take on any number of GPUs, predicted; runs nothing"),
+        "kernels": ("kernels", "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
+        "masks": ("masks", "attention on one device under masks, beside the time their visible pairs should take"),
+        "hops": ("hops", "what a hop of a ring costs by its role, on one device and without a transport"),
+        "decode": ("decode", "decoding with a KV cache, beside its peers"),
     }
     name = args[0] if args else "--help"
     if name in benchmarks:
-        return benchmarks[name][0](args[1:])
+        if name in ("ring", "scaling"):
+            _check_torchrun(name, args[1:])
+        return import_module(f"ringflash.bench.{benchmarks[name][0]}").main(args[1:])
     if name in ("-h", "--help"):
         rows = "\n".join(f"  {benchmark:<10}{text}" for benchmark, (_, text) in benchmarks.items())
         print(f"usage: ringflash bench BENCHMARK [ARGUMENTS]\n\n{rows}\n\nEach explains itself with --help.")
@@ -82,20 +85,6 @@ def _bench(args: list[str]) -> int:
     near = difflib.get_close_matches(name, benchmarks, n=1)
     remedy = f"Did you mean {near[0]}?" if near else "Put its name first, then its arguments."
     raise ArgumentError("bench", expected=f"one of {', '.join(benchmarks)}", got=repr(name), remedy=remedy)
-
-
-def _bench_ring(args: list[str]) -> int:
-    _check_torchrun("ring", args)
-    from ringflash.bench.ring import main as bench
-
-    return bench(args)
-
-
-def _bench_scaling(args: list[str]) -> int:
-    _check_torchrun("scaling", args)
-    from ringflash.bench.scaling import main as bench
-
-    return bench(args)
 
 
 def _check_torchrun(benchmark: str, args: list[str]) -> None:
@@ -111,36 +100,6 @@ def _check_torchrun(benchmark: str, args: list[str]) -> None:
         got="one without torchrun",
         remedy=f"Run it as\n\n    {shlex.join(command)}\n",
     )
-
-
-def _bench_model(args: list[str]) -> int:
-    from ringflash.bench.model_command import main as bench
-
-    return bench(args)
-
-
-def _bench_kernels(args: list[str]) -> int:
-    from ringflash.bench.kernels import main as bench
-
-    return bench(args)
-
-
-def _bench_masks(args: list[str]) -> int:
-    from ringflash.bench.masks import main as bench
-
-    return bench(args)
-
-
-def _bench_hops(args: list[str]) -> int:
-    from ringflash.bench.hops import main as bench
-
-    return bench(args)
-
-
-def _bench_decode(args: list[str]) -> int:
-    from ringflash.bench.decode import main as bench
-
-    return bench(args)
 
 
 def _generate(args: list[str]) -> int:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, check_at_least, check_heads
 from ringflash.errors import ArgumentError
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Full, Mask
@@ -22,7 +23,6 @@ from ringflash.plan import Hop, Plan
 
 WIDTH = 150  # where the output is no terminal
 MOST_COLUMNS = 8  # ranks that the table of hops has a column for
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,21 +54,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nheads", type=int, default=32, help="query heads (default: %(default)s)")
     parser.add_argument("--nheads-kv", type=int, default=8, help="KV heads (default: %(default)s)")
     parser.add_argument("--headdim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=tuple(ITEMSIZES), default="bfloat16", help="of KV (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of KV (default: %(default)s)")
     parser.add_argument("--image", type=Path, metavar="PLAN.png", help="draw a picture too")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("seqlen", "world_size", "batch", "nheads", "nheads_kv", "headdim"):
-        value = getattr(options, name)
-        if value < 1:
-            remedy = "Pass a positive number."
-            raise ArgumentError(f"--{name.replace('_', '-')}", expected="at least 1", got=value, remedy=remedy)
-    if options.nheads % options.nheads_kv:
-        expected, got = f"a multiple of --nheads-kv {options.nheads_kv}", options.nheads
-        raise ArgumentError("--nheads", expected=expected, got=got, remedy="Query heads share KV heads evenly.")
+    positive = ["seqlen", "world_size", "batch", "nheads", "nheads_kv", "headdim"]
+    check_at_least(options, positive, remedy="Pass a positive number.")
+    check_heads(options)
     if options.window is not None and len(options.window) > 2:
         remedy = "Pass how many keys before a query it sees, and how many after."
         raise ArgumentError("--window", expected="one or two numbers", got=options.window, remedy=remedy)
@@ -130,7 +125,7 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
         "hops\ncomputed",
     ):
         table.add_column(column, justify="right")
-    heads = options.batch, options.nheads_kv, options.headdim, ITEMSIZES[options.dtype]
+    heads = options.batch, options.nheads_kv, options.headdim, DTYPES[options.dtype].itemsize
     for plan in plans:
         flops = [plan.flops(options.batch, options.nheads, options.headdim, backward=back) for back in (False, True)]
         passed = sum(hop.rows_sent for hop in plan.hops if hop.passes_on) / max(plan.rows_sent, 1)
@@ -157,7 +152,7 @@ def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
         table.add_column(column, justify="right")
     for plan in shown:
         table.add_column(f"rank {plan.rank}")
-    row_bytes = 2 * options.batch * options.nheads_kv * options.headdim * ITEMSIZES[options.dtype]
+    row_bytes = 2 * options.batch * options.nheads_kv * options.headdim * DTYPES[options.dtype].itemsize
     for step in zip(*(plan.hops for plan in plans), strict=True):
         computing, passing = sum(hop.meets for hop in step), sum(hop.passes_on for hop in step)
         pairs = [hop.pairs for hop in step]

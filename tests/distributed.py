@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.multiprocessing.spawn import start_processes
 
+# What ranks and their tests import, once for all of them: a process then starts in milliseconds. The first call of an
+# operator would import Dynamo, for seconds.
+PRELOADED = ["torch", "torch._dynamo", "lightning.pytorch", "hypothesis", "pytest", "ringflash", __name__]
+
 
 def _entry(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
@@ -62,7 +66,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
 def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """As `run_ranks`, but a rank's exception comes back as a `RankFailure` in its place."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.set_forkserver_preload(["torch", "ringflash", __name__])  # a process starts in milliseconds
+        multiprocessing.set_forkserver_preload(PRELOADED)
         arguments = (world_size, folder, backend, function, args)
         start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world_size)]

@@ -103,7 +103,7 @@ def run_to_their_ends(
     world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo"
 ) -> tuple[list[int | None], list[Outcome | None]]:
     """Exit codes and outcomes of ranks of which some may die; fails if one is left after 30 s."""
-    multiprocessing.set_forkserver_preload(["torch", "ringflash", distributed.__name__])
+    multiprocessing.set_forkserver_preload(distributed.PRELOADED)
     spawn = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

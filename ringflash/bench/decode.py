@@ -27,9 +27,10 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, fill_in
 from ringflash.bench import record, timing
 from ringflash.bench.decode_peers import CacheShape, Call, Decoding, contenders, ours
-from ringflash.bench.problem import AGREEMENT, DTYPES, difference, failure
+from ringflash.bench.problem import AGREEMENT, difference, failure
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
@@ -47,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in (GPU if device.type == "cuda" else CPU).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    fill_in(options, GPU if device.type == "cuda" else CPU)
     if options.sweep and device.type == "cpu":
         remedy = "Run it where the tiles are to be used."
         raise ArgumentError("--sweep", expected="a GPU", got="the CPU", remedy=remedy)
@@ -152,9 +151,8 @@ def _copy(device: torch.device) -> list[Call]:
 def _sampled(runners: Mapping[str, _Runner], rounds: int, on_gpu: bool) -> dict[str, dict[str, float]]:
     """Median seconds of every contender, in each way."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    names = list(runners)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in timing.turns(list(runners), number):
             samples[name].append(runners[name].sample(on_gpu))
     return {name: {way: statistics.median(times[way] for times in of) for way in of[0]} for name, of in samples.items()}
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, check_at_least, fill_in
 from ringflash.bench import record, timing
-from ringflash.bench.problem import AGREEMENT, DTYPES, Problem, difference, failure
+from ringflash.bench.problem import AGREEMENT, Problem, add_options, difference, failure
 from ringflash.bench.tiles import HOPPER, auto_kernels
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import TileKernels, choose, kernels_of
@@ -83,11 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in (FULL if device.type == "cuda" else CPU).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.nheads_kv is None:
-        options.nheads_kv = options.nheads
+    fill_in(options, FULL if device.type == "cuda" else CPU)
     _check(options, device)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     command = record.command("ringflash bench hops", arguments)
@@ -104,25 +100,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench hops", description="Measures the forward of a hop by its role.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 4096 to 32768, doubling")
-    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--nheads", type=int, help="default: 16")
-    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    add_options(parser)
     parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="over all roles (default: 7)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
     return parser
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
     """Raises ArgumentError for sizes of which there are no hops, or hops of two families of kernels."""
-    for name, least in (("seqlens", 4), ("tokens", 1), ("rounds", 1)):
-        value = getattr(options, name)
-        smallest = min(value) if isinstance(value, list) else value
-        if smallest < least:
-            remedy = "Leave it out for the default."
-            raise ArgumentError(f"--{name}", expected=f"at least {least}", got=smallest, remedy=remedy)
+    check_at_least(options, ["seqlens"], 4)
+    check_at_least(options, ["tokens", "rounds"])
     hopper = options.backend in ("auto", "hopper") and auto_kernels(device, DTYPES[options.dtype]) == HOPPER
     if hopper and max(options.headdims) > WIDEST_STATE:
         remedy = "The kernels for sm_90 carry no wider state; add --backend triton."
@@ -185,8 +172,7 @@ def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[
         paces[name] = timing.pace(call, on_gpu)
         row[f"{name}_launch_us"] = round(paces[name].launch_seconds * 1e6, 1)
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in timing.turns(names, number):
             times[name].append(timing.seconds(calls[name], paces[name], on_gpu))
     return times
 

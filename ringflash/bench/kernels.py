@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringflash.arguments import DTYPES, fill_in
 from ringflash.bench import memory, plot, profiler, record, timing, traffic
 from ringflash.bench.accuracy import TENSORS, Yardstick
-from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, Setup, difference, failure
+from ringflash.bench.problem import AGREEMENT, Contender, Problem, Setup, difference, failure
 from ringflash.bench.report import print_cells, print_traffic
 from ringflash.bench.single import Unavailable, contenders
 from ringflash.bench.tiles import auto_kernels, pass_bytes
@@ -52,11 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     computes = options.traffic or options.profile
     usual = QUICK if options.quick else CPU if device.type == "cpu" and not computes else FULL
     _check(options, computes)
-    for name, value in usual.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.nheads_kv is None:
-        options.nheads_kv = options.nheads
+    fill_in(options, usual)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     command = record.command("ringflash bench kernels", arguments)
     if options.memory is not None:
@@ -267,8 +264,7 @@ def _take_turns(
     for number in range(options.rounds):
         if number >= MIN_ROUNDS and time.monotonic() - begin > options.cell_s:
             break
-        first = number % len(turns)
-        for name in turns[first:] + turns[:first]:
+        for name in timing.turns(turns, number):
             if name == MATMUL:
                 sample(name, "forward", call)
                 continue

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, check_at_least, fill_in
 from ringflash.bench import record, timing
 from ringflash.bench.accuracy import TENSORS
-from ringflash.bench.problem import AGREEMENT, DTYPES, Problem, Setup, difference, failure
+from ringflash.bench.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
 from ringflash.errors import ArgumentError
 
 BLOCK = 128  # tokens in a block of the block-sparse mask
@@ -106,11 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in (FULL if device.type == "cuda" else CPU).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.nheads_kv is None:
-        options.nheads_kv = options.nheads
+    fill_in(options, FULL if device.type == "cuda" else CPU)
     _check(options)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     command = record.command("ringflash bench masks", arguments)
@@ -127,25 +123,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench masks", description="Measures flash_attention under masks.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
-    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--nheads", type=int, help="default: 16")
-    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    add_options(parser)
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
     parser.add_argument("--documents", type=int, help="of equal length (default: 16)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ArgumentError for sizes of which there are no cases."""
-    for name in ("seqlens", "window", "documents", "rounds"):
-        value = getattr(options, name)
-        least = min(value) if isinstance(value, list) else value
-        if least < 1:
-            raise ArgumentError(f"--{name}", expected="at least 1", got=least, remedy="Leave it out for the default.")
+    check_at_least(options, ["seqlens", "window", "documents", "rounds"])
     for seqlen in options.seqlens:
         if seqlen % options.documents:
             remedy = "They are compared with a batch, whose sequences are equally long."
@@ -208,8 +195,7 @@ def _take_turns(
         times[name][part].append(timing.seconds(pass_, paces[name, part], on_gpu))
 
     for number in range(rounds):
-        first = number % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        for name in timing.turns(names, number):
             if "failed" in rows[name]:
                 continue
             try:

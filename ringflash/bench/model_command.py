@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ringflash.arguments import DTYPES, check_at_least, check_heads, check_positive
 from ringflash.bench import record
 from ringflash.bench.model import FAR, NEAR, Link, Machine, Prediction, Split, predict
 from ringflash.bench.traffic import Shape
 from ringflash.errors import ArgumentError
 
 LAYOUTS = ("zigzag", "striped", "contiguous")  # to choose from; the even ones first
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOPS = 2 * 3.5  # of forward and backward, by seqlen^2 headdim and query heads; causal counted as half
 FAMILIES = {"ring": "ring", "heads": "heads x ring", "rings": "ring of rings"}
 WIDTH = 150  # where the output is no terminal
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nheads", type=int, default=32, help="query heads" + default)
     add("--nheads-kv", type=int, default=8, help="KV heads" + default)
     add("--headdim", type=int, default=128, help=default.strip())
-    add("--dtype", choices=tuple(ITEMSIZES), default="bfloat16", help="of q, k and v" + default)
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v" + default)
     add("--layout", default="zigzag", help="of the first table" + default)
     add("--transport", choices=("auto", *NEAR), default="auto", help="auto: symmetric within a host, else nccl")
     add("--heads", type=int, default=1, help="GPUs that split heads, in the first table" + default)
@@ -88,33 +88,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    positive = (
-        "seqlens",
-        "world_sizes",
-        "choose_at",
-        "batch",
-        "nheads",
-        "nheads_kv",
-        "headdim",
-        "heads",
-        "gpus_a_host",
-    )
-    rates = ("tflops_forward", "tflops_backward", "bandwidth_gb_s", "network_gb_s")
-    times = ("latency_us", "taken", "network_latency_us", "launch_us", "issue_us")
-    for names, allowed, expected in (
-        ((*positive, "gpus_a_host"), lambda value: value >= 1, "at least 1"),
-        (rates, lambda value: value > 0, "more than 0"),
-        (times, lambda value: value >= 0, "at least 0"),
-    ):
-        for name in names:
-            value = getattr(options, name)
-            for given in value if isinstance(value, list) else [] if value is None else [value]:
-                if not allowed(given):
-                    remedy = "Leave it out for the default."
-                    raise ArgumentError(f"--{name.replace('_', '-')}", expected=expected, got=given, remedy=remedy)
-    if options.nheads % options.nheads_kv:
-        expected, remedy = f"a multiple of --nheads-kv {options.nheads_kv}", "Query heads share KV heads evenly."
-        raise ArgumentError("--nheads", expected=expected, got=options.nheads, remedy=remedy)
+    shape = ["seqlens", "world_sizes", "choose_at", "batch", "nheads", "nheads_kv", "headdim"]
+    check_at_least(options, [*shape, "heads", "gpus_a_host"])
+    check_positive(options, ["tflops_forward", "tflops_backward", "bandwidth_gb_s", "network_gb_s"])
+    check_at_least(options, ["latency_us", "taken", "network_latency_us", "launch_us", "issue_us"], 0)
+    check_heads(options)
 
 
 def _near(options: argparse.Namespace, transport: str) -> Link:
@@ -142,7 +120,7 @@ def _transports(split: Split, options: argparse.Namespace) -> list[str]:
 
 def _shape(seqlen: int, options: argparse.Namespace) -> Shape:
     heads = options.nheads, options.nheads_kv, options.headdim
-    return Shape(options.batch, seqlen, *heads, causal=True, itemsize=ITEMSIZES[options.dtype])
+    return Shape(options.batch, seqlen, *heads, causal=True, itemsize=DTYPES[options.dtype].itemsize)
 
 
 def _row(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +202,7 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         transport = row.get("transport", "nccl")
         layout = row.get("layout") or row["name"].split()[1]
         heads = {name: row[name] for name in ("nheads", "nheads_kv", "headdim")}
-        shape = Shape(1, row["seqlen"], **heads, causal=True, itemsize=ITEMSIZES[row["dtype"]])
+        shape = Shape(1, row["seqlen"], **heads, causal=True, itemsize=DTYPES[row["dtype"]].itemsize)
         machine = _machine(options, transport if transport in NEAR else "nccl")
         prediction = predict(shape, split, layout, machine)
         figures = {"seqlen": row["seqlen"], "world_size": split.world_size, "layout": layout, "transport": transport}

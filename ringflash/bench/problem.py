@@ -1,18 +1,20 @@
-"""What is measured: a problem, random self-attention, and how a contender takes it."""
+"""What is measured: a problem, random self-attention, how a contender takes it, and options that say which."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.arguments import DTYPES
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AGREEMENT = 0.05  # of the largest value: more than low precision explains, less than a wrong mask or scale
 
 
@@ -125,6 +127,16 @@ class Setup:
 
 
 Contender = Callable[[Problem], AbstractContextManager[Setup]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that the benchmarks of hops and of masks share."""
+    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
+    parser.add_argument("--nheads", type=int, help="default: 16")
+    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
 
 
 def difference(got: Tensor, expected: Tensor) -> float:

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ringflash.bench.problem import DTYPES, Problem, Setup
+from ringflash.arguments import DTYPES
+from ringflash.bench.problem import Problem, Setup
 from ringflash.bench.single import ours
 from ringflash.bench.traffic import Shape
 

@@ -1,16 +1,19 @@
-"""What benchmarks over ranks share: how they join, and times of the slowest rank."""
+"""What benchmarks over ranks share: options, how they join, and times of the slowest rank."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ringflash.arguments import DTYPES
 from ringflash.bench.problem import Contender, Problem
 from ringflash.errors import ArgumentError
 
@@ -29,6 +32,20 @@ class Samples:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     bytes: int = 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that all of them have, and mean alike."""
+    lengths = [2**n for n in range(13, 21)]
+    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
+    parser.add_argument("--nheads", type=int, default=32)
+    parser.add_argument("--nheads-kv", type=int, default=8)
+    parser.add_argument("--headdim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
 
 
 def join(program: str, arguments: Sequence[str]) -> DeviceMesh:

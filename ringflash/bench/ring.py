@@ -23,7 +23,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, check_at_least
 from ringflash.bench import peers, ranks, record, report, seen
 from ringflash.bench.accuracy import Yardstick
 from ringflash.bench.masks import triangle
-from ringflash.bench.problem import AGREEMENT, DTYPES, Contender, Problem, difference, failure
+from ringflash.bench.problem import AGREEMENT, Contender, Problem, difference, failure
 from ringflash.bench.ranks import PARTS, Samples
 from ringflash.bench.variants import VARIANTS, variant
 from ringflash.errors import ArgumentError
@@ -64,7 +64,8 @@ class Work:
     @staticmethod
     def of(problem: Problem, context: rf.ContextParallel) -> Work:
         """Read off the plan."""
-        plan = context.plan(problem.visible, problem.seqlen)
+        row_bytes = sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v))
+        plan = context.plan(problem.visible, problem.seqlen, row_bytes=row_bytes)
         pairs = sum(map(sum, plan.pairs)) / plan.world_size
         tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
         return Work(problem.forward_flops, len(plan.hops), tokens, pairs / triangle(tokens), plan.balance)
@@ -103,31 +104,19 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
-    lengths = [2**n for n in range(13, 21)]
-    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
-    parser.add_argument("--nheads", type=int, default=32)
-    parser.add_argument("--nheads-kv", type=int, default=8)
-    parser.add_argument("--headdim", type=int, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
+    ranks.add_options(parser)
     parser.add_argument("--hops", default="ring", help="as of ContextParallel (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
     parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("rounds", "repeats"):
-        if getattr(options, name) < 1:
-            remedy = "Leave it out for the default."
-            raise ArgumentError(f"--{name}", expected="at least 1", got=getattr(options, name), remedy=remedy)
+    check_at_least(options, ["rounds", "repeats"])
     for seqlen in options.seqlens:
         _, name = seen.mask(seqlen, options.window, options.documents)
         if options.peers and name != "causal":

@@ -25,18 +25,20 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
+from ringflash.arguments import DTYPES, check_at_least
 from ringflash.bench import peers, ranks, record
-from ringflash.bench.problem import DTYPES, Contender, Problem, failure
+from ringflash.bench.problem import Contender, Problem, failure
 from ringflash.bench.ranks import PARTS, Samples
 from ringflash.errors import ArgumentError
 
-Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks
+Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, where this one is there
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Joins the ranks that torchrun started, and runs on them."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    _check(_parser().parse_args(arguments))
+    names = ["seqlens", "gpus", "most_tokens", "rounds", "repeats"]
+    check_at_least(_parser().parse_args(arguments), names)
     mesh = ranks.join("ringflash.bench scaling", arguments)
     try:
         rows = run(arguments, mesh)
@@ -57,7 +59,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         remedy = "Name other lengths, or more of --most-tokens."
         expected = f"a length of at most {options.most_tokens} tokens a GPU and a token at least"
         raise ArgumentError("--seqlens", expected=expected, got=options.seqlens, remedy=remedy)
-    rings = _rings(counts, options, mesh.size())
+    rings = _rings(counts, options)
     device, program = ranks.device_name(mesh), f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench scaling"
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
@@ -83,47 +85,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ringflash bench scaling", description="Measures ring_attention by length and GPUs."
     )
-    lengths = [2**n for n in range(13, 21)]
-    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
+    ranks.add_options(parser)
     parser.add_argument("--gpus", type=int, nargs="+", help="in a ring, divisors of all (default: 1, 2, 4 ... and all)")
     parser.add_argument(
         "--most-tokens", type=int, default=2**18, help="a GPU; more are left out (default: %(default)s)"
     )
-    parser.add_argument("--nheads", type=int, default=32)
-    parser.add_argument("--nheads-kv", type=int, default=8)
-    parser.add_argument("--headdim", type=int, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="over all numbers of GPUs (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
     parser.add_argument("--png", type=Path, help="where to draw them")
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name in ("seqlens", "gpus", "most_tokens", "rounds", "repeats"):
-        value = getattr(options, name)
-        for given in value if isinstance(value, list) else [] if value is None else [value]:
-            if given < 1:
-                remedy = "Leave it out for the default."
-                raise ArgumentError(f"--{name.replace('_', '-')}", expected="at least 1", got=given, remedy=remedy)
-
-
-def _rings(counts: Sequence[int], options: argparse.Namespace, world_size: int) -> Rings:
-    """This rank's group of every size, and over more than one rank a context; made by all ranks together.
-
-    All ranks get one of each, though the first group alone is measured: torch names a new group after the number of
-    those that a rank is in already, and waits for ever where ranks differ in it.
-    """
+def _rings(counts: Sequence[int], options: argparse.Namespace) -> Rings:
+    """The groups of the first ranks that this one is in, and of more than one rank a context; a collective of all."""
     rings: Rings = {}
     for count in counts:
-        groups = [dist.new_group(list(range(first, first + count))) for first in range(0, world_size, count)]
-        group = groups[dist.get_rank() // count]
-        assert isinstance(group, dist.ProcessGroup)
-        ring = rf.ContextParallel(group, layout=options.layout, transport=options.transport) if count > 1 else None
-        rings[count] = group, ring
+        group = dist.new_group(list(range(count)))
+        if isinstance(group, dist.ProcessGroup):
+            ring = rf.ContextParallel(group, layout=options.layout, transport=options.transport) if count > 1 else None
+            rings[count] = group, ring
     return rings
 
 
@@ -142,7 +121,7 @@ def _measure_length(
     samples, failed = {count: Samples() for count in counts}, dict[int, str]()
     for _ in range(options.rounds):
         for count in counts:
-            if dist.get_rank() < count and count not in failed:
+            if count in rings and count not in failed:
                 group, context = rings[count]
                 try:
                     ranks.take_round(_contender(seqlen, context), problem, samples[count], options.repeats, group)
@@ -152,19 +131,19 @@ def _measure_length(
                     failed[count] = failure(error)
             dist.barrier()  # the ranks that are in no smaller ring wait, and leave links and power to it
     rows = []
-    for count, of in samples.items():
+    for count in (count for count in counts if count in rings):
         row: dict[str, Any] = {"seqlen": seqlen, "gpus": count, **sizes, "dtype": options.dtype}
         ring = rings[count][1]
         row |= {"layout": options.layout, "transport": "none" if ring is None else ring.transport_kind}
         if count in failed:
             rows.append(row | {"failed": failed[count]})
-        elif dist.get_rank() < count:
-            row["gib"] = round(of.bytes / 2**30, 3)
-            for part, passes in PARTS.items():
-                seconds = statistics.median(of.seconds[part])
-                row[f"{part}_ms"] = round(seconds * 1e3, 3)
-                row[f"{part}_tflops_per_gpu"] = round(problem.forward_flops * passes / seconds / count / 1e12, 1)
-            rows.append(row)
+            continue
+        row["gib"] = round(samples[count].bytes / 2**30, 3)
+        for part, passes in PARTS.items():
+            seconds = statistics.median(samples[count].seconds[part])
+            row[f"{part}_ms"] = round(seconds * 1e3, 3)
+            row[f"{part}_tflops_per_gpu"] = round(problem.forward_flops * passes / seconds / count / 1e12, 1)
+        rows.append(row)
     return rows
 
 

@@ -7,7 +7,7 @@ kernels take. The time that Python needs to launch a call is kept beside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,12 @@ def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / pace.calls
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The order of round `number`: each round begins with the next name."""
+    first = number % max(1, len(names))
+    return [*names[first:], *names[:first]]
 
 
 def _wait(on_gpu: bool) -> None:

@@ -67,18 +67,19 @@ def _check_figures(row: dict[str, Any]) -> None:
 
 def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
     results = run_ranks(2, _everything, str(tmp_path))
-    for windows, documents, scaled, sent, zigzag in results:
+    for windows, documents, auto, scaled, sent, zigzag in results:
         assert windows["mask"] == "window of 16"
         assert documents["mask"] == "3 documents"
         for row in (windows, documents):
             assert row["layout"] == "balanced"
             _check_figures(row)
         assert windows["transport"] == "gloo"
-        assert (windows["schedule"], documents["schedule"]) == ("ring", "grouped")
+        assert [row["schedule"] for row in (windows, documents, auto)] == ["ring", "grouped", "auto"]
+        assert auto["hops"] == documents["hops"]
         assert sent == {"messages": 2, "without": 0}  # KV of one hop there and here
         assert zigzag is None or zigzag < 1e-5
         assert [row["gpus"] for row in scaled if row["seqlen"] == 64][-1] == 2
-    windows, _, scaled, _, _ = results[0]
+    windows, _, _, scaled, _, _ = results[0]
     assert all(value < 5 for value in windows["errors_over_plain"].values())
     assert [(row["seqlen"], row["gpus"]) for row in scaled] == [(32, 1), (32, 2), (64, 2)]  # 64 on one are too many
     assert "forward_backward_strong" in scaled[1]
@@ -98,12 +99,13 @@ def _everything(folder: str) -> tuple[Any, ...]:
     assert fixed["name"] == "ringflash balanced, fixed-lengths"
     assert fixed["forward_ms"] > 0
     assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
+    auto = ring.run([*common, "--hops", "auto"], mesh)[0]
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
     for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
         with pytest.raises(ArgumentError, match=message):
             scaling.run(wrong.split(), mesh)
-    return windows, documents, scaled, _sent(mesh), _zigzag(mesh)
+    return windows, documents, auto, scaled, _sent(mesh), _zigzag(mesh)
 
 
 def _sent(mesh: Any) -> dict[str, int]:
@@ -221,6 +223,19 @@ def test_one_kernel_has_the_work_of_the_mean_rank(world: int, window: int | None
     assert work.share * work.tokens * (work.tokens + 1) / 2 == pytest.approx(pairs / world)
     assert work.share == pytest.approx(1, abs=0.02)
     assert work.flops == pytest.approx(4 * pairs * 4 * 16, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "hops"), [(torch.bfloat16, "grouped"), (torch.float32, "ring")])
+def test_hops_are_grouped_by_the_bytes_of_the_sequence(dtype: torch.dtype, hops: str) -> None:
+    def tokens(heads: int) -> torch.Tensor:
+        return torch.empty(1, 32768, heads, 64, dtype=dtype, device="meta")
+
+    problem = Problem(tokens(8), tokens(4), tokens(4), tokens(8))  # keys and values of 32 MiB in two bytes
+    auto, chosen, other = (
+        Work.of(problem, rf.ContextParallel.local(4, hops=name))
+        for name in ("auto", hops, "grouped" if hops == "ring" else "ring")
+    )
+    assert auto == chosen != other
 
 
 @pytest.mark.parametrize(
