@@ -6,7 +6,9 @@ The empty name is no context, a single device.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +28,14 @@ from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
 from ringflash.ulysses import Group
 
 T = TypeVar("T")
+R = TypeVar("R", bound=tuple[Tensor, ...])
 
 
 class _Ranks:
     """The ranks that one call runs in this process: one, or all virtual ones."""
 
     def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> None:
-        self._context: ContextParallel | None = context_by_name(context) if context else None
+        self._operation, self._context = operation, context_by_name(context) if context else None
         self._network = LocalNetwork()
         if self._context is None:
             mask.validate(k.shape[1])  # here, for what torch.compile has traced too
@@ -72,6 +75,25 @@ class _Ranks:
             return [x]
         return x.split(self._lengths, dim)
 
+    def computed(self, compute: Callable[..., R], tiles: Tiles, inputs: Sequence[Tensor | None]) -> R:
+        """`compute(tiles, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
+
+        A mask of tensors, such as documents, is seldom seen again, and dropout's seed is new in every call.
+        """
+        context, plan, scoring = self._context, self.plans[0], tiles.scoring
+        (words, tensors), replays = plan.mask.spec, None if context is None else context.replays
+        if replays is None or tensors or scoring.dropout_p or torch.cuda.is_current_stream_capturing():
+            return compute(tiles, *inputs)
+        assert context is not None
+
+        def anew(alibi_slopes: Tensor | None, sinks: Tensor | None, *inputs: Tensor | None) -> R:
+            return compute(replace(tiles, scoring=replace(scoring, alibi_slopes=alibi_slopes, sinks=sinks)), *inputs)
+
+        plain = tiles.kernels, tiles.deterministic, scoring.softmax_scale, scoring.softcap
+        kind = self._operation, words, plan.layout, *plain
+        inputs = scoring.alibi_slopes, scoring.sinks, *inputs
+        return replays.run(kind, anew, inputs, partial(context.in_ring, plan), partial(context.watch, plan))
+
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
         """Runs all ranks to their ends."""
         if self._context is None:
@@ -102,6 +124,29 @@ def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: 
     }
 
 
+def _tiles(
+    q: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    backend: str,
+    deterministic: bool,
+) -> Tiles:
+    scoring = Scoring.of(
+        q.dtype,
+        softmax_scale,
+        softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    return Tiles(backends.choose(backend, q), scoring, deterministic)
+
+
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
@@ -124,24 +169,19 @@ def attention(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries of this process over the keys of all ranks of the named context."""
-    scoring = Scoring.of(
-        q.dtype,
-        softmax_scale,
-        softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
-    tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
+    tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
     ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
-    shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
-    with backends.kernels_of(q):
+
+    def compute(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
         results = ranks.run(
             [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
         )
-    outs, lses = zip(*results, strict=True)
-    return _joined(outs, 1), _joined(lses, 2)
+        outs, lses = zip(*results, strict=True)
+        return _joined(outs, 1), _joined(lses, 2)
+
+    with backends.kernels_of(q):
+        return ranks.computed(compute, tiles, (q, k, v))
 
 
 @attention.register_fake
@@ -188,30 +228,24 @@ def attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
-    scoring = Scoring.of(
-        q.dtype,
-        softmax_scale,
-        softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
-    tiles = Tiles(backends.choose(backend, q), scoring, deterministic)
+    tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
     ranks = _Ranks("attention backward", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
-    dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
-    lses = ranks.shards(lse, 2)
-    shards = zip(dlses, *map(ranks.shards, (dout, q, k, v, out)), lses, strict=True)
-    ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
-    with backends.kernels_of(q):
+
+    def compute(tiles: Tiles, dlse: Tensor | None, lse: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
+        shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
+        ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
         results = ranks.run(
             [
                 ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
-                for (dlse, dout, q, k, v, out, lse), (plan, transport, group) in zip(shards, ends, strict=True)
+                for (dout, q, k, v, out, dlse, lse), (plan, transport, group) in zip(shards, ends, strict=True)
             ]
         )
-    dqs, dks, dvs, dsinks = zip(*results, strict=True)
-    return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), torch.stack(dsinks).sum(0)
+        dqs, dks, dvs, dsinks = zip(*results, strict=True)
+        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), torch.stack(dsinks).sum(0)
+
+    with backends.kernels_of(q):
+        return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
 
 
 @attention_backward.register_fake

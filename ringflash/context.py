@@ -21,6 +21,7 @@ from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_grouped_plan, make_plan
+from ringflash.replay import Replays
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
     TRANSPORTS,
@@ -69,11 +70,15 @@ class ContextParallel:
             at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
             longer than their work; "auto" groups them where the KV of the whole sequence is at most 32 MiB a rank of
             the heads dimension.
+        cuda_graphs: whether passes over GPUs are captured at their second call with the same shapes and replayed from
+            then on, with the same bits: for sequences so short that launches take longer than their work. A graph
+            keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds lengths or
+            blocks, run as they are.
 
     Raises:
         ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, a
             transport that cannot join these ranks, a timeout that the group's would come before, an inner ring that
-            the ring is no multiple of, or one whose hops are to be grouped.
+            the ring is no multiple of, or one whose hops are to be grouped, graphs of a ring that is not of GPUs.
         RankMismatch: ranks ask for different transports or timeouts.
     """
 
@@ -88,6 +93,7 @@ class ContextParallel:
         fixed_lengths: bool = False,
         inner_ring: int | None = None,
         hops: str = "ring",
+        cuda_graphs: bool = False,
     ) -> None:
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
@@ -106,6 +112,10 @@ class ContextParallel:
             both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
+        if cuda_graphs and connection.devices != ("cuda",):
+            remedy = "Leave it out: CPUs have no launches to save."
+            raise ArgumentError("cuda_graphs", expected="a ring of GPUs", got=connection.kind, remedy=remedy)
+        self.replays = Replays() if cuda_graphs else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport
         self.heads_transport: HeadsTransport | None = None if both is None else both.transport
@@ -115,6 +125,7 @@ class ContextParallel:
         place = dist.get_rank(group), 0 if both is None else dist.get_rank(both.heads)
         names = group.group_name if both is None else f"{group.group_name} and {both.heads.group_name}"
         kind = f"group {names} {transport} {deadline.total_seconds():g} s{' fixed lengths' if fixed_lengths else ''}"
+        kind += " graphs" if cuda_graphs else ""
         self._set(grid.places.index(place), grid, inner_ring, hops, layout, kind, debug)
         self.local_ranks = (self.rank,)
 
@@ -139,7 +150,7 @@ class ContextParallel:
             raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
         self = cls.__new__(cls)
         self._connection = self._mesh_connection = self._control = self.transport = self.heads_transport = None
-        self.group = self.heads_group = None
+        self.group = self.heads_group = self.replays = None
         self.transport_kind, self.transport_reason = "local", "virtual ranks"
         grid = Grid.of(world_size, heads)
         _check_schedule(hops, inner_ring, grid)
@@ -318,6 +329,14 @@ class ContextParallel:
         except BaseException as error:
             faults.raised(error)  # a ring that has broken stays as it is
             raise
+
+    def watch(self, plan: Plan) -> None:
+        """Sees to it that a replayed pass of `plan`, which the current stream holds, ends: as one hop, the first."""
+        assert self._connection is not None
+        if self._connection.watch is not None:
+            done = torch.cuda.Event()
+            done.record()
+            self._connection.watch.add(done.query, 0, [rank for rank in range(plan.world_size) if rank != plan.rank])
 
     def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
         assert self._control is not None

@@ -66,6 +66,7 @@ class Connection:
         reason: why that one.
         devices: types of the devices whose tensors it moves.
         device: the only one, where there is one.
+        watch: sees to it that what GPUs wait for comes; None where processes wait themselves.
     """
 
     asked: Asked
@@ -75,6 +76,7 @@ class Connection:
     reason: str
     devices: tuple[str, ...]
     device: torch.device | None
+    watch: Watch | None = None
 
     def serves(self, asked: Asked) -> bool:
         """Whether it joins the ranks of this very group, as asked for, and its ring has not broken."""
@@ -148,7 +150,7 @@ def connect(asked: Asked) -> Connection:
             moves, obstacle = _symmetric(control, own, device, watch)
             if moves is not None:
                 reason = "all GPUs reach each other's memory" if transport == "auto" else reason
-                return Connection(asked, control, moves, "symmetric", reason, ("cuda",), device)
+                return Connection(asked, control, moves, "symmetric", reason, ("cuda",), device, watch)
         if transport == "symmetric":
             remedy = 'Use transport="nccl", or "auto", which chooses by this.'
             expected = "GPUs that reach each other's memory for symmetric"
@@ -158,7 +160,7 @@ def connect(asked: Asked) -> Connection:
     if double:  # what may take many hops must not queue before what is due after one
         far = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
         moves = TwoLinks(moves, far)
-    return Connection(asked, control, moves, "nccl", reason, ("cuda",), device)
+    return Connection(asked, control, moves, "nccl", reason, ("cuda",), device, watch)
 
 
 def connect_mesh(

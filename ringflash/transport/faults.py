@@ -126,6 +126,12 @@ class Faults:
         """Whether nothing has gone wrong, on any rank: all ranks are told alike, if they ask at about the same time."""
         return self.error is None and not self.word_of_others()
 
+    def claim(self) -> bool:
+        """Whether nobody has delivered the error yet: it is then the caller's to raise, in whichever thread, once."""
+        with self._lock:
+            claimed, self.delivered = not self.delivered, True
+        return claimed
+
     def release(self) -> None:
         """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
         with suppress(IndexError):  # another thread may be at it
@@ -196,9 +202,9 @@ class Faults:
         """
         if time.monotonic() - started >= PATIENCE and self.word_of_others():
             named = self.broken("behind", None)
-            self.delivered = True
             self.release()
-            raise named
+            if self.claim():
+                raise named
 
     def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""

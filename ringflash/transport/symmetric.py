@@ -205,12 +205,13 @@ class SymmetricTransport:
         return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)
 
     def _let_go(self) -> None:
-        """Ends all waits of this rank's streams, by saying in everybody's stead what they wait for, again and again."""
+        """Ends all waits of this rank's GPU, by saying in everybody's stead what they wait for, again and again."""
+        done = [*(stream.query for stream in self._streams), *self._watch.under_way()]  # a replayed graph has no stream
 
         def speak() -> None:
             torch.cuda.set_device(self._device)  # of this thread
             stream, end = torch.cuda.Stream(self._device), time.monotonic() + self._faults.deadline
-            while time.monotonic() < end and not all(waiting.query() for waiting in self._streams):
+            while time.monotonic() < end and not all(query() for query in done):
                 for place in range(0, 4 * 2 * _CHANNELS * self._world_size, 4):
                     self._driver.write(stream, self._words.own.data_ptr() + place, 1)
                 time.sleep(0.01)

@@ -49,6 +49,10 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="ringflash-watch", daemon=True)
             self._thread.start()
 
+    def under_way(self) -> list[Callable[[], bool]]:
+        """How to tell of each of the messages that are watched whether they are done."""
+        return [pending.done for pending in self._pending]
+
     def _run(self) -> None:
         if torch.cuda.is_initialized():
             Driver().allow_queries()
@@ -80,7 +84,7 @@ class Watch:
 
     def _end(self, verdict: Verdict, pending: _Pending) -> None:
         error = self._faults.broken(verdict, pending.hop, pending.peers)
-        if not self._faults.delivered:
+        if self._faults.claim():
             _raise_in_main_thread(error)
         self._faults.release()
 

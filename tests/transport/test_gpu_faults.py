@@ -27,6 +27,27 @@ def _with_fault(transport: str, step: int, action: Callable[[], None]) -> Outcom
         return outcome_of(call_ring, context)
 
 
+def _hang_before_a_replay(transport: str) -> Outcome:
+    context = rf.ContextParallel(
+        dist.group.WORLD, transport=transport, timeout=3.0, fixed_lengths=True, cuda_graphs=True
+    )
+    for _ in range(3):
+        call_ring(context)
+    if context.rank == 1:
+        _hang()
+    return outcome_of(call_ring, context)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+def test_a_rank_that_does_not_come_to_a_replay(transport: str) -> None:
+    exits, outcomes = run_to_their_ends(2, _hang_before_a_replay, transport, backend="nccl")
+    assert exits == [3, 3], outcomes
+    assert outcomes[0] is not None
+    assert outcomes[0].kind == "RingTimeout", outcomes
+    assert outcomes[0].seconds < 5
+    assert outcomes[0].fields["peers"] == [1]
+
+
 @pytest.mark.parametrize("transport", ["nccl", "symmetric"])
 @pytest.mark.parametrize(
     ("action", "kind", "codes", "seconds"),

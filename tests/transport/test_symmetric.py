@@ -119,6 +119,27 @@ def test_replay_of_a_graph(world: int, transport: str, hops: str) -> None:
     run_ranks(world, _replay, transport, hops, backend="nccl")
 
 
+def _replayed_calls(transport: str, hops: str) -> int:
+    """A context that captures its passes itself: calls of several shapes and inputs, and some that run as they are."""
+    context = rf.ContextParallel(dist.group.WORLD, transport=transport, hops=hops, cuda_graphs=True)
+    _, nccl = _contexts("zigzag", hops)
+    masks = (rf.Causal(), rf.Causal() & rf.SlidingWindow(100), rf.Causal() & rf.Documents([0, 100, 1024]))
+    for turn in range(4):
+        for mask, heads in ((masks[0], (8, 2)), (masks[1], (8, 2)), (masks[2], (8, 2)), (masks[0], (4, 4))):
+            problem = Problem.random(seqlen=1024, batch=1, heads=heads, mask=mask, seed=turn)
+            for a, b in zip(_call(context, problem), _call(nccl, problem), strict=True):
+                assert torch.equal(a, b), (turn, mask, heads)
+    assert context.replays is not None
+    return len(context.replays)
+
+
+@pytest.mark.parametrize(("transport", "hops"), [("symmetric", "ring"), ("symmetric", "grouped"), ("nccl", "ring")])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_context_that_captures(world: int, transport: str, hops: str) -> None:
+    graphs = run_ranks(world, _replayed_calls, transport, hops, backend="nccl")
+    assert graphs == [6] * world  # forward and backward, but of documents
+
+
 def _elsewhere() -> list[str]:
     context = rf.ContextParallel(dist.group.WORLD, transport="symmetric")
     texts: list[Any] = []

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringflash as rf
+from ringflash import replay
+from ringflash.errors import ArgumentError
+from ringflash.replay import Replays
+from tests.distributed import run_ranks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST", 2)
+    replays, ran, started = Replays(), list[str](), list[str]()
+
+    def call(kind: str, x: Tensor, y: Tensor | None) -> Tensor:
+        def compute(x: Tensor, y: Tensor | None) -> tuple[Tensor]:
+            ran.append(kind)
+            return (2 * x if y is None else x @ y,)
+
+        (result,) = replays.run(kind, compute, (x, y), nullcontext, lambda: started.append(kind))
+        return result
+
+    x = torch.randn(4, 8, device="cuda").T  # strided
+    results = [call("a", x + i, None) for i in range(5)]
+    for i, result in enumerate(results):
+        torch.testing.assert_close(result, 2 * (x + i), rtol=0, atol=0)
+    assert (ran, started) == (["a"] * 2, ["a"] * 4)  # as it is, captured, and replayed
+    torch.testing.assert_close(call("a", x, x.T.contiguous()), x @ x.T)  # another kind: an input more
+    assert len(replays) == 1
+    call("b", x, None)
+    call("b", x, None)
+    assert len(replays) == 1  # of "b": the first kind has gone
+    call("a", x, None)
+    assert ran[-1] == "a"
+
+
+def _on_cpus() -> str:
+    with pytest.raises(ArgumentError) as caught:
+        rf.ContextParallel(dist.group.WORLD, cuda_graphs=True)
+    return str(caught.value)
+
+
+def test_graphs_take_gpus() -> None:
+    text = run_ranks(1, _on_cpus)[0]
+    assert "cuda_graphs: expected a ring of GPUs, got gloo" in text
