@@ -70,15 +70,15 @@ class ContextParallel:
             at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
             longer than their work; "auto" groups them where the KV of the whole sequence is at most 32 MiB a rank of
             the heads dimension.
-        cuda_graphs: whether passes over GPUs are captured at their second call with the same shapes and replayed from
-            then on, with the same bits: for sequences so short that launches take longer than their work. A graph
-            keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds lengths or
-            blocks, run as they are.
+        cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
+            and replayed from then on, with the same bits: for sequences so short that launches take longer than their
+            work. A graph keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds
+            lengths or blocks, run as they are.
 
     Raises:
         ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, a
             transport that cannot join these ranks, a timeout that the group's would come before, an inner ring that
-            the ring is no multiple of, or one whose hops are to be grouped, graphs of a ring that is not of GPUs.
+            the ring is no multiple of, or one whose hops are to be grouped, graphs of a ring that is not symmetric.
         RankMismatch: ranks ask for different transports or timeouts.
     """
 
@@ -112,9 +112,11 @@ class ContextParallel:
             both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
-        if cuda_graphs and connection.devices != ("cuda",):
-            remedy = "Leave it out: CPUs have no launches to save."
-            raise ArgumentError("cuda_graphs", expected="a ring of GPUs", got=connection.kind, remedy=remedy)
+        if cuda_graphs and connection.kind != "symmetric":
+            remedy = (
+                "Leave it out: CPUs have no launches to save, and rings over NCCL do not come to an end in a graph."
+            )
+            raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
         self.replays = Replays() if cuda_graphs else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport

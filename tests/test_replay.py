@@ -47,6 +47,6 @@ def _on_cpus() -> str:
     return str(caught.value)
 
 
-def test_graphs_take_gpus() -> None:
+def test_graphs_take_memory_that_peers_see() -> None:
     text = run_ranks(1, _on_cpus)[0]
-    assert "cuda_graphs: expected a ring of GPUs, got gloo" in text
+    assert "cuda_graphs: expected the symmetric transport, got gloo" in text

@@ -106,6 +106,7 @@ class Faults:
         self._others: list[Faults] = []
         self._breaks: list[Callable[[], None]] = []
         self._releases: list[Callable[[], None]] = []
+        self._withdraw: Callable[[], None] | None = None  # what another thread has not yet raised
         self._lock = threading.RLock()
 
     def on_break(self, close: Callable[[], None]) -> None:
@@ -126,11 +127,20 @@ class Faults:
         """Whether nothing has gone wrong, on any rank: all ranks are told alike, if they ask at about the same time."""
         return self.error is None and not self.word_of_others()
 
-    def claim(self) -> bool:
-        """Whether nobody has delivered the error yet: it is then the caller's to raise, in whichever thread, once."""
+    def deliver(self, elsewhere: Callable[[], None], withdraw: Callable[[], None]) -> None:
+        """Raises the error `elsewhere`, in another thread, unless one has it; until it gets there it may `withdraw`."""
         with self._lock:
-            claimed, self.delivered = not self.delivered, True
-        return claimed
+            if not self.delivered:
+                self.delivered, self._withdraw = True, withdraw
+                elsewhere()
+
+    def seize(self) -> None:
+        """The caller is about to raise the error: it is raised here, once, and nowhere else any more."""
+        with self._lock:
+            self.delivered = True
+            if self._withdraw is not None:
+                self._withdraw()
+                self._withdraw = None
 
     def release(self) -> None:
         """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
@@ -141,7 +151,7 @@ class Faults:
     def check(self) -> None:
         """Raises what ended this ring, if it has ended."""
         if self.error is not None:
-            self.delivered = True
+            self.seize()
             raise self.error
 
     def ended(self) -> list[int]:
@@ -171,7 +181,7 @@ class Faults:
             else:
                 verdict = self.judge(time.monotonic() - start, peers)
         named = self.broken(verdict, hop, peers)
-        self.delivered = True
+        self.seize()
         self.release()
         raise named from cause
 
@@ -202,16 +212,16 @@ class Faults:
         """
         if time.monotonic() - started >= PATIENCE and self.word_of_others():
             named = self.broken("behind", None)
+            self.seize()
             self.release()
-            if self.claim():
-                raise named
+            raise named
 
     def raised(self, error: BaseException) -> None:
         """This rank raised `error` in a ring: brings the others down too."""
         if self.error is None:
             text = "".join(traceback.format_exception(error))
             self._end(Word(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
-            self.delivered = True
+            self.seize()
             self.release()
 
     def broken(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -84,8 +85,7 @@ class Watch:
 
     def _end(self, verdict: Verdict, pending: _Pending) -> None:
         error = self._faults.broken(verdict, pending.hop, pending.peers)
-        if self._faults.claim():
-            _raise_in_main_thread(error)
+        self._faults.deliver(partial(_raise_in_main_thread, error), _withdraw)
         self._faults.release()
 
 
@@ -104,6 +104,15 @@ def _raise_in_main_thread(error: RingflashError) -> None:
             Exception.__init__(self, str(error))
 
     Broken.__name__ = Broken.__qualname__ = type(error).__name__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), ctypes.py_object(Broken))
+
+
+def _withdraw() -> None:
+    """Takes back what the main thread has not yet raised."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), None)
+
+
+def _main_thread() -> ctypes.c_ulong:
     main = threading.main_thread().ident
     assert main is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Broken))
+    return ctypes.c_ulong(main)
