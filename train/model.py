@@ -199,10 +199,10 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Step:
-    """What all blocks of one forward share: rotary cosines and sines (batch | 1, seqlen, 1, headdim / 2), ring, cache,
-    and the documents whose tokens do not see each other.
+    """What all blocks of one forward share: rotary cosines and sines (batch | 1, seqlen, 1, headdim / 2), ring, cache.
 
-    One plain value, so that FSDP's casting of inputs does not round the angles to the compute dtype.
+    And the documents, whose tokens do not see those of others. One plain value, so that FSDP's casting of inputs does
+    not round the angles to the compute dtype.
     """
 
     cos: Tensor

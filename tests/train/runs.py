@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -93,7 +94,7 @@ def window_loss(decoder: Decoder, rows: list[dict[str, Tensor]]) -> Tensor:
     total = num_valid = torch.zeros((), dtype=torch.int64)
     for row in rows:
         ends = row.get("cu_seqlens", torch.tensor([0, SEQLEN])).tolist()
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in pairwise(ends):
             if stop > start:
                 logits = decoder(row["input_ids"][None, start:stop], torch.arange(stop - start))
                 total = total + token_loss(logits, row["labels"][None, start:stop])
