@@ -31,7 +31,8 @@ class TextDataModule(pl.LightningDataModule):
         context_length: tokens a sample.
         batch_size: samples a micro-batch, over all data-parallel ranks.
         documents: "packed": no token sees another document's, positions restart at each, and none is to predict what
-            follows its end. "joined": a sample is one text, whatever documents are in it.
+            follows its end; a document that a sample ends in goes on in the next. "whole": so too, but those that fit
+            into a sample are not cut. "joined": a sample is one text, whatever documents are in it.
         val_fraction: part of the tokens to hold out, rounded to whole documents; 0 for none. None is what a prepared
             folder says, and 0.01 of text.
         seed: of the order of samples.

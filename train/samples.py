@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ConfigError, DataError
+from ringflash.train.fitting import fit
 from ringflash.train.loss import IGNORE_INDEX
 from ringflash.train.tokens import TokenFiles
 
-Packing = Literal["packed", "joined"]
-PACKINGS = ("packed", "joined")
+Packing = Literal["packed", "whole", "joined"]
+PACKINGS = ("packed", "whole", "joined")
 ORDER_SEED = 0  # fixed: what is held out must not be trained on by a run of another seed
 
 Positions = npt.NDArray[np.int64]
@@ -99,7 +100,7 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         if not isinstance(index, list):
             return self._row(index)
         rows = [self._row(i) for i in index]
-        if self.documents == "packed":
+        if self.documents != "joined":
             width = 1 << max(len(row["cu_seqlens"]) - 1 for row in rows).bit_length()
             for row in rows:
                 row["cu_seqlens"] = torch.nn.functional.pad(
@@ -108,23 +109,61 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, index: int) -> dict[str, Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
         if index < 0:
-            row = {"input_ids": torch.zeros(self.seqlen, dtype=torch.int64)}
-            row["labels"] = torch.full((self.seqlen,), IGNORE_INDEX)
-            ends = np.empty(0, np.int64)
+            ids = torch.zeros(self.seqlen, dtype=torch.int64)
+            labels, ends = torch.full((self.seqlen,), IGNORE_INDEX), np.empty(0, np.int64)
         else:
-            if index >= len(self):
-                raise IndexError(index)
-            start = self.first + index * self.seqlen
-            window, ends = self.line.read(start, start + self.seqlen + 1)
-            row = {"input_ids": window[:-1], "labels": window[1:]}
-            ends = ends[ends <= start + self.seqlen] - start
-        if self.documents == "packed":
-            inner = torch.from_numpy(ends)
-            row["labels"] = row["labels"].index_fill(0, inner - 1, IGNORE_INDEX)
-            inner = inner[inner < self.seqlen]
-            row["cu_seqlens"] = torch.cat([torch.tensor([0]), inner, torch.tensor([self.seqlen])])
+            ids, labels, ends = self._sample(index)
+        row = {"input_ids": ids, "labels": labels}
+        if self.documents != "joined":
+            row["cu_seqlens"] = torch.from_numpy(np.concatenate([[0], ends[ends < self.seqlen], [self.seqlen]]))
         return row
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
+        """Inputs, labels, and where in the sample documents end."""
+        start = self.first + index * self.seqlen
+        window, ends = self.line.read(start, start + self.seqlen + 1)
+        ids, labels, ends = window[:-1], window[1:].clone(), ends[ends <= start + self.seqlen] - start
+        if self.documents != "joined":
+            labels[torch.from_numpy(ends) - 1] = IGNORE_INDEX
+        return ids, labels, ends
+
+
+class WholeSamples(TokenSamples):
+    """As packed samples, but of whole documents, fitted together so that little room is left.
+
+    Documents longer than a sample are cut into pieces of its length. What room is left is a document of end-of-document
+    tokens without labels.
+    """
+
+    def __init__(self, line: Line, seqlen: int, first: int, last: int) -> None:
+        super().__init__(line, seqlen, first, last, "whole")
+        ends = line.ends.clip(first, last)
+        starts = np.concatenate([[first], ends[:-1]])
+        pieces = -(-(ends - starts) // seqlen)  # of each document, none of an empty one
+        which = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = np.repeat(starts, pieces) + which * seqlen
+        stops = np.minimum(starts + seqlen, np.repeat(ends, pieces))
+        order, self._begins = fit(stops - starts, seqlen)
+        self._starts, self._stops = starts[order], stops[order]
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
+        ids = torch.full((self.seqlen,), self.line.tokens.header.shards[0].end_of_document)
+        labels = torch.full((self.seqlen,), IGNORE_INDEX)
+        inside = slice(int(self._begins[index]), int(self._begins[index + 1]))
+        ends = np.cumsum(self._stops[inside] - self._starts[inside])
+        for start, stop, end in zip(self._starts[inside], self._stops[inside], ends, strict=True):
+            window, over = self.line.read(int(start), min(int(stop) + 1, len(self.line)))
+            here = slice(int(end - stop + start), int(end))
+            ids[here] = window[: stop - start]
+            known = window[1:] if stop not in over else window[1 : stop - start]
+            labels[here][: len(known)] = known
+        return ids, labels, ends
 
 
 def train_and_held_out(
@@ -148,8 +187,11 @@ def train_and_held_out(
     split = line.split(val_fraction)
     if val_fraction:  # at least a sample, and not all
         split = max(min(split, total - 1 - seqlen), seqlen)
-    train = TokenSamples(line, seqlen, 0, split, documents)
-    held_out = TokenSamples(line, seqlen, split, total if val_fraction else split, documents)
+    parts = (0, split), (split, total if val_fraction else split)
+    if documents == "whole":
+        train, held_out = (WholeSamples(line, seqlen, first, last) for first, last in parts)
+    else:
+        train, held_out = (TokenSamples(line, seqlen, first, last, documents) for first, last in parts)
     if val_fraction and not (len(train) and len(held_out)):
         raise _too_short(f"more than {2 * seqlen} tokens: 2 samples, one of them held out", f"{total} tokens")
     return train, held_out

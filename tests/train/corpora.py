@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path, end: str = "</s>") -> Path:
 
 
 def prepared(
-    folder: Path, sources: Path | list[Path], tokenizer: Tokenizer | None = None, **options: int
+    folder: Path, sources: Path | list[Path], tokenizer: Tokenizer | None = None, **options: Any
 ) -> TokenFiles:
     """`prepare` with bytes, or another tokenizer."""
     names = [str(source) for source in (sources if isinstance(sources, list) else [sources])]

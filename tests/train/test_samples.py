@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError, DataError
+from ringflash.train.fitting import fit
 from ringflash.train.samples import Line, TokenSamples, train_and_held_out
 from tests.train.corpora import documents, prepared, write_lines
 
@@ -54,6 +56,44 @@ def test_packed_samples_keep_documents_apart(tmp_path: Path, lengths: list[int],
             assert labels[:-1] == ids[1:]
             assert labels[-1] == (-100 if ids[-1] == END else tokens[start + end])
             assert end == seqlen or ids[-1] == END
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.sampled_from([0, 2, 3, 5, 17]), min_size=2, max_size=20), seqlen=st.integers(1, 20))
+def test_whole_documents_are_cut_only_where_they_must(tmp_path: Path, lengths: list[int], seqlen: int) -> None:
+    if sum(lengths) <= seqlen:
+        return
+    line = line_of(tmp_path, lengths)
+    samples, _ = train_and_held_out(line, seqlen, 0.0, "whole")
+    pieces, labels = [], 0
+    for i in range(len(samples)):
+        row = samples[i]
+        for begin, end in pairwise(row["cu_seqlens"].tolist()):
+            ids, targets = row["input_ids"][begin:end].tolist(), row["labels"][begin:end].tolist()
+            if set(ids) == {END} and end == seqlen:  # what fills a sample up, or one that cannot be told from it
+                assert set(targets) == {-100}
+                continue
+            assert targets[:-1] == ids[1:]
+            assert (targets[-1] == -100) == (ids[-1] == END)
+            labels += sum(target != -100 for target in targets)
+            pieces.append(ids)
+    expected = []
+    for document in documents(line.tokens):
+        expected += [document[i : i + seqlen] for i in range(0, len(document), seqlen)]
+    lone = [piece for piece in expected if piece == [END]]
+    assert sorted(pieces + lone[: len(expected) - len(pieces)]) == sorted(expected)
+    assert labels == sum(max(n - 1, 0) for n in lengths)
+    assert len(samples) <= max(2 * -(-sum(lengths) // seqlen), 1)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=200), capacity=st.integers(30, 60))
+def test_fitting(lengths: list[int], capacity: int) -> None:
+    order, begins = fit(np.array(lengths), capacity)
+    assert sorted(order.tolist()) == [*range(len(lengths))]
+    loads = [sum(lengths[i] for i in order[a:b]) for a, b in pairwise(begins.tolist())]
+    assert all(0 < load <= capacity for load in loads)
+    assert sum(2 * load <= capacity for load in loads) <= 1
+    assert len(fit(np.array([20] * 90 + [10] * 90), 60)[1]) == 45 + 1
 
 
 def test_batches_have_few_shapes(tmp_path: Path) -> None:
