@@ -86,7 +86,7 @@ def prepare(
     preparation that was interrupted goes on where it stopped. Others wait while one prepares the same folder.
 
     Args:
-        sources: see `find_sources`.
+        sources: see `find_sources`; what lies in `folder` is none.
         folder: new, or of an earlier preparation.
         recipe: tokenizer and field of the text.
         processes: that encode.
@@ -104,7 +104,7 @@ def prepare(
         raise ConfigError("shard_bytes", expected="at least 1", got=shard_bytes, remedy=f"Try {SHARD_BYTES}.")
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
-    found = find_sources(sources)
+    found = [s for s in find_sources(sources) if not Path(s.path).is_relative_to(folder.absolute())]
     shards = divide(found, shard_bytes)
     _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)

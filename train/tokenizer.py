@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,10 +131,10 @@ class Tokenizer:
             (folder / MODEL_FILE).unlink(missing_ok=True)
             config = {"tokenizer_class": BYTES}
         else:
-            (folder / MODEL_FILE).write_text(self.model, encoding="utf-8")
+            _put(folder / MODEL_FILE, self.model)
             end = self._model.id_to_token(self.end_of_document)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        _put(folder / CONFIG_FILE, json.dumps(config, indent=1))
 
     @cached_property
     def _model(self) -> Any:
@@ -162,6 +163,13 @@ def _backend(model: str, name: str) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file that others may be reading."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _config(path: Path) -> dict[str, Any]:

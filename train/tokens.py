@@ -246,8 +246,15 @@ class TokenFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That the ids are of."""
-        return Tokenizer.load(self.folder / "tokenizer")
+        """That the ids are of.
+
+        Raises:
+            DataError: another lies in its place, or none.
+        """
+        tokenizer = Tokenizer.load(self.folder / "tokenizer")
+        if tokenizer.digest != self.header.shards[0].tokenizer:
+            raise damaged(self.folder / "tokenizer", "not the tokenizer that made the tokens")
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:

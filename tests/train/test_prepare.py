@@ -178,6 +178,19 @@ def test_damaged_token_files(tmp_path: Path, case: str, message: str) -> None:
     assert contents(files.folder) == whole
 
 
+def test_another_tokenizer_in_its_place(tmp_path: Path) -> None:
+    files = prepared(tmp_path / "to", write(tmp_path, a="text"))
+    Tokenizer.load(write_tokenizer(tmp_path / "model")).save(files.folder / "tokenizer")
+    with pytest.raises(DataError, match="tokenizer: not the tokenizer that made the tokens"):
+        _ = TokenFiles(files.folder).tokenizer
+
+
+def test_a_folder_below_its_sources(tmp_path: Path) -> None:
+    write(tmp_path, a="text")
+    for _ in range(2):
+        assert documents(prepared(tmp_path / "to", tmp_path)) == [[*b"text", 256]]
+
+
 def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     files = prepared(tmp_path / "to", write(tmp_path / "text", a="abcd"))
     content = bytearray(shard_path(files.folder, 0).read_bytes())
