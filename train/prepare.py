@@ -167,14 +167,14 @@ def _shards(
     with _progress(console) as bar:
         sizes = [sum(part.size for part in parts) for parts in shards]
         task = bar.add_task("encoding", total=sum(sizes), tokens="0", kept="")
-        kept = 0
+        tokens = kept = 0
 
         def note(index: int, made: tuple[ShardHeader, bool]) -> None:
-            nonlocal kept
+            nonlocal tokens, kept
             headers[index], was_there = made
-            kept += was_there
-            tokens = f"{sum(header.num_tokens for header in headers.values()):,}"
-            bar.update(task, advance=sizes[index], tokens=tokens, kept=f", {kept} shards kept" if kept else "")
+            tokens, kept = tokens + made[0].num_tokens, kept + was_there
+            also = f", {kept} shards kept" if kept else ""
+            bar.update(task, advance=sizes[index], tokens=f"{tokens:,}", kept=also)
 
         if min(processes, len(shards)) <= 1:
             for index, parts in enumerate(shards):
@@ -244,8 +244,9 @@ def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]
 
 
 def _enter_worker() -> None:
-    # Interrupts are the first process's: it stops the others. Its death is noticed by them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An interrupt ends it without a word: the first process has one. That one's death is noticed below.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # One thread each: the processes are as many as there are to be. The library has no other switch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class Tokenizer:
         return {name: value for name, value in self.__dict__.items() if name != "_model"}
 
 
+@lru_cache(maxsize=2)  # a large vocabulary takes a second
 def _backend(model: str, name: str) -> Any:
     try:
         import tokenizers
