@@ -175,10 +175,11 @@ def _generate(args: list[str]) -> int:
     elif device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         got = f"{device}, without a CUDA device here" if device == "cuda" else device
         raise ArgumentError("--device", expected="auto, cpu or cuda", got=got, remedy="Leave --device out.")
-    tokenizer = Tokenizer.of_run(options.checkpoint)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
+    tokenizer = Tokenizer.of_run(options.checkpoint)
     tokens = generate(
-        load_decoder(options.checkpoint, dtype=dtype).to(device),
+        decoder,
         torch.tensor(tokenizer.encode(options.prompt)),
         options.max_new_tokens,
         temperature=options.temperature,
