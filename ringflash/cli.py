@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
+        "prepare": (_prepare, "turn text into token files to train on, with any tokenizer"),
         "generate": (_generate, "continue a prompt with a trained model"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
@@ -54,6 +55,12 @@ def _train(args: list[str]) -> int:
     from ringflash.train.cli import main as train
 
     return train(args)
+
+
+def _prepare(args: list[str]) -> int:
+    from ringflash.train.prepare_command import main as prepare
+
+    return prepare(args)
 
 
 def _plan(args: list[str]) -> int:
@@ -106,7 +113,7 @@ def _generate(args: list[str]) -> int:
     parser = argparse.ArgumentParser("ringflash generate", description="Continues a prompt with a trained model.")
     parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
     parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
-    parser.add_argument("--max-new-tokens", type=int, default=400, help="bytes to add (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=400, help="tokens to add (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
@@ -116,8 +123,8 @@ def _generate(args: list[str]) -> int:
     import torch
 
     from ringflash.train.checkpoint import load_decoder
-    from ringflash.train.corpus import VOCAB_SIZE, decode, encode
     from ringflash.train.generate import generate
+    from ringflash.train.tokenizer import Tokenizer
 
     if not options.prompt:
         raise ArgumentError("--prompt", expected="at least one character", got="none", remedy='Try "def ".')
@@ -128,15 +135,17 @@ def _generate(args: list[str]) -> int:
         got = f"{device}, without a CUDA device here" if device == "cuda" else device
         raise ArgumentError("--device", expected="auto, cpu or cuda", got=got, remedy="Leave --device out.")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
+    tokenizer = Tokenizer.of_run(options.checkpoint)
     tokens = generate(
-        load_decoder(options.checkpoint, dtype=dtype).to(device),
-        torch.tensor(encode(options.prompt)),
+        decoder,
+        torch.tensor(tokenizer.encode(options.prompt)),
         options.max_new_tokens,
         temperature=options.temperature,
         generator=torch.Generator().manual_seed(options.seed),
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer.vocab_size,
     )
-    print(options.prompt + decode(tokens))
+    print(options.prompt + tokenizer.decode(tokens))
     return 0
 
 

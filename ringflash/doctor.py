@@ -16,6 +16,8 @@ from ringflash.kernels import backend, eager
 PACKAGES = ("ringflash", "torch", "triton", "lightning", "jsonargparse", "numpy", "safetensors", "matplotlib")
 OPTIONAL = {
     "tensorboard": "extra logging: event files beside the CSV log",
+    "tokenizers": "extra data: `ringflash prepare` with more than bytes",
+    "pyarrow": "extra data: `ringflash prepare` of Parquet files",
     "transformers": "extra hf: tests compare the decoder with its Llama",
     "ring-flash-attn": "extra bench: to compare with; nothing here uses it yet",
 }

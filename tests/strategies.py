@@ -24,6 +24,12 @@ def tree(seqlen: int, draws: list[tuple[int, bool]], place: float) -> rf.Tree:
     return rf.Tree(parents, start=round(place * (seqlen - len(parents))))
 
 
+def packed(rows: list[list[int]]) -> rf.Documents:
+    """Documents of one row a sequence, filled up to the longest."""
+    most = max(map(len, rows))
+    return rf.Documents([row + row[-1:] * (most - len(row)) for row in rows])
+
+
 def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
     """Any mask over `seqlen` positions that is no intersection."""
     limits = st.none() | st.integers(0, seqlen)
@@ -38,6 +44,7 @@ def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
         st.just(rf.Causal()),
         st.builds(rf.SlidingWindow, limits, limits),
         st.builds(rf.Documents, ends),
+        st.lists(ends, min_size=batch, max_size=batch).map(packed),
         st.builds(rf.KeyPadding, lengths),
         st.builds(rf.PrefixLM, lengths),
         st.builds(block_sparse, st.just(seqlen), sizes, st.integers(0, 2**16), densities),

@@ -18,7 +18,9 @@ def test_help_is_quick_to_come() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert all(f"  {command} " in done.stdout for command in ("train", "generate", "plan", "bench", "doctor"))
+    assert all(
+        f"  {command} " in done.stdout for command in ("train", "prepare", "generate", "plan", "bench", "doctor")
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

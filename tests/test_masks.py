@@ -58,6 +58,18 @@ def test_documents(ends: list[int]) -> None:
     assert torch.equal(dense(rf.Documents(ends)), expected)
 
 
+def test_documents_of_each_sequence() -> None:
+    rows = [[0, 10, 40, 40], [0, 0, 1, 40], [0, 40, 40, 40]]
+    mask = rf.Documents(rows)
+    assert torch.equal(dense(mask), torch.cat([dense(rf.Documents(row)) for row in rows]))
+    assert (mask.batch, rf.Documents(rows[:1]).batch) == (3, 1)
+    assert rf.Documents(rows[:1]) == rf.Documents(rows[0])
+    assert mask == rf.Documents(torch.tensor(rows, dtype=torch.int32).T.contiguous().T)
+    assert mask not in (rf.Documents(rows[::-1]), rf.Documents(rows[:2]), rf.Documents(rows[0]))
+    assert repr(mask) == "Documents(3 sequences, the first [0, 10, 40, 40])"
+    mask.validate(SEQLEN)
+
+
 def test_key_padding_and_prefix_speak_of_each_sequence() -> None:
     padding, prefix = dense(rf.KeyPadding([40, 0, 7])), dense(rf.PrefixLM([0, 40, 7]))
     assert torch.equal(padding[2], by_rule(lambda p, j: j < 7)[0])
@@ -222,8 +234,12 @@ def test_what_is_no_mask(wrong: Any) -> None:
         (lambda: rf.SlidingWindow(-1, 0), "left: expected None or at least 0, got -1"),
         (lambda: rf.Documents([1, 4]), r"cu_seqlens: expected 0 first and never falling, got \[1, 4\]"),
         (lambda: rf.Documents([0, 4, 3]), "cu_seqlens: expected 0 first and never falling"),
-        (lambda: rf.Documents([]), "cu_seqlens: expected a vector of integers"),
-        (lambda: rf.Documents(torch.tensor([[0, 4]])), r"cu_seqlens: expected a vector of integers, got .*\(1, 2\)"),
+        (lambda: rf.Documents([]), "cu_seqlens: expected a vector of integers, or one a sequence"),
+        (lambda: rf.Documents([[0, 4], [0, 5, 3]]), "cu_seqlens: expected a vector .* Pass lists of one length"),
+        (lambda: rf.Documents([[0, 4], [1, 4]]), "cu_seqlens: expected 0 first and never falling"),
+        (lambda: rf.Documents(torch.zeros(1, 2, 2).long()), r"cu_seqlens: expected a vector .* got .*\(1, 2, 2\)"),
+        (lambda: rf.KeyPadding([[0, 4]]), r"seqlens_k: expected a vector of integers, got .*\(1, 2\)"),  # pyright: ignore
+        (lambda: rf.Documents([[0, 4], [0, 4]]) & rf.PrefixLM([1, 2, 3]), r"expected one batch size, got \[2, 3\]"),
         (lambda: rf.KeyPadding(torch.tensor([0.5])), "seqlens_k: expected a vector of integers, got torch.float32"),
         (lambda: rf.PrefixLM([3, -1]), "prefix_lens: expected none below 0, got -1"),
         (lambda: rf.PrefixLM([1, 2]) & rf.KeyPadding([1, 2, 3]), r"mask: expected one batch size, got \[2, 3\]"),
@@ -255,6 +271,7 @@ def test_bad_values(make: Any, message: str) -> None:
     [
         (rf.Documents([0, 10, 39]), "cu_seqlens: expected lengths that sum to the sequence's 40 keys, got a sum of 39"),
         (rf.Documents([0, 41]), "cu_seqlens: expected lengths that sum to the sequence's 40 keys, got a sum of 41"),
+        (rf.Documents([[0, 40], [0, 39]]), "cu_seqlens: expected lengths that sum to .* 40 keys, got a sum of 39"),
         (rf.KeyPadding([3, 41]), "seqlens_k: expected none above the sequence's 40 keys, got 41"),
         (rf.PrefixLM([41, 0]), "prefix_lens: expected none above the sequence's 40 keys, got 41"),
         (rf.BlockSparse(torch.ones(2, 2) > 0, 16), r"blocks: expected \(3, 3\) for 40 tokens .* of 16, got \(2, 2\)"),

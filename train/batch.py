@@ -19,7 +19,8 @@ CHECKSUM_PERIOD = 65521
 def check_batch(batch: Any, context_parallel_size: int) -> None:
     """Raises ArgumentError unless `batch` holds "input_ids" and "labels", (batch, seqlen) int64 of whole sequences.
 
-    Nor may it hold what the strategy adds: positions of one's own would be overwritten.
+    It may hold "cu_seqlens", (batch, ndocuments + 1) int64: where the documents packed into each sequence begin, and
+    the sequence's length. It may not hold what the strategy adds: positions of one's own would be overwritten.
     """
     if not isinstance(batch, Mapping):
         raise ArgumentError(
@@ -63,6 +64,41 @@ def check_batch(batch: Any, context_parallel_size: int) -> None:
             got=tuple(input_ids.shape),
             remedy="Use longer sequences or a smaller context_parallel_size.",
         )
+    if "cu_seqlens" in batch:
+        _check_documents(batch["cu_seqlens"], *input_ids.shape)
+
+
+def _check_documents(cu_seqlens: Any, batch: int, seqlen: int) -> None:
+    got: object = type(cu_seqlens).__name__
+    if isinstance(cu_seqlens, Tensor):
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        if cu_seqlens.dtype == torch.int64 and cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == batch:
+            ends = cu_seqlens.cpu()
+            rows = (ends[:, :1] == 0).all(1) & (ends[:, -1:] == seqlen).all(1) & (ends.diff() >= 0).all(1)
+            if ends.shape[1] > 1 and bool(rows.all()):
+                return
+            got = ends[int(rows.long().argmin())].tolist()
+    raise ArgumentError(
+        "batch['cu_seqlens']",
+        expected=f"({batch}, ndocuments + 1) int64, each row from 0 to {seqlen} and never falling",
+        got=got,
+        remedy="Pass where each sequence's documents begin and then its length, as often as fills the row up.",
+    )
+
+
+def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """Positions in a sequence -> positions in its documents.
+
+    Args:
+        cu_seqlens: (batch, ndocuments + 1) int64.
+        positions: (n,) int64, from 0 to below the sequence's length.
+
+    Returns:
+        (batch, n) int64.
+    """
+    rows = positions.expand(cu_seqlens.shape[0], -1).contiguous()
+    index = torch.searchsorted(cu_seqlens.contiguous(), rows, right=True)
+    return rows - cu_seqlens.gather(1, index - 1)
 
 
 def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,10 +121,13 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup, context_parallel_size: 
         RankMismatch: on all, when ranks that share sequences hold different ones.
     """
     error: ArgumentError | None = None
-    facts = [0, 0, 0, 0, 0]
+    facts = [0] * 7
     try:
         check_batch(batch, context_parallel_size)
-        facts = [1, *batch["input_ids"].shape, int(count_valid(batch["labels"])), _checksum(batch)]
+        mixed = batch["input_ids"] * 2654435761 + batch["labels"] + 1
+        tokens, ends = _checksum(mixed), batch.get("cu_seqlens")
+        documents = [0, 0] if ends is None else [ends.shape[1], _checksum(ends)]
+        facts = [1, *batch["input_ids"].shape, int(count_valid(batch["labels"])), tokens, *documents]
     except ArgumentError as raised:
         error = raised
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -97,7 +136,8 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup, context_parallel_size: 
         raise error
     if failed := [r for r, row in enumerate(rows) if not row[0]]:
         raise PeerFailed(failed, ["its batch is not of the contract"] * len(failed), rank=rank)
-    for index, field in ((1, "batch size"), (2, "seqlen"), (3, "valid tokens"), (4, "tokens (checksum)")):
+    fields = "batch size", "seqlen", "valid tokens", "tokens (checksum)", "documents", "documents (checksum)"
+    for index, field in enumerate(fields, 1):
         odd: list[int] = []
         for first in range(0, world_size, context_parallel_size):
             shared = [row[index] for row in rows[first : first + context_parallel_size]]
@@ -108,7 +148,7 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup, context_parallel_size: 
     return sum(row[3] for row in rows[::context_parallel_size])
 
 
-def _checksum(batch: Mapping[str, Tensor]) -> int:
-    mixed = (batch["input_ids"] * 2654435761 + batch["labels"] + 1).flatten()
-    weights = torch.arange(mixed.numel(), device=mixed.device) % CHECKSUM_PERIOD + 1
-    return int((mixed * weights).sum())
+def _checksum(values: Tensor) -> int:
+    values = values.flatten()
+    weights = torch.arange(values.numel(), device=values.device) % CHECKSUM_PERIOD + 1
+    return int((values * weights).sum())

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ringflash.errors import ConfigError
-from ringflash.train.corpus import VOCAB_SIZE, decode, encode
 from ringflash.train.generate import generate
 from ringflash.train.throughput import Throughput
+from ringflash.train.tokenizer import Tokenizer
 
 LINE_SECONDS = 3.0
 LAST_STEPS = 10  # one step's loss is its one sequence's
@@ -273,19 +273,20 @@ class RunSummary(Callback):
                 console.print(Panel(text, title="sample", title_align="left"))
 
     def _sample(self, pl_module: Any) -> str:
+        tokenizer: Tokenizer = getattr(getattr(pl_module.trainer, "datamodule", None), "tokenizer", Tokenizer())
         was_training = pl_module.training
         pl_module.eval()
         tokens = generate(
             pl_module.decoder,
-            torch.tensor(encode(self.prompt)),
+            torch.tensor(tokenizer.encode(self.prompt)),
             self.sample_tokens,
             temperature=self.temperature,
             generator=torch.Generator().manual_seed(self.seed),
             cache_dtype=_compute_dtype(pl_module),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=tokenizer.vocab_size,
         )
         pl_module.train(was_training)
-        return decode(tokens)
+        return tokenizer.decode(tokens)
 
     def _table(self, trainer: pl.Trainer) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -44,7 +44,7 @@ CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
 HELP = "See `ringflash train fit --help`."
 RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder, once it has trained
-PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard")  # there from the start
+PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "tokenizer")  # there from the start
 
 
 class RingCLI(LightningCLI):

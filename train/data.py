@@ -1,4 +1,4 @@
-"""LightningDataModule over a text corpus: packed samples, a held-out end, batches by data-parallel rank."""
+"""LightningDataModule over token files or text: samples of the context length, a held-out end, batches by rank."""
 
 from __future__ import annotations
 
@@ -8,25 +8,35 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ringflash.errors import ConfigError, DataError
-from ringflash.train.corpus import STDLIB, VOCAB_SIZE, Corpus, TokenSamples, load_corpus, num_samples
+from ringflash.train.corpus import CACHE, load_corpus
 from ringflash.train.sampler import BatchSampler, ResumableLoader
+from ringflash.train.samples import Line, Packing, TokenSamples, train_and_held_out
+from ringflash.train.sources import STDLIB
+from ringflash.train.tokenizer import RUN_FOLDER, Tokenizer
+from ringflash.train.tokens import TokenFiles
 
-DEFAULT_CACHE = "~/.cache/ringflash"
+VAL_FRACTION = 0.01  # of text, of which nobody has said it
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Byte-level next-token samples of a corpus, cut into `context_length` tokens.
+    """Next-token samples of documents, `context_length` tokens each.
 
-    All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only.
-    The last `val_fraction` of the samples is held out for val/loss, the same samples for test/loss.
+    All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only. What
+    is held out for val/loss, and for test/loss, is the same documents whatever the seed. The order of samples is a pure
+    function of seed and epoch.
 
     Args:
-        corpus: files, folders or globs, a document each file; or "stdlib", the sources of Python's standard library.
+        corpus: a folder that `ringflash prepare` made; or text to train on byte by byte: files, folders or globs, or
+            "stdlib", the sources of Python's standard library.
         context_length: tokens a sample.
         batch_size: samples a micro-batch, over all data-parallel ranks.
-        val_fraction: part of the samples to hold out; 0 for none.
-        seed: of the order of documents and samples.
-        cache_dir: folder of the token files that corpora are read from.
+        documents: "packed": no token sees another document's, positions restart at each, and none is to predict what
+            follows its end; a document that a sample ends in goes on in the next. "whole": so too, but those that fit
+            into a sample are not cut. "joined": a sample is one text, whatever documents are in it.
+        val_fraction: part of the tokens to hold out, rounded to whole documents; 0 for none. None is what a prepared
+            folder says, and 0.01 of text.
+        seed: of the order of samples.
+        cache_dir: folder of the token files that text becomes.
     """
 
     def __init__(
@@ -34,52 +44,68 @@ class TextDataModule(pl.LightningDataModule):
         corpus: str | list[str] = STDLIB,
         context_length: int = 4096,
         batch_size: int = 1,
-        val_fraction: float = 0.01,
+        documents: Packing = "packed",
+        val_fraction: float | None = None,
         seed: int = 0,
-        cache_dir: str = DEFAULT_CACHE,
+        cache_dir: str = CACHE,
     ) -> None:
         super().__init__()
         if context_length < 1:
             raise ConfigError("context_length", expected="at least 1", got=context_length, remedy="Try 4096.")
         if batch_size < 1:
             raise ConfigError("batch_size", expected="at least 1", got=batch_size, remedy="Try 1.")
-        if not 0 <= val_fraction < 1:
+        if val_fraction is not None and not 0 <= val_fraction < 1:
             raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
         self.sources, self.context_length, self.batch_size = corpus, context_length, batch_size
-        self.val_fraction, self.seed, self.cache_dir = val_fraction, seed, Path(cache_dir)
-        self.corpus: Corpus | None = None
+        self.documents: Packing = documents
+        self.seed, self.cache_dir, self._asked_val_fraction = seed, Path(cache_dir), val_fraction
+        self._samples: tuple[TokenSamples, TokenSamples] | None = None
 
     def prepare_data(self) -> None:
-        """Writes the token file, on one process of a machine."""
-        load_corpus(self.sources, self.cache_dir, self.seed)
+        """Encodes text, on one process of a machine."""
+        load_corpus(self.sources, self.cache_dir)
 
     def setup(self, stage: str) -> None:
-        """Maps the token file.
+        """Maps the token files, and leaves their tokenizer in the folder of a run that is logged.
 
         Raises:
-            DataError: the corpus is shorter than one sample, or than two with a held-out part.
-            ConfigError: the model has fewer token ids than the corpus.
+            DataError: fewer tokens than one sample, or than two with a held-out part; or the model has fewer token ids.
         """
+        tokens = load_corpus(self.sources, self.cache_dir)
         config = getattr(self.trainer and self.trainer.lightning_module, "model_config", None)
-        if config is not None and config.vocab_size < VOCAB_SIZE:
-            raise ConfigError(
+        if config is not None and config.vocab_size < tokens.vocab_size:
+            raise DataError(
                 "vocab_size",
-                expected=f"at least {VOCAB_SIZE}: 256 bytes and the end of a document",
+                expected=f"at least {tokens.vocab_size}, the ids of {tokens.tokenizer.name}, as {tokens.folder} has",
                 got=config.vocab_size,
-                remedy=f"Set model.model.vocab_size to {VOCAB_SIZE}.",
+                remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
             )
-        self.corpus = load_corpus(self.sources, self.cache_dir, self.seed)
-        num_samples(self.corpus, self.context_length, at_least=1 if self.val_fraction == 0 else 2)
+        fraction = self._val_fraction(tokens)
+        self._samples = train_and_held_out(Line(tokens), self.context_length, fraction, self.documents)
+        if stage == "fit" and self.trainer is not None and self.trainer.loggers:
+            folder = self.trainer.log_dir  # a collective
+            if folder is not None and self.trainer.is_global_zero:
+                tokens.tokenizer.save(Path(folder) / RUN_FOLDER)
+
+    @property
+    def tokens(self) -> TokenFiles:
+        """What is trained on; there once `setup` has run."""
+        return self.train_samples().line.tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the tokens."""
+        return self.tokens.tokenizer
 
     def train_samples(self) -> TokenSamples:
         """All samples before the held-out ones."""
-        corpus, split, _ = self._split()
-        return TokenSamples(corpus, self.context_length, 0, split)
+        assert self._samples is not None, "setup comes first"
+        return self._samples[0]
 
     def val_samples(self) -> TokenSamples:
         """The held-out samples."""
-        corpus, split, total = self._split()
-        return TokenSamples(corpus, self.context_length, split, total)
+        assert self._samples is not None, "setup comes first"
+        return self._samples[1]
 
     def train_dataloader(self) -> ResumableLoader:
         """Shuffled, every epoch anew."""
@@ -110,19 +136,19 @@ class TextDataModule(pl.LightningDataModule):
                 remedy="Resume with the same data section; batch_size and the number of ranks may change.",
             )
 
+    def _val_fraction(self, tokens: TokenFiles) -> float:
+        if self._asked_val_fraction is not None:
+            return self._asked_val_fraction
+        return VAL_FRACTION if tokens.header.val_fraction is None else tokens.header.val_fraction
+
     def _identity(self) -> dict[str, Any]:
         return {
-            "corpus": self._split()[0].header.digest,
+            "corpus": self.tokens.header.digest,
             "context_length": self.context_length,
-            "val_fraction": self.val_fraction,
+            "documents": self.documents,
+            "val_fraction": self._val_fraction(self.tokens),
             "seed": self.seed,
         }
-
-    def _split(self) -> tuple[Corpus, int, int]:
-        assert self.corpus is not None, "setup comes first"
-        total = num_samples(self.corpus, self.context_length)
-        held_out = max(1, round(total * self.val_fraction)) if self.val_fraction else 0
-        return self.corpus, max(1, total - held_out), total
 
     def _loader(self, samples: TokenSamples, *, shuffle: bool) -> ResumableLoader:
         ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}

@@ -201,13 +201,15 @@ class KVCache:
 class Step:
     """What all blocks of one forward share: rotary cosines and sines (batch | 1, seqlen, 1, headdim / 2), ring, cache.
 
-    One plain value, so that FSDP's casting of inputs does not round the angles to the compute dtype.
+    And the documents, whose tokens do not see those of others. One plain value, so that FSDP's casting of inputs does
+    not round the angles to the compute dtype.
     """
 
     cos: Tensor
     sin: Tensor
     context: rf.ContextParallel | None
     cache: KVCache | None
+    documents: rf.Documents | None = None
 
 
 def rotary_angles(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -246,12 +248,13 @@ class Attention(nn.Module):
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
         q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        mask = rf.Causal() if step.documents is None else rf.Causal() & step.documents
         if step.context is not None:
-            out = rf.ring_attention(q, k, v, step.context, mask=rf.Causal())
+            out = rf.ring_attention(q, k, v, step.context, mask=mask)
         else:
             if step.cache is not None:
                 k, v = step.cache.append(self.layer, k, v)
-            out = rf.flash_attention(q, k, v, mask=rf.Causal())
+            out = rf.flash_attention(q, k, v, mask=mask)
         assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(-2))
 
@@ -324,17 +327,20 @@ class Decoder(nn.Module):
         position_ids: Tensor,
         context: rf.ContextParallel | None = None,
         cache: KVCache | None = None,
+        documents: rf.Documents | None = None,
     ) -> Tensor:
         """Logits (batch, seqlen, vocab_size).
 
         Args:
             input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout.
-            position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence.
+            position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence, or in each document.
             context: the ranks that share the sequence; None when this rank has all of it.
             cache: keys and values of the tokens before `input_ids`; extended. For one rank, without `context`.
+            documents: of the whole sequences; no token sees another document's. Without `cache`.
 
         Raises:
-            ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or `cache` comes with `context`.
+            ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or comes with `context` or
+                `documents`.
         """
         if position_ids.shape[-1] != input_ids.shape[-1] or position_ids.ndim not in (1, 2):
             raise ArgumentError(
@@ -350,9 +356,12 @@ class Decoder(nn.Module):
                 got="a KVCache",
                 remedy="Generate on one rank, without a context.",
             )
+        if cache is not None and documents is not None:
+            remedy = "Generate from one document a sequence."
+            raise ArgumentError("documents", expected="None with a cache", got=repr(documents), remedy=remedy)
         x = self.embed_tokens(input_ids)
         angle_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        step = Step(*rotary_angles(self.config, position_ids, angle_dtype), context, cache)
+        step = Step(*rotary_angles(self.config, position_ids, angle_dtype), context, cache, documents)
         for block in self.layers:
             x = block(x, step)
         if cache is not None:

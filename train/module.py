@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError, RingflashError
-from ringflash.train.batch import all_ranks
+from ringflash.train.batch import all_ranks, document_positions
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.loss import count_valid, token_loss
 from ringflash.train.model import Decoder, ModelConfig
@@ -282,10 +282,13 @@ class LanguageModel(pl.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
         position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
+        cu_seqlens = batch.get("cu_seqlens")
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)
+        documents = None if cu_seqlens is None else rf.Documents(cu_seqlens)
         with self._autocast():
-            logits = self.decoder(input_ids, position_ids, self.context)
+            logits = self.decoder(input_ids, position_ids, self.context, documents=documents)
         return token_loss(logits, labels), count_valid(labels) if num_valid is None else num_valid
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -18,15 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ringflash as rf
-from ringflash.train.corpus import VOCAB_SIZE, TokenSamples, load_corpus, num_samples
+from ringflash.train.corpus import CACHE, load_corpus
 from ringflash.train.loss import count_valid, token_loss
 from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.samples import Line, train_and_held_out
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", nargs="+", default=["stdlib"], help="files, folders or globs, or stdlib")
-    parser.add_argument("--cache-dir", default="~/.cache/ringflash")
+    parser.add_argument("--corpus", nargs="+", default=["stdlib"], help="a prepared folder, text files, or stdlib")
+    parser.add_argument("--cache-dir", default=CACHE)
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -75,12 +76,12 @@ def main() -> None:
     args = parse_arguments()
     device, mesh = join_ranks()
     ffn_dim = 64 * round(args.dim * 8 / 3 / 64)
-    config = ModelConfig(VOCAB_SIZE, args.dim, args.layers, args.heads, min(args.kv_heads, args.heads), ffn_dim)
+    corpus = load_corpus(args.corpus, args.cache_dir)
+    samples, _ = train_and_held_out(Line(corpus), args.context_length, 0, "joined")
+    config = ModelConfig(corpus.vocab_size, args.dim, args.layers, args.heads, min(args.kv_heads, args.heads), ffn_dim)
     model = build_model(config, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
-    corpus = load_corpus(args.corpus, args.cache_dir)
-    samples = TokenSamples(corpus, args.context_length, 0, num_samples(corpus, args.context_length))
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))  # the same on every rank
 
     # Every rank reads the same sequence and keeps its part of it: tokens, labels that were shifted before the cut,

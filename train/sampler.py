@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringflash.errors import ConfigError
-from ringflash.train.corpus import TokenSamples
+from ringflash.train.samples import TokenSamples
 
 PADDING = -1
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train import checkpoint as sharded
-from ringflash.train.batch import agree_on_batch
+from ringflash.train.batch import agree_on_batch, document_positions
 from ringflash.train.departure import Departure
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
@@ -144,6 +144,8 @@ class RingAttentionStrategy(ModelParallelStrategy):
 
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
         "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; other entries are only moved.
+        With "cu_seqlens", (batch, ndocuments + 1) int64 of the documents packed into the whole sequences, positions
+        restart at each document and are (batch, seqlen_local); it stays whole, and on the CPU, where masks are made.
 
         Raises:
             ArgumentError: the batch is not of this form, is shorter than the context-parallel group, or has entries
@@ -153,11 +155,17 @@ class RingAttentionStrategy(ModelParallelStrategy):
         """
         device = device or self.root_device
         num_valid = agree_on_batch(batch, self.shard_mesh.get_group(), self.context.world_size, device)
-        moved = dict(cast("Mapping[str, Any]", super().batch_to_device(batch, device, dataloader_idx)))
+        cu_seqlens: Tensor | None = batch.get("cu_seqlens")
+        rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+        moved = dict(cast("Mapping[str, Any]", super().batch_to_device(rest, device, dataloader_idx)))
         seqlen = moved["input_ids"].shape[1]
         for name in ("input_ids", "labels"):
             moved[name] = self.context.shard(moved[name], dim=1)
-        moved["position_ids"] = self.context.positions(seqlen, device=device)
+        if cu_seqlens is None:
+            moved["position_ids"] = self.context.positions(seqlen, device=device)
+        else:
+            moved["cu_seqlens"] = cu_seqlens.cpu()
+            moved["position_ids"] = document_positions(moved["cu_seqlens"], self.context.positions(seqlen)).to(device)
         moved["num_valid_tokens"] = torch.tensor(num_valid, device=device)
         return moved
 

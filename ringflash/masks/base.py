@@ -198,18 +198,24 @@ def as_mask(mask: Mask | None) -> Mask:
     return mask
 
 
-def integers(argument: str, values: Tensor | Sequence[int]) -> Tensor:
-    """A copy of a vector of integers: int64 on the CPU.
+def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[int]], max_ndim: int = 1) -> Tensor:
+    """A copy of a vector of integers, or of a matrix where `max_ndim` is 2: int64 on the CPU, contiguous.
 
     Raises:
         ArgumentError: anything else, or an empty one.
     """
-    given = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
-    if given.ndim != 1 or given.numel() == 0 or given.is_floating_point() or given.dtype == torch.bool:
+    expected = "a vector of integers" if max_ndim == 1 else "a vector of integers, or one a sequence"
+    try:
+        given = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    except (ValueError, TypeError) as error:
+        remedy = "Pass lists of one length, or a tensor."
+        raise ArgumentError(argument, expected=expected, got=str(error), remedy=remedy) from error
+    fits = 1 <= given.ndim <= max_ndim and given.numel() > 0
+    if not fits or given.is_floating_point() or given.dtype == torch.bool:
         got = f"{given.dtype} {tuple(given.shape)}"
         remedy = "Pass a list or tensor of whole numbers."
-        raise ArgumentError(argument, expected="a vector of integers", got=got, remedy=remedy)
-    return given.detach().to("cpu", torch.int64, copy=True)
+        raise ArgumentError(argument, expected=expected, got=got, remedy=remedy)
+    return given.detach().to("cpu", torch.int64, copy=True, memory_format=torch.contiguous_format)
 
 
 def shortened(values: Sequence[int]) -> str:

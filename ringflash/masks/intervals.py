@@ -91,42 +91,60 @@ class _Table(OfTensors):
         return f"{type(self).__name__}({shortened(self._values.tolist())})"
 
 
-class Documents(_Table):
+class Documents(OfTensors):
     """Packed documents: a query sees the keys of its own document.
 
     Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. Together they are the whole
     sequence (attention calls `validate`); a position outside them would see nothing and be seen by nobody.
 
     Args:
-        cu_seqlens: (ndocuments + 1,) integers from 0 to the sequence's length, never falling.
+        cu_seqlens: (ndocuments + 1,) integers from 0 to the sequence's length, never falling; or one such row a
+            sequence, (batch, ndocuments + 1), rows of fewer documents filled up with the sequence's length.
 
     Raises:
         ArgumentError: another shape, start or order.
     """
 
-    word, argument = "documents", "cu_seqlens"
-
-    def __init__(self, cu_seqlens: Tensor | Sequence[int]) -> None:
-        super().__init__(cu_seqlens)
-        ends = self._values
-        if int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+    def __init__(self, cu_seqlens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
+        ends = integers("cu_seqlens", cu_seqlens, max_ndim=2)
+        if bool((ends[..., 0] != 0).any()) or bool((ends.diff() < 0).any()):
             remedy = "Pass cumulative lengths: 0, the first document's length, the first two's, ..."
             raise ArgumentError("cu_seqlens", expected="0 first and never falling", got=ends.tolist(), remedy=remedy)
+        # One row speaks of any number of sequences.
+        self._ends = ends[0] if ends.ndim == 2 and ends.shape[0] == 1 else ends
+
+    @property
+    def spec(self) -> tuple[str, list[Tensor]]:
+        """Its kind, and the cumulative lengths."""
+        return "documents", [self._ends]
+
+    @property
+    def batch(self) -> int:
+        """One row a sequence, or 1."""
+        return 1 if self._ends.ndim == 1 else self._ends.shape[0]
 
     def validate(self, seqlen: int) -> None:
-        """The documents must be the whole sequence."""
-        if self._most != seqlen:
+        """The documents of each sequence must be the whole of it."""
+        sums = self._ends[..., -1].reshape(-1)
+        if bool((sums != seqlen).any()):
+            wrong = int(sums[(sums != seqlen).nonzero()[0, 0]])
             expected = f"lengths that sum to the sequence's {seqlen} keys"
             remedy = "End it with the sequence's length; what pads the sequence is a document too."
-            raise ArgumentError("cu_seqlens", expected=expected, got=f"a sum of {self._most}", remedy=remedy)
+            raise ArgumentError("cu_seqlens", expected=expected, got=f"a sum of {wrong}", remedy=remedy)
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """lo and hi = where the row's document begins and ends."""
-        ends = self._values.to(positions_q.device)
-        index = torch.searchsorted(ends, positions_q, right=True)
-        lo, hi = ends[(index - 1).clamp(min=0)], ends[index.clamp(max=ends.numel() - 1)]
-        hi = hi.where(index > 0, lo)  # before the first document
-        return lo.clamp(max=seqlen_k)[None], hi.clamp(max=seqlen_k)[None]
+        ends = self._ends.to(positions_q.device).view(self.batch, -1)
+        rows = positions_q.expand(self.batch, -1).contiguous()
+        index = torch.searchsorted(ends, rows, right=True)
+        lo = ends.gather(1, (index - 1).clamp(min=0))
+        hi = ends.gather(1, index.clamp(max=ends.shape[1] - 1)).where(index > 0, lo)  # before the first document
+        return lo.clamp(max=seqlen_k), hi.clamp(max=seqlen_k)
+
+    def __repr__(self) -> str:
+        if self._ends.ndim == 1:
+            return f"Documents({shortened(self._ends.tolist())})"
+        return f"Documents({self.batch} sequences, the first {shortened(self._ends[0].tolist())})"
 
 
 class KeyPadding(_Table):

@@ -10,7 +10,7 @@ from ringflash.masks.base import Full, Mask
 from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
 from ringflash.masks.sparse import BlockSparse, Tree
 
-_TABLES = {kind.word: kind for kind in (Documents, KeyPadding, PrefixLM)}
+_TABLES = {kind.word: kind for kind in (KeyPadding, PrefixLM)}
 
 
 def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
@@ -24,6 +24,8 @@ def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
         elif name == "window":
             left, right = (None if limit == "None" else int(limit) for limit in numbers)
             mask &= SlidingWindow(left, right)
+        elif name == "documents":
+            mask &= Documents(next(remaining))
         elif name == "block_sparse":
             mask &= BlockSparse(next(remaining), int(numbers[0]))
         elif name == "tree":

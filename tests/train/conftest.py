@@ -27,6 +27,9 @@ RUNS = {
     "clip value": Run(max_value=1e-3),
     "tied": Run(model=replace(MODEL, tie_embeddings=True)),
     "activation checkpointing": Run(checkpointing=True),
+    "packed": Run(
+        steps=3, packed=True, micro_batches=2, masked="tail", epoch_batches=5, validate=True, dtype="float64"
+    ),
     "evaluate": Run(steps=4, epoch_batches=2, validate=True, dtype="float64"),
 }
 

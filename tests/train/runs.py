@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -43,6 +44,7 @@ class Run:
     resume: str | None = None
     save: str | None = None
     max_epochs: int = -1
+    packed: bool = False
 
 
 @dataclass
@@ -78,7 +80,26 @@ def sequences(run: Run) -> list[dict[str, Tensor]]:
         ) or run.masked == "all":
             labels[:] = -100
         rows.append({"input_ids": tokens[:-1], "labels": labels})
+        if run.packed:  # four documents a sequence, some of them empty or of one token
+            inner = torch.randint(0, SEQLEN + 1, (3,), generator=generator).sort().values
+            inner[1] = inner[0] + index % 2
+            ends = torch.cat([torch.tensor([0]), inner.sort().values.clamp(max=SEQLEN), torch.tensor([SEQLEN])])
+            labels[ends[1:-1][ends[1:-1] > 0] - 1] = -100  # what follows a document is not its own
+            rows[-1]["cu_seqlens"] = ends
     return rows
+
+
+def window_loss(decoder: Decoder, rows: list[dict[str, Tensor]]) -> Tensor:
+    """Mean over the valid tokens of some sequences, each of their documents run alone."""
+    total = num_valid = torch.zeros((), dtype=torch.int64)
+    for row in rows:
+        ends = row.get("cu_seqlens", torch.tensor([0, SEQLEN])).tolist()
+        for start, stop in pairwise(ends):
+            if stop > start:
+                logits = decoder(row["input_ids"][None, start:stop], torch.arange(stop - start))
+                total = total + token_loss(logits, row["labels"][None, start:stop])
+        num_valid = num_valid + count_valid(row["labels"])
+    return total / num_valid.clamp(min=1)
 
 
 class Data(pl.LightningDataModule):
@@ -184,18 +205,16 @@ def attempt(run: Run, strategy: Any = None) -> tuple[str, str] | None:
 
 
 def reference_gradients(run: Run, decoder: Decoder | None = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the first optimizer step, from one unsharded decoder on the whole window at once."""
+    """Loss and gradients of the first optimizer step, from one unsharded decoder, a document at a time."""
     decoder = decoder or Decoder(run.model, seed=5)
     rows = sequences(run)[: run.batch_size * run.micro_batches]
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    logits = decoder(batch["input_ids"], torch.arange(SEQLEN))
-    loss = token_loss(logits, batch["labels"]) / count_valid(batch["labels"]).clamp(min=1)
+    loss = window_loss(decoder, rows)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
 
 def train_alone(run: Run) -> list[float]:
-    """Losses of the plain loop: one decoder, whole windows, AdamW and the schedule written out."""
+    """Losses of the plain loop: one decoder, a document at a time, AdamW and the schedule written out."""
 
     with torch.device("meta"):
         decoder = Decoder(run.model, seed=5).double()
@@ -212,13 +231,10 @@ def train_alone(run: Run) -> list[float]:
     windows = [rows[i : i + size] for i in range(0, len(rows), size)]
     losses = []
     for step in range(run.steps):
-        window = windows[step % len(windows)]
-        batch = {name: torch.stack([row[name] for row in window]) for name in window[0]}
         scale = (step + 1) / 3 if step < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 117)) / 2
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * scale
-        logits = decoder(batch["input_ids"], torch.arange(SEQLEN))
-        loss = token_loss(logits, batch["labels"]) / count_valid(batch["labels"])
+        loss = window_loss(decoder, windows[step % len(windows)])
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, RingflashError
-from ringflash.train.batch import agree_on_batch, check_batch
+from ringflash.train.batch import agree_on_batch, check_batch, document_positions
 from tests.distributed import run_ranks
 
 
@@ -24,6 +24,13 @@ def batch(**changes: Any) -> dict[str, Any]:
 
 def test_a_good_batch() -> None:
     check_batch(batch(documents=None), 8)
+    check_batch(batch(cu_seqlens=torch.tensor([[0, 3, 3, 8], [0, 8, 8, 8]])), 8)
+
+
+def test_positions_restart_at_documents() -> None:
+    ends = torch.tensor([[0, 3, 3, 8], [0, 0, 8, 8]])
+    assert document_positions(ends, torch.arange(8)).tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]]
+    assert document_positions(ends, torch.tensor([6, 2])).tolist() == [[3, 2], [6, 2]]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,13 @@ def test_a_good_batch() -> None:
         (batch(position_ids=ids(8)), "batch['position_ids']: expected no such key, got one of the dataset's own"),
         (batch(num_valid_tokens=7), "batch['num_valid_tokens']: expected no such key"),
         (batch(input_ids=ids(0, 8), labels=ids(0, 8)), "one seq"),
+        (batch(cu_seqlens=[[0, 8]]), "batch['cu_seqlens']: expected (2, ndocuments + 1) int64, each row from 0 to 8"),
+        (batch(cu_seqlens=torch.tensor([[0, 8]])), "got torch.int64 (1, 2)"),
+        (batch(cu_seqlens=torch.tensor([[0, 8]] * 2, dtype=torch.int32)), "got torch.int32 (2, 2)"),
+        (batch(cu_seqlens=torch.tensor([[0, 2, 8], [0, 2, 7]])), "got [0, 2, 7]"),
+        (batch(cu_seqlens=torch.tensor([[0, 9, 8], [0, 2, 8]])), "got [0, 9, 8]"),
+        (batch(cu_seqlens=torch.tensor([[0, 8], [1, 8]])), "got [1, 8]"),
+        (batch(cu_seqlens=ids(2, 1)), "got [0]"),
     ],
 )
 def test_bad_batches(value: Any, text: str) -> None:
@@ -68,6 +82,8 @@ def _agree(context_parallel_size: int) -> list[Any]:
         ask(batch(input_ids=swapped, labels=torch.ones_like(swapped))),
         ask(batch() if rank == 0 else {"input_ids": 1}),
         ask(batch()),
+        ask(batch(cu_seqlens=torch.tensor([[0, 3, 8], [0, 4 + rank, 8]]))),
+        ask(batch() if rank else batch(cu_seqlens=torch.tensor([[0, 8], [0, 8]]))),
     ]
 
 
@@ -80,10 +96,13 @@ def test_ranks_of_one_sequence() -> None:
     assert first[2][0] == "PeerFailed"
     assert second[2][0] == "ArgumentError"
     assert first[3] == second[3] == 16
+    assert first[4][0] == second[4][0] == first[5][0] == second[5][0] == "RankMismatch"
+    assert "ranks disagree on documents (checksum)" in first[4][1]
+    assert "ranks disagree on documents:" in first[5][1]
 
 
 def test_ranks_of_different_sequences() -> None:
     first, second = run_ranks(2, _agree, 1)
     assert first[0] == second[0] == 3
     assert first[1] == second[1] == 16
-    assert first[3] == second[3] == 32
+    assert first[3] == second[3] == first[4] == second[4] == first[5] == 32

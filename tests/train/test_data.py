@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,11 @@ from torch import Tensor
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import TextDataModule
 from ringflash.train.model import ModelConfig
+from ringflash.train.prepare import Recipe, prepare
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.tokenizer import Tokenizer
 from tests.distributed import run_ranks
+from tests.train.corpora import write_lines, write_tokenizer
 
 TEXT = "".join(chr(33 + i % 90) for i in range(1000))
 
@@ -22,13 +26,13 @@ TEXT = "".join(chr(33 + i % 90) for i in range(1000))
 def module(tmp_path: Path, **options: Any) -> TextDataModule:
     if not (tmp_path / "text.txt").exists():  # ranks that start together must not write it under each other's eyes
         (tmp_path / "text.txt").write_text(TEXT)
-    options = {"context_length": 50, "val_fraction": 0.1} | options
+    options = {"context_length": 50, "val_fraction": 0.101, "documents": "joined"} | options
     return TextDataModule(str(tmp_path / "text.txt"), cache_dir=str(tmp_path / "cache"), **options)
 
 
 def ready(data: TextDataModule) -> TextDataModule:
     data.prepare_data()
-    data.setup("fit")
+    data.setup("validate")
     return data
 
 
@@ -70,6 +74,33 @@ def test_a_checkpoint_of_other_samples(tmp_path: Path) -> None:
     ready(module(tmp_path, batch_size=4)).load_state_dict(state)
     with pytest.raises(DataError, match="context_length 50"):
         ready(module(tmp_path, context_length=40)).load_state_dict(state)
+    with pytest.raises(DataError, match="documents joined"):
+        ready(module(tmp_path, documents="packed")).load_state_dict(state)
+
+
+def test_a_prepared_folder(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model"))
+    lines = write_lines(tmp_path / "lines.jsonl", [f"the ring turns {i} times" for i in range(40)])
+    to = tmp_path / "to"
+    prepare(str(lines), to, Recipe(tokenizer), val_fraction=0.2)
+    data = ready(TextDataModule(str(to), context_length=16, cache_dir=str(tmp_path / "none")))
+    assert data.tokenizer == tokenizer
+    assert len(data.val_samples()) == pytest.approx(0.2 * len(data.tokens) / 16, abs=1.5)
+    assert len(ready(TextDataModule(str(to), context_length=16, val_fraction=0)).val_samples()) == 0
+    batch = next(iter(data.train_dataloader()))
+    assert batch["cu_seqlens"][0, -1] == 16
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(DataError, match=r"vocab_size: expected at least \d+, the ids of tokenizer of .*to has, got 64"):
+        trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=64), data)
+
+
+def test_a_logged_run_keeps_the_tokenizer(tmp_path: Path) -> None:
+    data = module(tmp_path)
+    data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        lightning_module=None, loggers=[None], log_dir=str(tmp_path / "run"), is_global_zero=True
+    )
+    data.setup("fit")
+    assert Tokenizer.of_run(tmp_path / "run") == Tokenizer()
 
 
 class Reader(pl.LightningModule):
@@ -116,7 +147,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="vocab_size"):
+    with pytest.raises(DataError, match="vocab_size: expected at least 257, the ids of bytes, .* Set model"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=256), module(tmp_path))
 
 

@@ -88,6 +88,13 @@ def test_validation_and_test_loss(worlds: Worlds, world_size: int) -> None:
     assert many["train/loss"] == pytest.approx(train_alone(RUNS["evaluate"]), rel=1e-10)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_packed_documents_are_documents_alone(worlds: Worlds, world_size: int) -> None:
+    logged = worlds[world_size]["packed"].logged
+    assert logged["train/loss"] == pytest.approx(train_alone(RUNS["packed"]), rel=1e-10)
+    assert logged["val/loss"] == pytest.approx(worlds[1]["packed"].logged["val/loss"], rel=1e-12)
+
+
 def test_data_parallel_ranks(worlds: Worlds) -> None:
     loss, gradients = reference_gradients(Run(masked="tail"))
     assert worlds[2]["data parallel"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
@@ -95,7 +102,7 @@ def test_data_parallel_ranks(worlds: Worlds) -> None:
 
 
 def test_two_by_two() -> None:
-    run = Run(steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64")
+    run = Run(steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64", packed=True)
     outcome, *_ = run_ranks(4, train, run)
     reference = train_alone(run)
     assert outcome.logged["train/loss"] == pytest.approx(reference, rel=1e-10)

@@ -159,3 +159,16 @@ def test_impossible_shapes(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         replace(CONFIG, **change)
     assert raised.value.argument == field
+
+
+def test_documents_do_not_see_each_other() -> None:
+    decoder, x = Decoder(CONFIG).double(), tokens(2, 12)
+    ends = torch.tensor([[0, 5, 5, 12], [0, 12, 12, 12]])
+    positions = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.arange(12)])
+    out = decoder(x, positions, documents=rf.Documents(ends))
+    alone = [decoder(x[:1, :5], torch.arange(5)), decoder(x[:1, 5:], torch.arange(7))]
+    torch.testing.assert_close(out[:1], torch.cat(alone, 1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out[1:], decoder(x[1:], torch.arange(12)), rtol=0, atol=1e-12)
+    cache = KVCache.empty(CONFIG, 2, 12, "cpu", torch.float64)
+    with pytest.raises(ArgumentError, match="documents: expected None with a cache"):
+        decoder(x, positions, cache=cache, documents=rf.Documents(ends))

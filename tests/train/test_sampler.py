@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from ringflash.errors import ConfigError
-from ringflash.train.corpus import TokenSamples, load_corpus, num_samples
 from ringflash.train.sampler import PADDING, BatchSampler, ResumableLoader
+from ringflash.train.samples import Line, TokenSamples
+from tests.train.corpora import prepared
 
 
 def ranks(total: int, batch_size: int, world_size: int) -> list[BatchSampler]:
@@ -104,8 +105,8 @@ def test_batch_size_that_ranks_cannot_share(batch_size: int) -> None:
 
 def test_loader_counts_what_it_has_handed_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 5)
-    corpus = load_corpus(str(tmp_path / "a.txt"), tmp_path / "cache")
-    samples = TokenSamples(corpus, 5, 0, num_samples(corpus, 5))
+    line = Line(prepared(tmp_path / "to", tmp_path / "a.txt"))
+    samples = TokenSamples(line, 5, 0, len(line))
     assert len(samples) == 10
 
     def loader() -> ResumableLoader:

@@ -1,0 +1,301 @@
+"""Documents of text files, JSON lines, Parquet files and saved `datasets` folders, found, divided and read."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from ringflash.errors import DataError
+
+STDLIB = "stdlib"
+STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+PIECE = 1 << 20  # characters of a text file that are in memory, and encoded, at once
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # in a folder of datasets' save_to_disk
+ROWS = 1000  # of a table in memory at once
+
+Kind = Literal["text", "lines", "parquet", "saved"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a folder of a saved data set.
+
+    Args:
+        path: where it lies.
+        kind: "text" is one document, "lines" one a line of JSON, "parquet" and "saved" one a row.
+        size: bytes.
+        modified: nanoseconds since 1970.
+    """
+
+    path: str
+    kind: Kind
+    size: int
+    modified: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some documents of a source.
+
+    Args:
+        source: which.
+        begin: first byte of a text or lines, row group of a Parquet file, or row of a saved data set; lines belong to
+            the part in which they begin.
+        end: one past the last.
+        size: about how many bytes that is.
+    """
+
+    source: Source
+    begin: int
+    end: int
+    size: int
+
+
+def find_sources(sources: str | Sequence[str]) -> list[Source]:
+    """What `sources` name, sorted by name.
+
+    Args:
+        sources: files, folders (all files below, except hidden ones), globs, or "stdlib", the sources of the running
+            Python's standard library without its tests. .jsonl, .ndjson and .parquet are what their names say, a folder
+            of datasets' save_to_disk is one source, and any other file is a document of text.
+
+    Raises:
+        DataError: a source that names no file, or cannot be looked at.
+    """
+    found: dict[str, Path] = {}
+    for source in [sources] if isinstance(sources, str) else sources:
+        try:
+            root, files = _files(source)
+            problem = "" if files else "holds no file" if Path(source).is_dir() else "does not exist"
+        except OSError as error:
+            root, files, problem = Path(), [], f"cannot be read: {error.strerror}"
+        if not source.strip():  # to pathlib the working directory
+            files, problem = [], "is empty"
+        if not files:
+            raise DataError(
+                "corpus",
+                expected=f'a text file, a folder or glob with text files, or "{STDLIB}"',
+                got=f"{source!r}, which {problem}",
+                remedy=f"Check the path; relative ones start at {Path.cwd()}.",
+            )
+        # By name below the source, so that the order does not depend on where the source lies.
+        found |= {f"{source}\0{file.relative_to(root).as_posix()}": file for file in files}
+    if not found:
+        raise DataError("corpus", expected="at least one source", got="none", remedy=f'Name files, or "{STDLIB}".')
+    return [_source(path) for path in dict.fromkeys(found[name] for name in sorted(found))]
+
+
+def divide(sources: Iterable[Source], part_bytes: int) -> list[tuple[Part, ...]]:
+    """The sources' documents in order, in groups of about `part_bytes`: what becomes a shard each.
+
+    A pure function of the sources, so that shards are the same whoever makes them.
+    """
+    groups: list[list[Part]] = [[]]
+    size = 0
+    for part in (part for source in sources for part in _parts(source, part_bytes)):
+        if groups[-1] and size + part.size > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += part.size
+    return [tuple(group) for group in groups if group]
+
+
+def read(part: Part, text_field: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of the documents of a part, and whether each is a document's last.
+
+    Raises:
+        DataError: what cannot be read, is not UTF-8 text, or has no such field.
+    """
+    path = part.source.path
+    try:
+        if part.source.kind == "text":
+            yield from _read_text(path)
+        else:
+            rows = {"lines": _read_lines, "parquet": _read_parquet, "saved": _read_saved}[part.source.kind]
+            for text in rows(part, text_field):
+                yield text, True
+    except UnicodeDecodeError as error:
+        raise _not_text(path) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _files(source: str) -> tuple[Path, list[Path]]:
+    """The files of one source, and the folder that their names are taken relative to."""
+    if source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [f for f in root.rglob("*.py") if not STDLIB_SKIPPED & {*f.relative_to(root).parts}]
+        return root, [f for f in files if _is_text_file(f)]
+    path = Path(os.path.expanduser(source)).absolute()  # pathlib's own raises for a user that is not known
+    if path.is_file() or _is_saved(path):
+        return path.parent, [path]
+    if path.is_dir():
+        visible = (f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts))
+        return path, [f for f in visible if f.is_file()]
+    return Path("/"), [f for name in glob.glob(str(path), recursive=True) if (f := Path(name)).is_file()]
+
+
+def _is_saved(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in SAVED_DATASET)
+
+
+def _is_text_file(path: Path) -> bool:
+    """False also for folders, links to nothing and files of others, which installations of Python may contain."""
+    try:
+        return "\0" not in path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _source(path: Path) -> Source:
+    try:
+        if _is_saved(path):
+            status = [file.stat() for file in sorted(path.rglob("*")) if file.is_file()]
+            size, modified = sum(s.st_size for s in status), max(s.st_mtime_ns for s in status)
+            return Source(str(path), "saved", size, modified)
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+    kinds: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+    return Source(str(path), kinds.get(path.suffix.lower(), "text"), status.st_size, status.st_mtime_ns)
+
+
+def _parts(source: Source, part_bytes: int) -> list[Part]:
+    if source.kind == "text":
+        return [Part(source, 0, source.size, source.size)]
+    if source.kind == "lines":
+        edges = [*range(0, source.size, part_bytes), source.size]
+        return [Part(source, begin, end, end - begin) for begin, end in pairwise(edges)]
+    if source.kind == "parquet":
+        with _parquet(source.path) as file:
+            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
+        return [Part(source, i, i + 1, size) for i, size in enumerate(groups)]
+    rows = len(_saved(source.path))
+    step = max(part_bytes * rows // max(source.size, 1), 1)
+    edges = [*range(0, rows, step), rows]
+    return [Part(source, begin, end, source.size * (end - begin) // rows) for begin, end in pairwise(edges)]
+
+
+def _read_text(path: str) -> Iterator[tuple[str, bool]]:
+    """Pieces that end with a line, of about `PIECE` characters."""
+    with open(path, encoding="utf-8", newline="") as stream:
+        piece = stream.read(PIECE)
+        while True:
+            piece += stream.readline(PIECE)
+            if "\0" in piece:
+                raise _not_text(path)
+            following = stream.read(PIECE)
+            yield piece, not following
+            if not following:
+                return
+            piece = following
+
+
+def _read_lines(part: Part, text_field: str) -> Iterator[str]:
+    path = part.source.path
+    with open(path, "rb") as stream:
+        if part.begin:
+            stream.seek(part.begin - 1)
+            stream.readline()  # the rest of a line that began before
+        while (place := stream.tell()) < part.end:
+            line = stream.readline()
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError:
+                raise
+            except ValueError as error:
+                raise DataError(
+                    "corpus",
+                    expected="a JSON object a line",
+                    got=f"{path}, byte {place}: {error}",
+                    remedy="Correct the line or leave it out.",
+                ) from error
+            text = row.get(text_field) if isinstance(row, dict) else None
+            yield _text(text, f"{path}, byte {place}", text_field, row if isinstance(row, dict) else ())
+
+
+def _read_parquet(part: Part, text_field: str) -> Iterator[str]:
+    path = part.source.path
+    with _parquet(path) as file:
+        names: list[str] = file.schema_arrow.names
+        if text_field not in names:
+            _text(None, path, text_field, names)
+        groups = list(range(part.begin, part.end))
+        for batch in file.iter_batches(ROWS, row_groups=groups, columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                yield _text(text, path, text_field, names)
+
+
+def _read_saved(part: Part, text_field: str) -> Iterator[str]:
+    path, rows = part.source.path, _saved(part.source.path)
+    if text_field not in rows.column_names:
+        _text(None, path, text_field, rows.column_names)
+    for begin in range(part.begin, part.end, ROWS):
+        for text in rows[begin : min(begin + ROWS, part.end)][text_field]:
+            yield _text(text, path, text_field, rows.column_names)
+
+
+def _parquet(path: str) -> Any:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise _missing("pyarrow", path) from error
+    try:
+        return parquet.ParquetFile(path)
+    except OSError:
+        raise
+    except ValueError as error:  # pyarrow's own are
+        raise DataError(
+            "corpus", expected="a Parquet file", got=f"{path}: {error}", remedy="Leave it out, or write it again."
+        ) from error
+
+
+def _saved(path: str) -> Any:
+    """The rows of a folder of datasets' save_to_disk; of several splits all, one after another."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise _missing("datasets", path) from error
+    loaded = datasets.load_from_disk(path)
+    return (
+        datasets.concatenate_datasets([loaded[name] for name in sorted(loaded)]) if isinstance(loaded, dict) else loaded
+    )
+
+
+def _text(value: Any, where: str, text_field: str, known: Iterable[str]) -> str:
+    if isinstance(value, str):
+        return value
+    names = ", ".join(sorted(known)) or "none"
+    raise DataError(
+        "text_field",
+        expected=f"text in the field {text_field!r} of every row",
+        got=f"{type(value).__name__ if value is not None else 'none'} in {where}; fields are {names}",
+        remedy="Name the field that holds the text with --text-field, or leave out rows without text.",
+    )
+
+
+def _missing(library: str, path: str) -> DataError:
+    remedy = "Install ringflash[data]." if library == "pyarrow" else f"Install {library}, or save it as Parquet files."
+    return DataError("corpus", expected=f"the library `{library}`, to read {path}", got="none", remedy=remedy)
+
+
+def _not_text(path: str) -> DataError:
+    remedy = 'Leave it out, for instance with a glob: "folder/**/*.txt".'
+    return DataError("corpus", expected="UTF-8 text", got=f"{path}, which is not", remedy=remedy)
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    remedy = "Leave it out, or look at its rights."
+    got = f"{path}: {error.strerror or error}"
+    return DataError("corpus", expected="files that can be read", got=got, remedy=remedy)

@@ -1,0 +1,195 @@
+"""Text to token ids and back: UTF-8 bytes, or what a tokenizer.json of the `tokenizers` library says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ringflash.errors import DataError
+
+BYTES = "bytes"
+NUM_BYTES = 256
+MODEL_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # as transformers names them
+RUN_FOLDER = "tokenizer"  # in a run's folder
+# What tokenizers call the end of a document, where no tokenizer_config.json says it.
+KNOWN_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer as a value, equal to another with the same content.
+
+    Args:
+        vocab_size: one more than the largest id.
+        end_of_document: the id that ends every document.
+        model: the text of a tokenizer.json; None is UTF-8 bytes, whose end of document is 256.
+    """
+
+    vocab_size: int = NUM_BYTES + 1
+    end_of_document: int = NUM_BYTES
+    model: str | None = None
+
+    @classmethod
+    def load(cls, source: str | Path, end_of_document: str | None = None) -> Tokenizer:
+        """The tokenizer of a tokenizer.json, of a folder with one, or "bytes".
+
+        The end of a document is the token `end_of_document`, or else the "eos_token" of the tokenizer_config.json
+        beside it, or else one of `KNOWN_ENDS`.
+
+        Raises:
+            DataError: no such file, not a tokenizer's, a token that it lacks, or the `tokenizers` library is missing.
+        """
+        path = Path(source).expanduser()
+        if str(source) == BYTES or (path.is_dir() and _config(path / CONFIG_FILE).get("tokenizer_class") == BYTES):
+            if end_of_document is not None:
+                remedy = "Leave it out: with bytes it is the id 256."
+                raise DataError("end_of_document", expected="none with bytes", got=end_of_document, remedy=remedy)
+            return cls()
+        file = path / MODEL_FILE if path.is_dir() else path
+        try:
+            model = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                "tokenizer",
+                expected=f'"{BYTES}", a {MODEL_FILE} or a folder with one',
+                got=f"{str(source)!r}: {getattr(error, 'strerror', None) or error}",
+                remedy="Save one with transformers' tokenizer.save_pretrained(folder).",
+            ) from error
+        vocabulary = _backend(model, str(file)).get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError("tokenizer", expected="a vocabulary", got=f"none in {file}", remedy="Pass another one.")
+        end = _end_of_document(vocabulary, end_of_document, file.parent / CONFIG_FILE)
+        return cls(max(vocabulary.values()) + 1, end, model)
+
+    @classmethod
+    def of_run(cls, path: str | Path) -> Tokenizer:
+        """That of a run's folder, or of anything in it, such as a checkpoint: what its model was trained with.
+
+        Raises:
+            DataError: there is none.
+        """
+        start = Path(path).expanduser().absolute()
+        for folder in (start, *start.parents[:3]):
+            if (folder / RUN_FOLDER / CONFIG_FILE).is_file():
+                return cls.load(folder / RUN_FOLDER)
+        raise DataError(
+            "tokenizer",
+            expected=f"a folder {RUN_FOLDER} in {start} or a folder above it",
+            got="none",
+            remedy="Pass the tokenizer that the training text was prepared with.",
+        )
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return BYTES if self.model is None else f"tokenizer of {self.vocab_size} ids ({self.digest[:12]})"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that decides which ids a text becomes."""
+        return hashlib.sha256(f"{self.end_of_document}\0{self.model or BYTES}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any that begin or end a document."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Ids of each text; lone surrogates, which no text has, count as U+FFFD or "?"."""
+        if self.model is None:
+            return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint32) for text in texts]
+        try:
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+            encoded = self._model.encode_batch_fast(clean, add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+    def decode(self, tokens: Sequence[int] | Tensor) -> str:
+        """Text of the ids before the first `end_of_document`; bytes that are no UTF-8, or no bytes, become U+FFFD."""
+        ids: list[int] = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        if self.end_of_document in ids:
+            ids = ids[: ids.index(self.end_of_document)]
+        if self.model is None:
+            never_utf8 = 0xFF
+            return bytes(x if 0 <= x < NUM_BYTES else never_utf8 for x in ids).decode(errors="replace")
+        return self._model.decode(ids, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, from which `load` and transformers make it again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.model is None:
+            (folder / MODEL_FILE).unlink(missing_ok=True)
+            config = {"tokenizer_class": BYTES}
+        else:
+            _put(folder / MODEL_FILE, self.model)
+            end = self._model.id_to_token(self.end_of_document)
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        _put(folder / CONFIG_FILE, json.dumps(config, indent=1))
+
+    @cached_property
+    def _model(self) -> Any:
+        assert self.model is not None
+        return _backend(self.model, self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Made anew where it is needed: its threads do not cross into another process.
+        return {name: value for name, value in self.__dict__.items() if name != "_model"}
+
+
+@lru_cache(maxsize=2)  # a large vocabulary takes a second
+def _backend(model: str, name: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        remedy = 'Install ringflash[data], or take "bytes".'
+        raise DataError("tokenizer", expected="the library `tokenizers`", got="none", remedy=remedy) from error
+    try:
+        backend = tokenizers.Tokenizer.from_str(model)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            "tokenizer", expected="a tokenizer.json of the library `tokenizers`", got=f"{name}: {error}",
+            remedy="Save one with transformers' tokenizer.save_pretrained(folder).",
+        ) from error  # fmt: skip
+    # A file may ask for both; documents are cut by whoever trains on them.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file that others may be reading."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _end_of_document(vocabulary: dict[str, int], asked: str | None, config: Path) -> int:
+    eos = _config(config).get("eos_token")
+    named = asked if asked is not None else eos["content"] if isinstance(eos, dict) else eos
+    found = [token for token in ([named] if named else KNOWN_ENDS) if token in vocabulary]
+    if found:
+        return vocabulary[found[0]]
+    raise DataError(
+        "end_of_document",
+        expected="a token of the vocabulary",
+        got=repr(named) if named else f"none said, and none of {', '.join(KNOWN_ENDS)} is there",
+        remedy="Name the token that ends a document, with --end-of-document.",
+    )
