@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ringflash.errors import CheckpointError
-from ringflash.train.checkpoint import load, load_decoder, save
+from ringflash.train.checkpoint import load, load_decoder
 from ringflash.train.folder import MANIFEST, STATE, TENSOR_INDEX, locate, verify
+from ringflash.train.saving import save
 from tests.distributed import run_ranks
 from tests.train.conftest import Worlds
 from tests.train.runs import MODEL, Outcome
