@@ -28,6 +28,6 @@ def restore(states: dict[str, Tensor], rank: int, world_size: int, device: torch
     if {*states} != {"cpu", device.type} or len(states["cpu"]) != world_size:
         torch.manual_seed((torch.initial_seed() + STEP_STRIDE * step) % 2**63)
         return
-    torch.set_rng_state(states["cpu"][rank])
+    torch.set_rng_state(states["cpu"][rank].clone())  # torch crashes on a part of a larger tensor
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type][rank], device)
+        torch.get_device_module(device).set_rng_state(states[device.type][rank].clone(), device)

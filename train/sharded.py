@@ -48,11 +48,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def control(self) -> dist.ProcessGroup:
         """A group of all ranks that serves tensors of the CPU; the first to ask must be all of them."""
         if self._control is None:
-            group = (
-                dist.group.WORLD
-                if dist.get_backend() == "gloo"
-                else dist.new_group(backend="gloo", timeout=self.timeout)
-            )
+            shared = dist.get_backend() == "gloo"
+            group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)
             self._control = group
         return self._control
