@@ -130,9 +130,10 @@ def test_malicious_index(folder: Path, tmp_path: Path) -> None:
     assert not proof.exists()
 
 
-def test_malicious_state(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model_config", "hyper_parameters"])
+def test_malicious_state(folder: Path, tmp_path: Path, key: str) -> None:
     proof = tmp_path / "proof"
-    torch.save({"model_config": Payload(proof)}, folder / STATE)
+    torch.save({key: Payload(proof)}, folder / STATE)
     sign(folder, STATE)
     with pytest.raises(CheckpointError, match="unreadable"):
         load_decoder(folder)
