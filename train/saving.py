@@ -157,6 +157,7 @@ class Saver:
             torch.cuda.current_stream(device).synchronize()
         return device
 
+    @torch.no_grad()  # which is by thread
     def _run(self, job: _Job, device: torch.device | None, writing: Future[None]) -> None:
         try:
             if device is not None:

@@ -46,7 +46,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """A group of all ranks that serves tensors of the CPU; the first to ask must be all of them."""
+        """A group of all ranks that serves tensors of the CPU; a collective of them the first time."""
         if self._control is None:
             shared = dist.get_backend() == "gloo"
             group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)

@@ -20,6 +20,7 @@ import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.batch import agree_on_batch
 from ringflash.train.departure import Departure
+from ringflash.train.preemption import Preempted
 from ringflash.train.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
@@ -131,9 +132,9 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Lets this rank leave without its peers, which may never come to the end of theirs."""
-        super().on_exception(exception)
-        if self._departure is not None and not isinstance(exception, SystemExit):  # which all ranks have agreed on
+        if self._departure is not None and not isinstance(exception, Preempted):  # on which all ranks agree
             self._departure.fail()
+        super().on_exception(exception)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The rank's shard of a batch of whole sequences.

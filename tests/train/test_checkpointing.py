@@ -174,6 +174,8 @@ def _all_runs(base: str) -> dict[str, Fitted]:
         runs["full"] = fit(root / "full", 12, break_it, saver)
     runs["space again"] = fit(root / "full", 4, saver, resume=root / "full/checkpoints")
 
+    runs["by the clock"] = fit(root / "clock", 2, LastCheckpoint(100, every_n_minutes=1e-9, keep=3))
+
     told = At(3, terminate_on_rank_1)
     runs["preempted"] = fit(root / "preempted", 9, told, Preemption(), LastCheckpoint(every_n_steps=2))
     told = At(4, terminate_on_rank_1, validating=True)
@@ -243,6 +245,11 @@ def test_damage_falls_back_only_where_asked_for_the_newest(runs: Runs) -> None:
     assert "going on from" in said[0]
     assert "step-00000004" in said[0]
     assert said[1] == ""
+
+
+def test_saves_by_the_clock(runs: Runs) -> None:
+    assert runs["by the clock"].error == ""
+    assert steps(runs.folder / "clock") == [("last", 2), ("step-00000001", 1)]
 
 
 def test_a_failure_in_the_background_is_raised_by_all_at_one_step(runs: Runs) -> None:
