@@ -76,11 +76,11 @@ class At(Callback):
     def __init__(self, step: int, action: Callable[[], None], validating: bool = False) -> None:
         self.step, self.action, self.validating = step, action, validating
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.step and not self.validating:
             self.action()
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.step and self.validating:
             self.action()
 
@@ -93,6 +93,7 @@ def fit(
     poisoned: range = range(0),
     nonfinite: NonFinite | None = None,
     validate: bool = False,
+    data_parallel: int = 1,
 ) -> Fitted:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -100,7 +101,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=RingAttentionStrategy(),
+        strategy=RingAttentionStrategy(data_parallel_size=data_parallel),
         max_steps=steps,
         max_epochs=-1,
         callbacks=[*callbacks],
@@ -116,7 +117,7 @@ def fit(
     )
     fitted = Fitted()
     module = Model(fitted, poisoned, nonfinite)
-    data = TextDataModule(str(folder.parent / "text.txt"), 64, 1, 0.1, cache_dir=str(folder.parent / "cache"))
+    data = TextDataModule(str(folder.parent / "text.txt"), 64, 2, 0.1, cache_dir=str(folder.parent / "cache"))
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             trainer.fit(module, data, ckpt_path=resume and str(resume))
@@ -160,6 +161,7 @@ def _all_runs(base: str) -> dict[str, Fitted]:
     runs["two"] = fit(root / "half", 2, LastCheckpoint(every_n_steps=100))
     runs["half"] = fit(root / "half", 3, LastCheckpoint(every_n_steps=100), resume=root / "half/checkpoints/last")
     runs["resumed"] = fit(root / "resumed", 6, resume=root / "half/checkpoints/last")
+    runs["other sizes"] = fit(root / "resumed", 6, resume=root / "half/checkpoints/last", data_parallel=2)
 
     if dist.get_rank() == 0:
         shutil.copytree(root / "straight", root / "damaged")
@@ -234,6 +236,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs: Runs) -> None:
     for rank in runs.ranks:
         assert rank["resumed"].random == rank["straight"].random
     assert len({rank["resumed"].random for rank in runs.ranks}) == 2
+
+
+def test_resume_in_the_middle_of_an_epoch_with_other_parallel_sizes(runs: Runs) -> None:
+    straight, other = runs["straight"], runs["other sizes"]
+    assert [*other.losses] == [3, 4, 5]
+    assert [*other.losses.values()] == pytest.approx([straight.losses[step] for step in (3, 4, 5)], rel=1e-8)
+    for name, weight in straight.weights.items():
+        torch.testing.assert_close(other.weights[name], weight, atol=1e-8, rtol=0)
 
 
 def test_damage_falls_back_only_where_asked_for_the_newest(runs: Runs) -> None:
