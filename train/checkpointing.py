@@ -95,7 +95,7 @@ class LastCheckpoint(Checkpoint):
         minutes = (time.monotonic() - self._saved_at) / 60
         due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
         if not isinstance(strategy, ShardedStrategy):
-            return due
+            return self.every_n_minutes is not None and strategy.broadcast(due)
         if self.every_n_minutes is None and strategy.saver.progress == Progress.IDLE:
             return False
         rows = strategy.exchange(strategy.saver.progress, due)

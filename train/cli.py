@@ -142,10 +142,20 @@ class RingCLI(LightningCLI):
         if (path := self._get(self.config_init, "ckpt_path")) is not None:
             sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
             if path == LAST and sharded:
-                path = newest_checkpoints(Path(self._get(self.config_init, "run_dir")))
-                self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
+                path = self._newest_checkpoints()
             if path is not None:
                 check_checkpoint(str(path), sharded=sharded)
+
+    def _newest_checkpoints(self) -> Path | None:
+        """Puts what `LAST` stands for into the configuration; a run that fits begins anew when it is nothing yet."""
+        folder = Path(self._get(self.config_init, "run_dir"))
+        path = newest_checkpoints(folder)
+        if path is None and self.subcommand != "fit":
+            path = folder / "checkpoints"  # which is not there
+        elif path is None and local_rank() == 0:
+            print(f"ringflash: no checkpoint in {folder} yet; starting from the beginning", file=sys.stderr, flush=True)
+        self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
+        return path
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -206,15 +216,11 @@ def check_checkpoint(path: str, *, sharded: bool) -> None:
 
 
 def newest_checkpoints(folder: Path) -> Path | None:
-    """The checkpoints folder, of the runs `folder`, folder-2, ..., that holds the newest complete checkpoint of all."""
+    """The checkpoints folder that holds the newest complete one of the runs `folder`, folder-2, ...; None for none."""
     name = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
     runs = [run for run in folder.parent.glob("*") if name.fullmatch(run.name)]
     newest = [found[0] for run in runs if (found := complete_in(run / "checkpoints"))]
-    if newest:
-        return max(newest, key=lambda path: read_manifest(path).written).parent
-    if local_rank() == 0:
-        print(f"ringflash: no checkpoint in {folder} yet; starting from the beginning", file=sys.stderr, flush=True)
-    return None
+    return max(newest, key=lambda path: read_manifest(path).written).parent if newest else None
 
 
 def free_folder(folder: Path) -> Path:

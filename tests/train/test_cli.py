@@ -339,6 +339,8 @@ def test_the_last_checkpoint_of_all_runs(
     args = ["fit", "--config", str(write_config(tmp_path, CONFIG)), "--ckpt_path=last", "--trainer.devices=1"]
     assert cli.RingCLI(args, []).config_init["fit"]["ckpt_path"] is None
     assert "no checkpoint in runs/test yet; starting from the beginning" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="ckpt_path runs/test/checkpoints: .* got no such file or folder"):
+        cli.RingCLI(["validate", *args[1:]], [])
     for run, written in (("test", 3), ("test-2", 5), ("test-3", 4), ("test-of-others", 6)):
         folder = tmp_path / "runs" / run / "checkpoints" / "last"
         folder.mkdir(parents=True)
