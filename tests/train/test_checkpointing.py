@@ -104,6 +104,7 @@ def fit(
         strategy=RingAttentionStrategy(data_parallel_size=data_parallel),
         max_steps=steps,
         max_epochs=-1,
+        gradient_clip_val=1.0,
         callbacks=[*callbacks],
         default_root_dir=folder,
         limit_val_batches=2 if validate else 0,
