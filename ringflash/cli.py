@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "prepare": (_prepare, "turn text into token files to train on, with any tokenizer"),
         "generate": (_generate, "continue a prompt with a trained model"),
+        "checkpoint": (_checkpoint, "compare checkpoints with what was saved: `checkpoint verify FOLDER`"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ringflash: {error}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ArgumentError) else EXIT_FAILURE
     if name in ("-h", "--help"):
-        rows = "\n".join(f"  {command:<10}{text}" for command, (_, text) in commands.items())
+        rows = "\n".join(f"  {command:<12}{text}" for command, (_, text) in commands.items())
         print(f"usage: ringflash COMMAND [ARGUMENTS] [--debug]\n\n{rows}\n\n  --version\n  --debug   show tracebacks")
         return 0 if args else EXIT_USAGE
     if name == "--version":
@@ -61,6 +62,17 @@ def _prepare(args: list[str]) -> int:
     from ringflash.train.prepare_command import main as prepare
 
     return prepare(args)
+
+
+def _checkpoint(args: list[str]) -> int:
+    from ringflash.train.verify_command import main as verify
+
+    if args[:1] != ["verify"]:
+        got = repr(args[0]) if args else "nothing"
+        raise ArgumentError(
+            "checkpoint", expected="verify", got=got, remedy="Run `ringflash checkpoint verify FOLDER`."
+        )
+    return verify(args[1:])
 
 
 def _plan(args: list[str]) -> int:

@@ -35,7 +35,11 @@ class DataError(ArgumentError):
 
 
 class CheckpointError(ArgumentError):
-    """A checkpoint that is missing, incomplete, or of another model."""
+    """A checkpoint that is missing, incomplete, or of another model; or that could not be saved."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file of a checkpoint, `argument`, that is not as it was saved."""
 
 
 class RankMismatch(RingflashError, ValueError):

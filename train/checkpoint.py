@@ -1,21 +1,18 @@
-"""Sharded checkpoints: a folder that is complete or absent, verified before use, loadable at any world size."""
+"""Loads sharded checkpoints at any world size, verified before anything is opened."""
 
 from __future__ import annotations
 
-import io
 import pickle
-import re
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,79 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.optim import Optimizer
 
-from ringflash.errors import CheckpointError
-from ringflash.train.folder import STATE, TENSOR_INDEX, damaged, entry_of, locate, partial_of, prepare, publish, verify
+from ringflash.errors import CheckpointCorrupt, CheckpointError
+from ringflash.train.collective import on_every_rank
+from ringflash.train.folder import MANIFEST, STATE, complete_in, damaged, locate, verify
 from ringflash.train.model import Decoder, ModelConfig
-
-PICKLED_NAMES = frozenset(
-    {
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    }
-)
-
-
-def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes Lightning's `checkpoint` to the folder `path`; every rank of the default group calls it.
-
-    Tensors of the model and of the optimizers go to one file a rank, the rest to `state.pt`, which weights_only
-    loading can read. All of it is written to a folder beside `path`, with a manifest of sizes and SHA-256 digests, and
-    renamed when complete: a run that dies while saving leaves the previous checkpoint for `load` to find.
-
-    Raises:
-        CheckpointError: on every rank, when one of them could not write, naming it; when `path` is there and is no
-            checkpoint; or for an entry that weights_only loading refuses, or of a state_dict and no tensor.
-    """
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    optimizers = checkpoint.get("optimizer_states", [])
-    rest["param_groups"] = [state["param_groups"] for state in optimizers]
-    tensors: dict[str, Any] = {}
-
-    def begin() -> None:
-        tensors.update(_named_tensors("model", checkpoint["state_dict"]))
-        for index, state in enumerate(optimizers):
-            tensors.update(_optimizer_tensors(index, state))
-        if _rank() == 0:
-            prepare(path)
-
-    def write_rest() -> dict[str, dict[str, Any]]:
-        partial = partial_of(path)
-        if _rank() == 0:
-            (partial / STATE).write_bytes(_pack(rest))
-        mine = [partial / STATE, partial / TENSOR_INDEX] if _rank() == 0 else []
-        return {file.name: entry_of(file) for file in [*mine, *sorted(partial.glob(f"__{_rank()}_*"))]}
-
-    def finish() -> None:
-        if _rank() == 0:
-            publish(path, files)
-
-    _on_every_rank(begin, path)
-    try:
-        save_tensors(tensors, storage_writer=_Writer(partial_of(path)))
-    except CheckpointException as error:
-        texts = [f"rank {rank}: {type(e).__name__}: {e}".strip() for rank, (e, _) in error.failures.items()]
-        raise _failed(path, "; ".join(texts)) from error
-    files: dict[str, dict[str, Any]] = {}
-    for part in _on_every_rank(write_rest, path):
-        files |= part
-    _on_every_rank(finish, path)
+from ringflash.train.reader import SafeReader
+from ringflash.train.saving import named_tensors, optimizer_tensors
 
 
 def load(
@@ -104,11 +36,38 @@ def load(
 ) -> dict[str, Any]:
     """Fills `model` and `optimizers`, at any world size, and returns the rest; every rank calls it.
 
+    Args:
+        path: a checkpoint; or a folder of them, which stands for the newest that is undamaged. Damaged ones that are
+            newer are named on stderr.
+        model: with the parameters to fill, sharded or not.
+        optimizers: to restore too; none, to evaluate.
+        model_config: of `model`; None: not compared.
+
     Raises:
-        CheckpointError: no such folder; incomplete; a file that is not as the manifest says; or another model or
-            optimizer, whose tensors have other names or shapes.
+        CheckpointError: no such folder; incomplete; or another model or optimizer, whose tensors have other names or
+            shapes.
+        CheckpointCorrupt: a file that is not as the manifest says.
     """
-    path = locate(path)
+    paths: list[Path] = on_every_rank(lambda: _candidates(path), path)[0]
+    for index, candidate in enumerate(paths):
+        try:
+            return _load(candidate, model, optimizers, model_config)
+        except CheckpointCorrupt as error:
+            if index + 1 == len(paths):
+                raise
+            if dist.get_rank() == 0:
+                print(f"ringflash: {error}\nringflash: going on from {paths[index + 1]}", file=sys.stderr, flush=True)
+    raise AssertionError("there is always a candidate")
+
+
+def _candidates(path: Path) -> list[Path]:
+    single = locate(path)
+    return [single] if (single / MANIFEST).is_file() else complete_in(path) or [single]
+
+
+def _load(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None
+) -> dict[str, Any]:
     rest = _open(path)
     if model_config is not None:
         compare_model_configs(rest.get("model_config"), model_config)
@@ -123,11 +82,11 @@ def load(
             else "Save with save_weights_only=False to resume training.",
         )
     state = cast("dict[str, Any]", get_model_state_dict(model))
-    _read(_named_tensors("model", state), path, "model.")
+    _read(named_tensors("model", state), path, "model.")
     set_model_state_dict(model, state, options=StateDictOptions(strict=True))
     for index, optimizer in enumerate(optimizers):
         optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
-        _read(_optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
+        _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
         set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
     return rest
 
@@ -166,56 +125,11 @@ def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any])
         )
 
 
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's own holds a Path of this machine, which SafeReader has no reason to admit
-
-
-class SafeReader(FileSystemReader):
-    """DCP's file reader, whose index is a pickle: admits only the classes of an index of tensors."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of tensors.
-
-        Raises:
-            CheckpointError: the pickle names anything else, or lists an entry that would be unpickled.
-        """
-        file = Path(self.path) / TENSOR_INDEX
-        try:
-            metadata = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged pickle raises nearly anything
-            raise damaged(file, f"unreadable: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise damaged(file, f"a {type(metadata).__name__}")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise damaged(file, f"{name}, which is no tensor")
-        metadata.planner_data = None
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
-                raise damaged(file, f"data in {info.relative_path}")
-        return metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PICKLED_NAMES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)
-        raise damaged(Path(TENSOR_INDEX), f"it names {module}.{name}, which no index of tensors needs")
-
-
 def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
     if alone:
         verify(path)
     else:
-        _on_every_rank(lambda: verify(path, part=_rank(), parts=dist.get_world_size()), path)
+        on_every_rank(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()), path)
     try:
         return torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -246,71 +160,3 @@ def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = Fal
         # DCP says so whenever it is asked to load in one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         load_tensors(tensors, storage_reader=SafeReader(path), no_dist=alone)
-
-
-def _optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Any]:
-    parameters: dict[str, dict[str, Any]] = state["state"]
-    named = {f"{parameter}.{name}": value for parameter, own in parameters.items() for name, value in own.items()}
-    return _named_tensors(f"optimizer.{index}", named)
-
-
-def _named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with `prefix` before their names; other values than tensors would be lost, or pickled."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{prefix}.{name}",
-                expected="a tensor",
-                got=type(value).__name__,
-                remedy="Keep numbers in 0-dim tensors, as torch.optim.AdamW does its step, and the rest elsewhere.",
-            )
-    return {f"{prefix}.{name}": value for name, value in values.items()}
-
-
-def _on_every_rank(function: Callable[[], Any], path: Path) -> list[Any]:
-    """Calls `function` on each rank and gathers the results; an error on one rank is raised on all."""
-    result, fields = None, None
-    try:
-        result = function()
-    except (CheckpointError, OSError) as raised:
-        error = raised if isinstance(raised, CheckpointError) else _failed(path, f"rank {_rank()}: {raised}")
-        fields = {name: getattr(error, name) for name in ("argument", "expected", "got", "remedy")}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (result, fields))
-    for _, failure in gathered:
-        if failure is not None:
-            raise CheckpointError(**failure)
-    return [value for value, _ in gathered]
-
-
-def _pack(rest: dict[str, Any]) -> bytes:
-    """`rest` as torch.save writes it, after a trial of loading it with weights_only."""
-    for key, value in rest.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"checkpoint[{key!r}]",
-                expected="numbers, strings, tensors, and lists and dicts of them",
-                got=named[1] if (named := re.search(r"GLOBAL (\S+)", str(error))) else str(error).splitlines()[0],
-                remedy="Save plain values in the hook that adds it: asdict(config), str(path).",
-            ) from error
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return buffer.getvalue()
-
-
-def _failed(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        str(path),
-        expected="every rank to read and write it",
-        got=what,
-        remedy="Look at that rank, and at the space and rights on its file system; earlier checkpoints are untouched.",
-    )
-
-
-def _rank() -> int:
-    return dist.get_rank()

@@ -29,15 +29,19 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 import ringflash
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
-from ringflash.train.callbacks import Interrupt, LastCheckpoint, LossPlot, RingProgressBar, RunSummary
+from ringflash.train.callbacks import LossPlot, RingProgressBar, RunSummary
+from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
-from ringflash.train.folder import MANIFEST, locate
+from ringflash.train.folder import MANIFEST, complete_in, locate, read_manifest
+from ringflash.train.interrupt import Interrupt
 from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.preemption import Preempted, Preemption
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.throughput import Throughput
 
 CALLBACKS = {"throughput": Throughput, "loss_plot": LossPlot, "summary": RunSummary}
 STRATEGY = "ring_attention"
+LAST = "last"  # as --ckpt_path: the newest complete checkpoint of the runs in run_dir
 CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
 # A child that fails waits this long before it says so: rank 0 fails with the same error and speaks for all.
 CHILD_GRACE_SECONDS = 3.0
@@ -124,7 +128,7 @@ class RingCLI(LightningCLI):
             callbacks.append(self._get(self.config_init, "checkpoint"))
         if config.get("enable_progress_bar") is not False:
             callbacks.append(RingProgressBar())
-        kwargs["callbacks"] = [*callbacks, Interrupt()]
+        kwargs["callbacks"] = [*callbacks, Interrupt(), Preemption()]
         if config.get("logger") in (None, True):
             self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
             kwargs["logger"] = make_loggers(self._folder) if self._folder else False
@@ -137,7 +141,21 @@ class RingCLI(LightningCLI):
         self._trainers.append(self.trainer)
         if (path := self._get(self.config_init, "ckpt_path")) is not None:
             sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
-            check_checkpoint(str(path), sharded=sharded)
+            if path == LAST and sharded:
+                path = self._newest_checkpoints()
+            if path is not None:
+                check_checkpoint(str(path), sharded=sharded)
+
+    def _newest_checkpoints(self) -> Path | None:
+        """Puts what `LAST` stands for into the configuration; a run that fits begins anew when it is nothing yet."""
+        folder = Path(self._get(self.config_init, "run_dir"))
+        path = newest_checkpoints(folder)
+        if path is None and self.subcommand != "fit":
+            path = folder / "checkpoints"  # which is not there
+        elif path is None and local_rank() == 0:
+            print(f"ringflash: no checkpoint in {folder} yet; starting from the beginning", file=sys.stderr, flush=True)
+        self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
+        return path
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -178,12 +196,13 @@ def end_schedule(config: Any, *, fit: bool) -> None:
 
 
 def check_checkpoint(path: str, *, sharded: bool) -> None:
-    """Raises CheckpointError unless `path` is a folder of RingAttentionStrategy, or a file of any other strategy.
+    """Raises CheckpointError unless `path` is a folder of RingAttentionStrategy, or of such, or another one's file.
 
     What is in it is compared with its manifest when it is loaded.
     """
-    found, named = locate(Path(path)), path in ("best", "hpc", "last")  # which Lightning takes to mean other files
-    if not named and ((found / MANIFEST).is_file() if sharded else zipfile.is_zipfile(found)):
+    found, named = locate(Path(path)), path in ("best", "hpc", LAST)  # which Lightning takes to mean other files
+    there = (found / MANIFEST).is_file() or complete_in(found) if sharded else zipfile.is_zipfile(found)
+    if there and not named:
         return
     got = "no such file or folder"
     if found.exists() and not named:
@@ -194,6 +213,14 @@ def check_checkpoint(path: str, *, sharded: bool) -> None:
         got=got,
         remedy="Pass a checkpoint that was saved with this strategy.",
     )
+
+
+def newest_checkpoints(folder: Path) -> Path | None:
+    """The checkpoints folder that holds the newest complete one of the runs `folder`, folder-2, ...; None for none."""
+    name = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
+    runs = [run for run in folder.parent.glob("*") if name.fullmatch(run.name)]
+    newest = [found[0] for run in runs if (found := complete_in(run / "checkpoints"))]
+    return max(newest, key=lambda path: read_manifest(path).written).parent if newest else None
 
 
 def free_folder(folder: Path) -> Path:
@@ -287,7 +314,7 @@ def local_rank() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `ringflash train ...` and returns its exit code: 2 for an error of usage, 1 for one of the run."""
+    """Runs `ringflash train ...`; returns its exit code: 2 after an error of usage, 1 of the run, 143 after SIGTERM."""
     args = [arg for arg in argv if arg != "--debug"]
     debug = len(args) < len(argv)
     if not debug:
@@ -299,6 +326,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         RingCLI([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
         failed = False
+    except Preempted as ended:
+        failed = False  # the other processes have come to the same end
+        return int(ended.code or 0)
     except (RingflashError, MisconfigurationException) as error:
         if debug:
             raise

@@ -5,14 +5,50 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringflash.errors import CheckpointError
+from ringflash.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 MANIFEST, STATE, TENSOR_INDEX = "manifest.json", "state.pt", ".metadata"
 FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself.
+
+    Args:
+        step: optimizer steps before it; None where the saver named none.
+        written: when it was completed, in seconds since 1970.
+        files: size in bytes and SHA-256 of each, by name.
+    """
+
+    step: int | None
+    written: float
+    files: dict[str, tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which earlier checkpoints stay beside the newest, as `step-00000500` and so on.
+
+    Args:
+        newest: how many of the newest stay, the newest itself counted.
+        every_n_steps: those of steps that are multiples of this stay for good; None: none does.
+    """
+
+    newest: int = 1
+    every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.newest), ("keep_every_n_steps", self.every_n_steps)):
+            if value is not None and value < 1:
+                raise ConfigError(name, expected="at least 1", got=value, remedy="1 keeps the newest checkpoint alone.")
 
 
 def partial_of(path: Path) -> Path:
@@ -31,13 +67,23 @@ def locate(path: Path) -> Path:
     return previous if not path.exists() and (previous / MANIFEST).is_file() else path
 
 
+def complete_in(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, the newest first; what a killed save has left is not among them."""
+    if not folder.is_dir():
+        return []
+    names = {re.sub(r"^\.(.+)\.old$", r"\1", path.name) for path in folder.iterdir()}
+    paths = [locate(folder / name) for name in names if not name.startswith(".")]
+    found = [(manifest, path) for path in paths if (manifest := _peek(path))]
+    return [path for _, path in sorted(found, key=lambda pair: (pair[0].written, pair[0].step or 0), reverse=True)]
+
+
 def prepare(path: Path) -> Path:
     """Makes the empty folder beside `path` that `publish` will move there.
 
     Raises:
         CheckpointError: `path` holds something that is not a checkpoint, and that saving would delete.
     """
-    if (path.exists() or path.is_symlink()) and not _is_checkpoint(path):
+    if (path.exists() or path.is_symlink()) and _peek(path) is None:
         raise CheckpointError(
             str(path),
             expected="a new name, or a checkpoint to replace",
@@ -51,43 +97,34 @@ def prepare(path: Path) -> Path:
     return partial
 
 
-def publish(path: Path, files: dict[str, dict[str, Any]]) -> None:
+def publish(path: Path, files: dict[str, dict[str, Any]], *, step: int | None = None, keep: Keep | None = None) -> None:
     """Completes the folder that `prepare` made with a manifest of `files`, and moves it to `path`.
 
-    There is always a complete checkpoint, which `locate` finds: at `path`, or beside it between two renames.
+    There is always a complete checkpoint, which `locate` finds: at `path`, or beside it between two renames. What was
+    at `path` before is removed, or with `keep` gets a name of its own, and what that does not keep is removed.
     """
     partial, previous = partial_of(path), previous_of(path)
-    manifest = {"format": FORMAT_VERSION, "files": dict(sorted(files.items()))}
+    manifest = {"format": FORMAT_VERSION, "step": step, "written": time.time(), "files": dict(sorted(files.items()))}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for file in (*partial.iterdir(), partial):
         _sync(file)
     if path.exists():
-        _remove(previous)  # left by a kill after the renames; without `path` it would be all there is
+        _retire(path, keep)  # left by a kill after the renames; without `path` it would be all there is
         path.rename(previous)
     partial.rename(path)
     _sync(path.parent)
-    _remove(previous)
+    _retire(path, keep)
 
 
-def verify(path: Path, *, part: int = 0, parts: int = 1) -> None:
+def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
     """Compares the folder with its manifest: every file there, of the right size, and every `parts`-th digest.
 
     Raises:
-        CheckpointError: naming the file that is missing, truncated or changed.
+        CheckpointError: there is no checkpoint, or none that is complete.
+        CheckpointCorrupt: naming the file that is missing, truncated or changed.
     """
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(
-            str(path),
-            expected="a complete checkpoint folder",
-            got="no such folder" if not path.exists() else f"no {MANIFEST} in it",
-            remedy="Pass a folder that training has finished writing.",
-        )
-    try:
-        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())["files"]
-        expected = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path / MANIFEST, f"unreadable: {error}") from error
-    for index, (name, (size, digest)) in enumerate(sorted(expected.items())):
+    manifest = read_manifest(path)
+    for index, (name, (size, digest)) in enumerate(sorted(manifest.files.items())):
         file = path / name
         if name != Path(name).name or not file.is_file():
             raise damaged(file, "missing")
@@ -96,8 +133,27 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> None:
         if index % parts == part and entry_of(file)["sha256"] != digest:
             raise damaged(file, "other content")
     for name in (STATE, TENSOR_INDEX):
-        if name not in expected:
+        if name not in manifest.files:
             raise damaged(path / MANIFEST, f"no entry for {name}")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint `path`; raises as `verify`."""
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            str(path),
+            expected="a complete checkpoint folder",
+            got="no such folder" if not path.exists() else f"no {MANIFEST} in it",
+            remedy="Pass a folder that training has finished writing.",
+        )
+    try:
+        content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        step = content.get("step")
+        return Manifest(None if step is None else int(step), float(content.get("written", 0)), files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path / MANIFEST, f"unreadable: {error}") from error
 
 
 def entry_of(file: Path) -> dict[str, Any]:
@@ -106,19 +162,40 @@ def entry_of(file: Path) -> dict[str, Any]:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def damaged(file: Path, what: str) -> CheckpointError:
+def damaged(file: Path, what: str) -> CheckpointCorrupt:
     """The error of a file that is not as it was saved."""
-    return CheckpointError(
-        str(file), expected="the file that was saved", got=what, remedy="Use another checkpoint; this one is damaged."
+    return CheckpointCorrupt(
+        str(file),
+        expected="the file that was saved",
+        got=what,
+        remedy="Use another checkpoint; this one is damaged. The folder it lies in stands for the newest that is not.",
     )
 
 
-def _is_checkpoint(path: Path) -> bool:
-    # Other programs have a manifest.json too, so it must be one of ours; whether the files fit it does not matter.
+def _retire(path: Path, keep: Keep | None) -> None:
+    """Gives the previous content of `path` a name of its own where it is to be kept, and removes what is not."""
+    previous = previous_of(path)
+    if keep is not None and (manifest := _peek(previous)) and manifest.step is not None:
+        kept = path.parent / f"step-{manifest.step:08d}"
+        _remove(kept)  # of an earlier run that came as far
+        previous.rename(kept)
+    _remove(previous)
+    if keep is None:
+        return
+    earlier = [other for other in complete_in(path.parent) if re.fullmatch(r"step-\d{8,}", other.name)]
+    for old in earlier[keep.newest - 1 :]:
+        if keep.every_n_steps is None or int(old.name[5:]) % keep.every_n_steps:
+            old.rename(previous)  # half removed it must not look like a checkpoint
+            _remove(previous)
+
+
+def _peek(path: Path) -> Manifest | None:
+    """The manifest, if it is one of ours: other programs have a manifest.json too. The files are not looked at."""
     try:
-        return {STATE, TENSOR_INDEX} <= json.loads((path / MANIFEST).read_bytes())["files"].keys()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        manifest = read_manifest(path)
+    except (OSError, CheckpointError):
+        return None
+    return manifest if {STATE, TENSOR_INDEX} <= manifest.files.keys() else None
 
 
 def _remove(path: Path) -> None:

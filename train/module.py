@@ -18,18 +18,15 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
-from ringflash.errors import ConfigError, RingflashError
+from ringflash.errors import ConfigError
 from ringflash.train.batch import all_ranks, document_positions
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.loss import count_valid, token_loss
 from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.nonfinite import NonFinite, NonFiniteError
 from ringflash.train.strategy import RingAttentionStrategy
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
-
-
-class NonFiniteError(RingflashError, ArithmeticError):
-    """A loss or gradient that is NaN or infinite; raised on every rank before the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,7 @@ class LanguageModel(pl.LightningModule):
         activation_checkpointing: keep only each block's input for the backward and run the block again there.
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
         seed: of the initial weights.
+        nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
     """
 
     def __init__(
@@ -115,8 +113,10 @@ class LanguageModel(pl.LightningModule):
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
         seed: int = 0,
+        nonfinite: NonFinite | None = None,
     ) -> None:
         super().__init__()
+        self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
         self.model_config = model
         self.optimizer_config = optimizer or OptimizerConfig()
         self.compute_dtype: ComputeDtype = compute_dtype
@@ -246,7 +246,7 @@ class LanguageModel(pl.LightningModule):
         """Logs the window's loss and gradient norm; all ranks hold the same figures, so all raise or none.
 
         Raises:
-            NonFiniteError: either is NaN or infinite.
+            NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
         """
         window, self._window = self._window, []
         losses = self._gather(torch.stack([m.loss_sum for m in window]))
@@ -263,11 +263,15 @@ class LanguageModel(pl.LightningModule):
             ]
             batches = sorted({batch for batch, _ in bad}) or [m.batch_idx for m in window]
             where = f", first seen on ranks {sorted({rank for _, rank in bad})}" if bad else ""
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"step {self.trainer.global_step}, batch {', '.join(map(str, batches))}: loss {loss.item()}, "
                 f"gradient norm {norm.item()}{where}. The optimizer has not stepped. Look at the batch; "
                 "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
             )
+            self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
+            optimizer.zero_grad()  # parameters without gradients are left as they are
+            return
+        self._skipped = 0
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -20,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import ringflash as rf
-from ringflash.errors import ArgumentError, ConfigError
-from ringflash.train import checkpoint as sharded
+from ringflash.errors import ConfigError
 from ringflash.train.batch import agree_on_batch, document_positions
 from ringflash.train.departure import Departure
+from ringflash.train.preemption import Preempted
+from ringflash.train.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
 LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class RingAttentionStrategy(ModelParallelStrategy):
+class RingAttentionStrategy(ShardedStrategy):
     """Context parallelism x data parallelism, with FSDP2 over both.
 
     A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
@@ -135,7 +132,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Lets this rank leave without its peers, which may never come to the end of theirs."""
-        if self._departure is not None:
+        if self._departure is not None and not isinstance(exception, Preempted):  # on which all ranks agree
             self._departure.fail()
         super().on_exception(exception)
 
@@ -172,6 +169,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step and notes the micro-batch's valid tokens."""
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        self.restore_random()
         assert self.lightning_module is not None
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
             self._window = []
@@ -209,31 +207,6 @@ class RingAttentionStrategy(ModelParallelStrategy):
             return result
 
         return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder of sharded tensors, complete or not at all; see `ringflash.train.checkpoint`."""
-        if storage_options is not None:
-            raise ArgumentError(
-                "storage_options", expected="None", got=storage_options, remedy="Checkpoints go to a file system."
-            )
-        sharded.save(checkpoint, Path(self.broadcast(str(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""
-        assert self.model is not None
-        if weights_only is False:
-            raise ArgumentError(
-                "weights_only",
-                expected="None or True",
-                got=False,
-                remedy="A checkpoint of this strategy holds no objects: leave weights_only out.",
-            )
-        config = getattr(self.lightning_module, "model_config", None)
-        fields = asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here
-        return sharded.load(Path(self.broadcast(str(checkpoint_path))), self.model, optimizers, fields)
 
     def _reference(self) -> Tensor:
         return self._window[0].clamp(min=1)

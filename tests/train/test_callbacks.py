@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +10,7 @@ from PIL import Image
 
 from ringflash.errors import ConfigError
 from ringflash.train import throughput
-from ringflash.train.callbacks import (
-    Interrupt,
-    LastCheckpoint,
-    RunSummary,
-    draw_losses,
-    progress_texts,
-    read_losses,
-    running_mean,
-)
+from ringflash.train.callbacks import RunSummary, draw_losses, progress_texts, read_losses, running_mean
 from ringflash.train.flops import training_flops_per_token
 from ringflash.train.model import ModelConfig
 from ringflash.train.throughput import Throughput
@@ -64,7 +54,6 @@ def test_progress_shows_what_there_is() -> None:
     "make",
     [
         lambda: Throughput(warmup_steps=-1),
-        lambda: LastCheckpoint(every_n_steps=0),
         lambda: RunSummary(prompt=""),
         lambda: RunSummary(temperature=-1.0),
     ],
@@ -72,29 +61,6 @@ def test_progress_shows_what_there_is() -> None:
 def test_bad_options(make: Any) -> None:
     with pytest.raises(ConfigError):
         make()
-
-
-class Finalized:
-    """Interrupts this process when it is collected."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # handlers run between bytecodes
-            pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the interrupt that Python drops
-def test_interrupt_that_falls_into_a_finalizer() -> None:
-    callback, nothing = Interrupt(), cast("Any", None)
-    callback.on_train_start(nothing, nothing)
-    try:
-        callback.on_train_batch_end(nothing, nothing, None, None, 0)
-        Finalized()
-        with pytest.raises(KeyboardInterrupt):
-            callback.on_train_batch_end(nothing, nothing, None, None, 0)
-    finally:
-        callback.on_train_end(nothing, nothing)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Clock:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringflash.errors import CheckpointError
-from ringflash.train.checkpoint import load, load_decoder, save
+from ringflash.errors import CheckpointCorrupt, CheckpointError
+from ringflash.train.checkpoint import load, load_decoder
 from ringflash.train.folder import MANIFEST, STATE, TENSOR_INDEX, locate, verify
+from ringflash.train.saving import save
 from tests.distributed import run_ranks
 from tests.train.conftest import Worlds
 from tests.train.runs import MODEL, Outcome
@@ -88,7 +89,7 @@ def test_missing_folder(worlds: Worlds) -> None:
 def test_damage_is_seen_by_every_rank(worlds: Worlds) -> None:
     for rank in worlds.ranks[2]:
         kind, text = rank["damaged"]
-        assert kind == "CheckpointError"
+        assert kind == "CheckpointCorrupt"
         assert "__1_0.distcp" in text
         assert "other content" in text
 
@@ -103,7 +104,10 @@ def test_damaged_file(folder: Path, name: str, damage: str) -> None:
         file.unlink()
     else:
         file.write_bytes(bytes(content) if damage == "flip" else bytes(content)[:-1])
-    with pytest.raises(CheckpointError, match=name if (name, damage) != (MANIFEST, "flip") else None):
+    missing = (name, damage) == (MANIFEST, "remove")  # then there is no checkpoint
+    with pytest.raises(
+        CheckpointError if missing else CheckpointCorrupt, match=name if (name, damage) != (MANIFEST, "flip") else None
+    ):
         load_decoder(folder)
 
 
@@ -129,9 +133,10 @@ def test_malicious_index(folder: Path, tmp_path: Path) -> None:
     assert not proof.exists()
 
 
-def test_malicious_state(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model_config", "hyper_parameters"])
+def test_malicious_state(folder: Path, tmp_path: Path, key: str) -> None:
     proof = tmp_path / "proof"
-    torch.save({"model_config": Payload(proof)}, folder / STATE)
+    torch.save({key: Payload(proof)}, folder / STATE)
     sign(folder, STATE)
     with pytest.raises(CheckpointError, match="unreadable"):
         load_decoder(folder)

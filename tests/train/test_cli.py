@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from PIL import Image
 import ringflash
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
+from ringflash.train.folder import verify
 
 # Lightning's use of a jsonargparse method that has a new name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -188,6 +190,28 @@ def test_misspelt_option_and_subcommand(tmp_path: Path, capsys: pytest.CaptureFi
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("payload", ["tag", "class", "function"])
+def test_a_configuration_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path, CONFIG)
+    proof = tmp_path / "proof"
+    lines = {
+        "tag": f"seed_everything: !!python/object/apply:os.system ['touch {proof}']\n",
+        "class": f"checkpoint: {{class_path: subprocess.Popen, init_args: {{args: [touch, {proof}]}}}}\n",
+        "function": f"summary: {{class_path: os.system, init_args: {{command: touch {proof}}}}}\n",
+    }
+    content = yaml.safe_load(config.read_text())
+    content.pop("summary")
+    config.write_text(yaml.safe_dump(content) + lines[payload])
+    assert cli.main(["fit", "--config", str(config)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    args = f"[{{class_path: subprocess.Popen, init_args: {{args: [touch, {proof}]}}}}]"
+    assert cli.main(["fit", "--config", str(write_config(tmp_path, CONFIG)), f"--trainer.callbacks={args}"]) == 2
+    assert not proof.exists()
+
+
 def test_model_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path, CONFIG))
     assert cli.main(["fit", "--config", config, "--model.model.n_heads=3"]) == 2
@@ -280,6 +304,49 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
         for number in children(tmp_path):
             os.kill(number, signal.SIGKILL)
         process.wait()
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_saves_and_ends_all(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    args = command("train", "fit", "--config", config, "--ckpt_path=last", "--trainer.max_steps=100000")
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        assert within(50, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
+        (child,) = (number for number in children(tmp_path) if number != process.pid)
+        os.kill(child, signal.SIGTERM)
+        assert within(25, lambda: process.poll() is not None), log.read_text()
+        assert process.returncode == 143, log.read_text()
+        assert within(10, lambda: not children(tmp_path))
+    finally:
+        for number in children(tmp_path):
+            os.kill(number, signal.SIGKILL)
+        process.wait()
+    text = log.read_text()
+    assert "no checkpoint in runs/test yet; starting from the beginning" in text
+    assert text.count("SIGTERM on rank 1: stopped after step") == 1
+    assert "Traceback" not in text
+    assert verify(tmp_path / "runs" / "test" / "checkpoints" / "last").step
+
+
+def test_the_last_checkpoint_of_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    args = ["fit", "--config", str(write_config(tmp_path, CONFIG)), "--ckpt_path=last", "--trainer.devices=1"]
+    assert cli.RingCLI(args, []).config_init["fit"]["ckpt_path"] is None
+    assert "no checkpoint in runs/test yet; starting from the beginning" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="ckpt_path runs/test/checkpoints: .* got no such file or folder"):
+        cli.RingCLI(["validate", *args[1:]], [])
+    for run, written in (("test", 3), ("test-2", 5), ("test-3", 4), ("test-of-others", 6)):
+        folder = tmp_path / "runs" / run / "checkpoints" / "last"
+        folder.mkdir(parents=True)
+        files = {name: {"size": 0, "sha256": ""} for name in ("state.pt", ".metadata")}
+        (folder / "manifest.json").write_text(json.dumps({"written": written, "files": files}))
+    assert cli.RingCLI(args, []).config_init["fit"]["ckpt_path"] == "runs/test-2/checkpoints"
 
 
 @pytest.mark.parametrize(("gpus", "name", "devices"), [(0, "tiny-cpu", 2), (1, "h200-1", 1), (3, "h200-4", 3)])

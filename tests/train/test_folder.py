@@ -1,0 +1,141 @@
+"""Folders of checkpoints: which stay, which is the newest, what a kill leaves, and `ringflash checkpoint verify`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringflash import cli
+from ringflash.errors import CheckpointCorrupt
+from ringflash.train.folder import (
+    MANIFEST,
+    STATE,
+    TENSOR_INDEX,
+    Keep,
+    complete_in,
+    entry_of,
+    locate,
+    partial_of,
+    prepare,
+    publish,
+    verify,
+)
+
+
+def put(path: Path, step: int, keep: Keep | None = None) -> None:
+    """Saves a checkpoint that holds its step and no tensors."""
+    partial = prepare(path)
+    for name in (STATE, TENSOR_INDEX):
+        (partial / name).write_text(f"{name} of step {step}")
+    publish(path, {file.name: entry_of(file) for file in partial.iterdir()}, step=step, keep=keep)
+
+
+def steps(folder: Path) -> list[int | None]:
+    return [verify(path).step for path in complete_in(folder)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (None, [7]),
+        (Keep(), [7]),
+        (Keep(3), [7, 6, 5]),
+        (Keep(1, 3), [7, 6, 3]),
+        (Keep(3, 2), [7, 6, 5, 4, 2]),
+    ],
+)
+def test_which_stay(tmp_path: Path, keep: Keep | None, expected: list[int]) -> None:
+    (tmp_path / "step-notes").mkdir()
+    for step in range(1, 8):
+        put(tmp_path / "last", step, keep)
+    assert steps(tmp_path) == expected
+    names = ["last", "step-notes", *(f"step-{step:08d}" for step in expected[1:])]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_a_run_that_goes_back_keeps_its_own(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15, 20):
+        put(tmp_path / "last", step, Keep(2))
+    assert steps(tmp_path) == [20, 15]
+
+
+def test_the_newest_is_complete(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        put(tmp_path / "last", step, Keep(3))
+    prepare(tmp_path / "last")
+    (partial_of(tmp_path / "last") / STATE).touch()
+    (tmp_path / "step-00000002" / MANIFEST).write_text("{")
+    assert complete_in(tmp_path) == [tmp_path / "last", tmp_path / "step-00000001"]
+    (tmp_path / "last").rename(tmp_path / ".last.old")
+    assert complete_in(tmp_path) == [tmp_path / ".last.old", tmp_path / "step-00000001"]
+    assert complete_in(tmp_path / "nowhere") == []
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_kill_at_any_point_leaves_the_newest_and_the_one_before(tmp_path: Path) -> None:
+    for last in count():
+        folder = tmp_path / str(last)
+        for step in (1, 2, 3):
+            put(folder / "last", step, Keep(2))
+        changes, complete = count(), True
+
+        def dying(change: Callable[..., Any], changes: count[int] = changes, last: int = last) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if next(changes) >= last:
+                    raise Killed
+                return change(*args, **kwargs)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("mkdir", "rename", "replace", "rmdir", "unlink"):
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                put(folder / "last", 4, Keep(2))
+            except Killed:
+                complete = False
+        left = steps(folder)
+        assert left[:2] in ([3, 2], [4, 3], [4, 2]), left  # the last: step 3 is complete too, under its hidden name
+        assert verify(locate(folder / "last")).step in (3, 4)
+        put(folder / "last", 5, Keep(2))
+        assert steps(folder)[0] == 5
+        put(folder / "last", 6, Keep(2))
+        assert steps(folder) == [6, 5]
+        assert len([*folder.iterdir()]) == 2
+        if complete:
+            assert left == [4, 3]
+            return
+
+
+def test_verify_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        put(tmp_path / "last", step, Keep(2))
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"{tmp_path}/last: step 2, 2 files, ")
+    assert out[1].startswith(f"{tmp_path}/step-00000001: step 1, 2 files, ")
+    (tmp_path / "last" / STATE).write_text("other")
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    both = capsys.readouterr()
+    assert "last/state.pt: expected the file that was saved, got 5 bytes instead of" in both.err
+    assert "step-00000001: step 1" in both.out
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_manifest_of_other_values(tmp_path: Path) -> None:
+    put(tmp_path / "last", 1)
+    content = json.loads((tmp_path / "last" / MANIFEST).read_text())
+    for change in ({"step": "one"}, {"files": [STATE]}, {"written": None}):
+        (tmp_path / "last" / MANIFEST).write_text(json.dumps(content | change))
+        with pytest.raises(CheckpointCorrupt, match=MANIFEST):
+            verify(tmp_path / "last")

@@ -1,0 +1,45 @@
+"""What all ranks do together with a checkpoint: an error on one of them is raised by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringflash.errors import CheckpointCorrupt, CheckpointError
+
+
+def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Calls `function` on each rank of `group` and gathers the results; an error on one rank is raised on all.
+
+    Raises:
+        CheckpointError: `function`'s own, or one that names the rank and what it raised.
+    """
+    result, failure, own = None, None, None
+    try:
+        result = function()
+    except Exception as raised:  # whatever it is, the other ranks wait for word of it
+        own = raised
+        where = f"rank {dist.get_rank(group)}: {type(raised).__name__}: {raised}"
+        error = raised if isinstance(raised, CheckpointError) else failed(path, where)
+        fields = {name: getattr(error, name) for name in ("argument", "expected", "got", "remedy")}
+        failure = (isinstance(error, CheckpointCorrupt), fields)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (result, failure), group=group)
+    for _, found in gathered:
+        if found is not None:
+            corrupt, fields = found
+            raise (CheckpointCorrupt if corrupt else CheckpointError)(**fields) from own
+    return [value for value, _ in gathered]
+
+
+def failed(path: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint that ranks could not all read or write."""
+    return CheckpointError(
+        str(path),
+        expected="every rank to read and write it",
+        got=what,
+        remedy="Look at that rank, and at the space and rights on its file system; earlier checkpoints are untouched.",
+    )

@@ -1,0 +1,136 @@
+"""What a Lightning strategy with sharded weights needs to save and to load them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from ringflash.errors import ArgumentError
+from ringflash.train import random_state
+from ringflash.train.batch import all_ranks
+from ringflash.train.checkpoint import load
+from ringflash.train.saving import SaveOptions, Saver
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# How long a run that an error ends lets a checkpoint finish that it was writing.
+WRITER_PATIENCE_SECONDS = 60.0
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Saves folders of sharded tensors, on request while training goes on, and loads them at any world size.
+
+    Args:
+        data_parallel_size: as ModelParallelStrategy's.
+        process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
+        timeout: of collectives, and of waiting for what other ranks write.
+    """
+
+    def __init__(self, data_parallel_size: Any, process_group_backend: str | None, timeout: timedelta) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self.timeout, self.saver = timeout, Saver(timeout)
+        self._control: dist.ProcessGroup | None = None
+        self._random: tuple[dict[str, Tensor], int] | None = None
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """A group of all ranks that serves tensors of the CPU; a collective of them the first time."""
+        if self._control is None:
+            shared = dist.get_backend() == "gloo"
+            group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            self._control = group
+        return self._control
+
+    def exchange(self, *flags: int) -> list[list[int]]:
+        """The `flags` of every rank, in rank order; a small collective that no GPU waits for."""
+        return all_ranks(torch.tensor([int(flag) for flag in flags]), self.control).tolist()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets a checkpoint finish that is being written, within a minute."""
+        self.saver.give_up(WRITER_PATIENCE_SECONDS)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Waits for a checkpoint that is being written.
+
+        Raises:
+            CheckpointError: on every rank, when one of them could not write.
+        """
+        self.saver.wait()
+        super().teardown()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's tensors where they are; Lightning's own copies them to the CPU first."""
+        assert self.model is not None
+        return cast("dict[str, Any]", get_model_state_dict(self.model))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's tensors where they are, by the names of their parameters."""
+        assert self.model is not None
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return cast("dict[str, Any]", get_optimizer_state_dict(self.model, inner))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder of sharded tensors, complete or not at all; see `ringflash.train.saving`.
+
+        Args:
+            checkpoint: Lightning's.
+            filepath: of the folder.
+            storage_options: a `SaveOptions`; None: at once, and the folder's other checkpoints are left alone.
+
+        Raises:
+            CheckpointError: on every rank, when one of them could not write.
+        """
+        if storage_options is not None and not isinstance(storage_options, SaveOptions):
+            raise ArgumentError(
+                "storage_options",
+                expected="None or a ringflash.train.saving.SaveOptions",
+                got=storage_options,
+                remedy="Checkpoints go to a file system, which has no options of its own.",
+            )
+        checkpoint["random"] = random_state.collect(self.root_device, self.control)
+        self.saver.save(checkpoint, Path(self.broadcast(str(filepath))), storage_options or SaveOptions())
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""
+        assert self.model is not None
+        if weights_only is False:
+            raise ArgumentError(
+                "weights_only",
+                expected="None or True",
+                got=False,
+                remedy="A checkpoint of this strategy holds no objects: leave weights_only out.",
+            )
+        config = getattr(self.lightning_module, "model_config", None)
+        fields = asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here
+        self.saver.wait()  # it may be what is to be loaded
+        rest = load(Path(self.broadcast(str(checkpoint_path))), self.model, optimizers, fields)
+        states = rest.pop("random", {})
+        self._random = (states, rest.get("global_step", 0)) if fitting else None
+        return rest
+
+    def restore_random(self) -> None:
+        """Sets this rank's random numbers to what a checkpoint that was loaded says, once.
+
+        Before the first training step and not where it is loaded: making the iterators of data draws numbers too.
+        """
+        if self._random is not None:
+            states, step = self._random
+            random_state.restore(states, self.global_rank, self.world_size, self.root_device, step)
+            self._random = None
