@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, generates, plans, measures, and looks at the installation."""
+"""The `ringflash` command: trains, generates, exports, plans, measures, and looks at the installation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
+        "export": (_export, "write a trained model as a folder that transformers loads"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
@@ -179,6 +180,12 @@ def _generate(args: list[str]) -> int:
     )
     print(options.prompt + decode(tokens))
     return 0
+
+
+def _export(args: list[str]) -> int:
+    from ringflash.train.export import main as export
+
+    return export(args)
 
 
 def _doctor(args: list[str]) -> int:

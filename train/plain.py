@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import ringflash as rf
 from ringflash.train.corpus import VOCAB_SIZE, TokenSamples, load_corpus, num_samples
 from ringflash.train.loss import count_valid, token_loss
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 
 
 def parse_arguments() -> argparse.Namespace:

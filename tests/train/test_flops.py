@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.train.flops import matmul_parameters, peak_flops, training_flops_per_token
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 
