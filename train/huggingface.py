@@ -111,7 +111,7 @@ def from_transformers(values: dict[str, Any]) -> ModelConfig:
         ConfigError: another kind of model, or a key that asks for what the decoder does not compute.
     """
     family = values.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         remedy = "Other models run in transformers itself."
         raise ConfigError("model_type", expected=f"one of {', '.join(FAMILIES)}", got=repr(family), remedy=remedy)
     try:
