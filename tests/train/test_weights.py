@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ringflash as rf
 from ringflash import cli
-from ringflash.errors import CheckpointError
+from ringflash.errors import CheckpointError, ConfigError
+from ringflash.train.cli import RingCLI
 from ringflash.train.export import save
 from ringflash.train.huggingface import read_config
 from ringflash.train.loss import count_valid, token_loss
@@ -237,3 +241,21 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointError, match="No space left"):
         save(random_tensors(), CONFIG, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+# Lightning's use of a jsonargparse method that has a new name.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_command_line_takes_a_folder_or_a_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    args = ["fit", "--trainer.max_steps=200", "--trainer.logger=false", "--trainer.accelerator=cpu"]
+    args += ["--data.corpus=stdlib", "--data.context_length=64"]
+    shape = yaml.safe_dump(json.loads(json.dumps(asdict(CONFIG))))
+    (folder.parent / "shape.yaml").write_text(f"model:\n  model:\n{textwrap.indent(shape, '    ')}")
+    written = RingCLI([*args[:1], "--config", str(folder.parent / "shape.yaml"), *args[1:]], []).model
+    assert written.model_config == CONFIG
+    assert written.weights is None
+    taken = RingCLI([*args, f"--model.init_from={folder}"], []).model
+    assert taken.model_config == replace(CONFIG, family="qwen3")
+    assert taken.weights is not None
+    with pytest.raises(ConfigError, match="expected a shape, or init_from"):
+        RingCLI(args, [])
