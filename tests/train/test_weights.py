@@ -249,6 +249,7 @@ def test_command_line_takes_a_folder_or_a_shape(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(RingCLI, "_run_subcommand", lambda self, subcommand: None)
     args = ["fit", "--trainer.max_steps=200", "--trainer.logger=false", "--trainer.accelerator=cpu"]
     args += ["--data.corpus=stdlib", "--data.context_length=64"]
+    rope = "--model.model.rope_scaling"
     shape = yaml.safe_dump(json.loads(json.dumps(asdict(CONFIG))))
     (folder.parent / "shape.yaml").write_text(f"model:\n  model:\n{textwrap.indent(shape, '    ')}")
     written = RingCLI([*args[:1], "--config", str(folder.parent / "shape.yaml"), *args[1:]], []).model
@@ -257,5 +258,7 @@ def test_command_line_takes_a_folder_or_a_shape(folder: Path, monkeypatch: pytes
     taken = RingCLI([*args, f"--model.init_from={folder}"], []).model
     assert taken.model_config == replace(CONFIG, family="qwen3")
     assert taken.weights is not None
+    with pytest.raises(ConfigError, match=r"rope_scaling.factor: expected at least 1, got 0.5"):
+        RingCLI([*args[:1], "--config", str(folder.parent / "shape.yaml"), *args[1:], f"{rope}.factor=0.5"], [])
     with pytest.raises(ConfigError, match="expected a shape, or init_from"):
         RingCLI(args, [])
