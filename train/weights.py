@@ -19,9 +19,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_FILE_BYTES = 5 * 10**9
-# What some folders hold beside the parameters, and transformers does not read either: frequencies that config.json
-# gives, and a copy of the embedding for a head that shares it.
-FREQUENCIES, HEAD = ".rotary_emb.inv_freq", "lm_head.weight"
+# What some folders hold beside the parameters: frequencies, which transformers forms anew too, and the head's copy of
+# the embedding that it shares.
+FREQUENCIES, HEAD, EMBEDDING = ".rotary_emb.inv_freq", "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 4096
 
 
 def stored_name(name: str) -> str:
@@ -77,6 +78,9 @@ class Weights:
         if more:
             got = f"{len(more)} more, the first {more[0]}"
             raise _wrong(self.folder, f"the {len(known)} tensors that there is a place for", got, remedy)
+        if HEAD in self._shapes and HEAD not in known and not self._is_copy(HEAD, EMBEDDING):
+            remedy = "Set tie_word_embeddings to false."
+            raise _wrong(self.folder, f"{HEAD} equal to the embedding, which it shares", "another", remedy)
 
     def fill(self, module: str, name: str, parameter: Tensor) -> None:
         """Overwrites `parameter`, called `name` in `module`, in its dtype; of a DTensor only this rank's part is read.
@@ -92,6 +96,14 @@ class Weights:
             if local.numel():
                 with _opened(self.folder / self._files[stored]) as opened:
                     local.copy_(opened.get_slice(stored)[rows])
+
+    def _is_copy(self, name: str, other: str) -> bool:
+        if self._shapes[name] != self._shapes[other]:
+            return False
+        with _opened(self.folder / self._files[name]) as one, _opened(self.folder / self._files[other]) as two:
+            first, second = one.get_slice(name), two.get_slice(other)
+            parts = (slice(row, row + COMPARED_ROWS) for row in range(0, self._shapes[name][0], COMPARED_ROWS))
+            return all(torch.equal(first[rows], second[rows]) for rows in parts)
 
     def _index(self) -> dict[str, str]:
         """File by tensor."""

@@ -231,6 +231,10 @@ def test_what_older_folders_hold_beside_the_parameters(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     decoder = Decoder(CONFIG, weights=Weights(tmp_path))
     assert torch.equal(decoder.norm.weight, tensors["model.norm.weight"])
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight equal to the embedding"):
+        Decoder(CONFIG, weights=Weights(tmp_path))
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
