@@ -138,29 +138,16 @@ class Recorded(LanguageModel):
         return loss, num_valid
 
 
-def trainer_options(val_batches: int = 3) -> dict[str, Any]:
-    """What all trainers of a gloo world have in common."""
+def train(run: Run, strategy: Any = None) -> Outcome:
+    """Runs `run` on the ranks of the default process group."""
     # spawned ranks turn warnings into errors; the first is Lightning's advice on loader processes for a toy data set
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     # Lightning's own use of a name that PyTorch has moved
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-    return {
-        "accelerator": "cpu",
-        "devices": torch.distributed.get_world_size(),
-        "limit_val_batches": val_batches,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-
-
-def train(run: Run, strategy: Any = None) -> Outcome:
-    """Runs `run` on the ranks of the default process group."""
     outcome = Outcome()
     trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
         strategy=strategy
         or RingAttentionStrategy(data_parallel_size=run.data_parallel, layout=cast("Any", run.layout)),
         max_steps=run.steps if run.max_epochs == -1 else -1,
@@ -168,7 +155,13 @@ def train(run: Run, strategy: Any = None) -> Outcome:
         accumulate_grad_batches=run.micro_batches,
         gradient_clip_val=run.max_norm or run.max_value,
         gradient_clip_algorithm="value" if run.max_value else "norm",
-        **trainer_options(3 if run.validate else 0),
+        limit_val_batches=3 if run.validate else 0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     module, data = Recorded(run, outcome), Data(run)
     trainer.fit(module, data, ckpt_path=run.resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from ringflash.train.module import LanguageModel
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.weights import Weights, local_part
 from tests.distributed import run_ranks
-from tests.train.runs import SEQLEN, Data, Run, sequences, trainer_options, whole
+from tests.train.runs import SEQLEN, Data, Run, sequences, whole
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -125,7 +126,20 @@ def _ranks(folder: str, saved: str) -> dict[str, Any]:
             assert isinstance(tensor, DTensor)
             assert torch.equal(full[local_part(tensor)], tensor.to_local())
 
-    trainer = pl.Trainer(strategy=RingAttentionStrategy(), **trainer_options())
+    # Lightning's advice on loader processes, and its own use of a name that PyTorch has moved
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=RingAttentionStrategy(),
+        limit_val_batches=3,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     module = LanguageModel(init_from=folder, compute_dtype="float64")
     trainer.validate(module, Data(Run(batch_size=1)), verbose=False)
     outcome["loss"] = trainer.callback_metrics["val/loss"].item()
