@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, generates, plans, measures, and looks at the installation."""
+"""The `ringflash` command: trains, generates, exports, plans, measures, and looks at the installation."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prepare": (_prepare, "turn text into token files to train on, with any tokenizer"),
         "generate": (_generate, "continue a prompt with a trained model"),
         "checkpoint": (_checkpoint, "compare checkpoints with what was saved: `checkpoint verify FOLDER`"),
+        "export": (_export, "write a trained model as a folder that transformers loads"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
@@ -159,6 +160,12 @@ def _generate(args: list[str]) -> int:
     )
     print(options.prompt + tokenizer.decode(tokens))
     return 0
+
+
+def _export(args: list[str]) -> int:
+    from ringflash.train.export import main as export
+
+    return export(args)
 
 
 def _doctor(args: list[str]) -> int:

@@ -6,6 +6,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ from torch.optim import Optimizer
 from ringflash.errors import CheckpointCorrupt, CheckpointError
 from ringflash.train.collective import on_every_rank
 from ringflash.train.folder import MANIFEST, STATE, complete_in, damaged, locate, verify
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.reader import SafeReader
 from ringflash.train.saving import named_tensors, optimizer_tensors
 
@@ -104,7 +106,7 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
             str(path), expected="a checkpoint of LanguageModel", got="no model_config", remedy="Pass another folder."
         )
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig(**config))
+        decoder = Decoder(ModelConfig.from_fields(config))
     decoder.to(dtype).to_empty(device="cpu")
     prefix = "model._decoder."
     _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
@@ -112,8 +114,12 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
 
 
 def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:
-    """Raises CheckpointError, listing the fields that differ, unless a checkpoint's model is the current one."""
-    before = saved or {}
+    """Raises CheckpointError, listing the fields that differ, unless a checkpoint's model is the current one.
+
+    Fields of `ModelConfig` that a checkpoint is too old to have are at their defaults.
+    """
+    usual = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING and f.name in current}
+    before = usual | (saved or {})
     names: list[str] = sorted({*before, *current})
     differing = [f"{n} {before.get(n)} (now {current.get(n)})" for n in names if before.get(n) != current.get(n)]
     if differing:

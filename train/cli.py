@@ -113,7 +113,16 @@ class RingCLI(LightningCLI):
         """Builds module, data and Trainer; the learning rate ends with the run, unless the configuration says when."""
         self._written, self.config = self.config, self.config.clone()
         end_schedule(self.config[str(self.subcommand)], fit=self.subcommand == "fit")
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # What a component has to say of its values, in an error of the parser's where they are optional.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, RingflashError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them."""

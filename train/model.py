@@ -1,10 +1,12 @@
-"""A Llama-style decoder whose attention runs on one device or on a ring of them."""
+"""A decoder as Llama's, Mistral's and Qwen's, whose attention runs on one device or on a ring of them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,64 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
-from ringflash.errors import ArgumentError, ConfigError
+from ringflash.errors import ArgumentError
+from ringflash.train.model_config import ModelConfig
+from ringflash.train.rotary import rotary_angles, rotate
+from ringflash.train.weights import Weights
 
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a `Decoder`.
-
-    Args:
-        vocab_size: number of token ids.
-        dim: width of the residual stream; `dim // n_heads` is the headdim, even, from 16 to 256.
-        n_layers: number of blocks.
-        n_heads: query heads.
-        n_kv_heads: key and value heads, a divisor of `n_heads`.
-        ffn_dim: hidden width of the SwiGLU layer.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
-        tie_embeddings: the head shares the embedding's weight.
-    """
-
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    rope_theta: float = 500000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, expected="a positive number", got=getattr(self, name), remedy="Raise it.")
-        if self.dim % self.n_heads:
-            raise ConfigError(
-                "dim", expected=f"a multiple of n_heads={self.n_heads}", got=self.dim, remedy="Change dim or n_heads."
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                "n_kv_heads",
-                expected=f"a divisor of n_heads={self.n_heads}",
-                got=self.n_kv_heads,
-                remedy="Each key/value head serves the same number of query heads: choose a divisor.",
-            )
-        if self.headdim % 2 or not 16 <= self.headdim <= 256:
-            raise ConfigError(
-                "headdim",
-                expected="an even dim // n_heads from 16 to 256",
-                got=self.headdim,
-                remedy="Change dim or n_heads.",
-            )
-
-    @property
-    def headdim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.n_heads
 
 
 @dataclass(frozen=True)
@@ -96,26 +46,45 @@ class Init:
             weight.copy_(full)
 
 
-class Linear(nn.Module):
-    """x @ weight.T, weight (out_features, in_features)."""
+class Layer(nn.Module):
+    """A module with parameters of its own, which are drawn, or read if `stored` is set."""
 
-    def __init__(self, in_features: int, out_features: int, init: Init) -> None:
+    stored: Callable[[str, Tensor], None] | None = None  # fills a parameter, given its name in this module
+
+    def reset_parameters(self) -> None:
+        """Draws or reads the parameters that have storage."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                (self.stored or self.draw)(name, parameter)
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Overwrites the parameter `name` with its initial values."""
+        raise NotImplementedError
+
+
+class Linear(Layer):
+    """x @ weight.T + bias, weight (out_features, in_features); the bias, if there is one, starts at zero."""
+
+    def __init__(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> None:
         super().__init__()
         self.init = init
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws the weight, unless it has no storage yet."""
-        if not self.weight.is_meta:
-            self.init.fill(self.weight)
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draws the weight, or zeros the bias."""
+        if name == "weight":
+            self.init.fill(parameter)
+        else:
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return nn.functional.linear(x, self.weight)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """weight[input_ids], weight (vocab_size, dim)."""
 
     def __init__(self, vocab_size: int, dim: int, init: Init) -> None:
@@ -124,17 +93,16 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws the weight, unless it has no storage yet."""
-        if not self.weight.is_meta:
-            self.init.fill(self.weight)
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draws the weight."""
+        self.init.fill(parameter)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(...) int64 -> (..., dim)."""
         return nn.functional.embedding(input_ids, self.weight)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -142,9 +110,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def reset_parameters(self) -> None:
+    def draw(self, name: str, parameter: Tensor) -> None:
         """Sets the weight to one."""
-        nn.init.ones_(self.weight)
+        nn.init.ones_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
@@ -199,56 +167,43 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Step:
-    """What all blocks of one forward share: rotary cosines and sines (batch | 1, seqlen, 1, headdim / 2), ring, cache.
+    """What all blocks of one forward share: rotary cosines and sines, ring, cache, packing.
 
-    And the documents, whose tokens do not see those of others. One plain value, so that FSDP's casting of inputs does
-    not round the angles to the compute dtype.
+    Cosines and sines are (batch | 1, seqlen, 1, headdim / 2).
+    One plain value, so that FSDP's casting of inputs does not round the angles to the compute dtype.
     """
 
     cos: Tensor
     sin: Tensor
     context: rf.ContextParallel | None
     cache: KVCache | None
-    documents: rf.Documents | None = None
-
-
-def rotary_angles(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * rope_theta^(-2 i / headdim), (batch | 1, seqlen, 1, headdim / 2).
-
-    The angles are formed in float64: at position 10^6 a float32 angle is wrong by up to 0.03 radians.
-    """
-    index = torch.arange(0, config.headdim, 2, device=position_ids.device, dtype=torch.float64)
-    frequency = config.rope_theta ** (-index / config.headdim)
-    if position_ids.ndim == 1:
-        position_ids = position_ids[None]
-    angle = position_ids[:, :, None, None].double() * frequency
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + headdim / 2]) in the angles' dtype; x (batch, seqlen, nheads, headdim)."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    documents: rf.Documents | None
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention on rotated queries and keys."""
+    """Grouped-query causal attention on rotated queries and keys, of a window or of all keys before."""
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
         name, residual_std = f"layers.{layer}.self_attn", INIT_STD / math.sqrt(2 * config.n_layers)
-        q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
-        self.layer, self.headdim = layer, config.headdim
-        self.q_proj = Linear(config.dim, q_dim, Init(f"{name}.q_proj", seed))
-        self.k_proj = Linear(config.dim, kv_dim, Init(f"{name}.k_proj", seed))
-        self.v_proj = Linear(config.dim, kv_dim, Init(f"{name}.v_proj", seed))
-        self.o_proj = Linear(q_dim, config.dim, Init(f"{name}.o_proj", seed, residual_std))
+        q_dim, kv_dim, bias = config.n_heads * config.headdim, config.n_kv_heads * config.headdim, config.qkv_bias
+        self.layer, self.headdim, window = layer, config.headdim, config.window(layer)
+        # A window of w keys is a query's own and the w - 1 before.
+        self.mask = rf.Causal() if window is None else rf.Causal() & rf.SlidingWindow(window - 1)
+        self.q_proj = Linear(config.dim, q_dim, Init(f"{name}.q_proj", seed), bias=bias)
+        self.k_proj = Linear(config.dim, kv_dim, Init(f"{name}.k_proj", seed), bias=bias)
+        self.v_proj = Linear(config.dim, kv_dim, Init(f"{name}.v_proj", seed), bias=bias)
+        self.o_proj = Linear(q_dim, config.dim, Init(f"{name}.o_proj", seed, residual_std), bias=config.o_bias)
+        self.q_norm = RMSNorm(config.headdim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.headdim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
         q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        mask = rf.Causal() if step.documents is None else rf.Causal() & step.documents
+        mask = self.mask if step.documents is None else self.mask & step.documents
         if step.context is not None:
             out = rf.ring_attention(q, k, v, step.context, mask=mask)
         else:
@@ -305,15 +260,25 @@ class Decoder(nn.Module):
     Args:
         config: the shape.
         seed: of the initial weights, which depend on it and on their names only.
+        weights: a folder's, to begin with instead; each rank reads its own part, once there is storage for it.
+
+    Raises:
+        CheckpointError: `weights` are not those of this shape.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int = 0, weights: Weights | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.dim, Init("embed_tokens", seed))
         self.layers = nn.ModuleList(Block(config, layer, seed) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, Init("lm_head", seed))
+        if weights is not None:
+            weights.check({name: tuple(p.shape) for name, p in self.named_parameters()})
+            for name, module in self.named_modules():
+                if isinstance(module, Layer):
+                    module.stored = partial(weights.fill, name)
+                    module.reset_parameters()
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Keeps only each block's input for the backward and runs the block again there, its ring included."""
@@ -336,7 +301,7 @@ class Decoder(nn.Module):
             position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence, or in each document.
             context: the ranks that share the sequence; None when this rank has all of it.
             cache: keys and values of the tokens before `input_ids`; extended. For one rank, without `context`.
-            documents: of the whole sequences; no token sees another document's. Without `cache`.
+            documents: what the whole sequence is packed of; none sees another.
 
         Raises:
             ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or comes with `context` or

@@ -21,10 +21,13 @@ import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.batch import all_ranks, document_positions
 from ringflash.train.checkpoint import compare_model_configs
+from ringflash.train.huggingface import read_config
 from ringflash.train.loss import count_valid, token_loss
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite, NonFiniteError
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.weights import Weights
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -95,7 +98,7 @@ class LanguageModel(pl.LightningModule):
     optimizer step, val/loss and test/loss every epoch; losses are means over all valid tokens of all ranks.
 
     Args:
-        model: shape of the decoder.
+        model: shape of the decoder; None takes it from `init_from`.
         optimizer: AdamW and its schedule.
         compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
             Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
@@ -103,21 +106,30 @@ class LanguageModel(pl.LightningModule):
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
         seed: of the initial weights.
         nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
+        init_from: folder of transformers', with config.json and safetensors, whose weights to begin with.
+
+    Raises:
+        ConfigError: neither a model nor a folder, or a folder of another kind of model.
+        CheckpointError: a folder without a model.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         compute_dtype: ComputeDtype = "auto",
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
+        if model is None and init_from is None:
+            raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
         self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
-        self.model_config = model
+        self.model_config = read_config(str(init_from)) if model is None else model
+        self.weights = None if init_from is None else Weights(init_from)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.compute_dtype: ComputeDtype = compute_dtype
         self.activation_checkpointing = activation_checkpointing
@@ -165,7 +177,7 @@ class LanguageModel(pl.LightningModule):
             )
         compute = self._resolved_dtype(strategy.root_device)
         with torch.device("meta"):
-            decoder = Decoder(self.model_config, seed=self.seed)
+            decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
         decoder.set_activation_checkpointing(self.activation_checkpointing)
         if isinstance(strategy, RingAttentionStrategy):

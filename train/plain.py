@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import ringflash as rf
 from ringflash.train.corpus import CACHE, load_corpus
 from ringflash.train.loss import count_valid, token_loss
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.samples import Line, train_and_held_out
 
 

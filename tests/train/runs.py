@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ringflash.train.loss import count_valid, token_loss
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.module import ComputeDtype, LanguageModel, OptimizerConfig
 from ringflash.train.strategy import RingAttentionStrategy
 

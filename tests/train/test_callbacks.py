@@ -12,7 +12,7 @@ from ringflash.errors import ConfigError
 from ringflash.train import throughput
 from ringflash.train.callbacks import RunSummary, draw_losses, progress_texts, read_losses, running_mean
 from ringflash.train.flops import training_flops_per_token
-from ringflash.train.model import ModelConfig
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.throughput import Throughput
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)

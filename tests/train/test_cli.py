@@ -159,7 +159,7 @@ def test_generate_from_the_run(fit: Fit) -> None:
     [
         ("data", "contxt_length", "Did you mean data.context_length?"),
         ("model.optimizer", "warmup_step", "Did you mean warmup_steps?"),
-        ("model.model", "n_layer", "Did you mean model.model.n_layers?"),
+        ("model.model", "n_layer", "Did you mean n_layers?"),
         ("trainer", "max_stepss", "Did you mean trainer.max_steps?"),
         ("trainer.strategy.init_args", "layouts", "Did you mean layout?"),
         ("", "sumary", "Did you mean summary"),

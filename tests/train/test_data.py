@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import TextDataModule
-from ringflash.train.model import ModelConfig
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.prepare import Recipe, prepare
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.tokenizer import Tokenizer

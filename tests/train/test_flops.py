@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.train.flops import matmul_parameters, peak_flops, training_flops_per_token
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 
@@ -19,6 +22,16 @@ def test_formula() -> None:
     # Forward by hand for one token that sees 1000 / 2 keys on average: 2 a weight; q k and p v, 2 a multiply-add.
     forward = 2 * matmul_parameters(CONFIG) + CONFIG.n_layers * 2 * 2 * CONFIG.dim * 500
     assert training_flops_per_token(CONFIG, 1000) == 3 * forward
+
+
+def test_windows_and_head_widths() -> None:
+    config = replace(CONFIG, head_dim=32, sliding_window=100, sliding_layers=(1,))
+    matrices = {n: p.numel() for n, p in Decoder(config).named_parameters() if p.ndim == 2}
+    assert matmul_parameters(config) == sum(matrices.values()) - matrices["embed_tokens.weight"]
+    # the first 100 tokens see 1 to 100 keys, the others 100; causal attention counts as half a square, without diagonal
+    keys = 500 + (100 * 100 / 2 + 900 * 100) / 1000
+    forward = 2 * matmul_parameters(config) + 2 * 2 * 4 * 32 * keys
+    assert training_flops_per_token(config, 1000) == pytest.approx(3 * forward)
 
 
 def test_products_outside_attention_are_what_torch_counts() -> None:

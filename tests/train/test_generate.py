@@ -6,7 +6,8 @@ from torch.distributed.fsdp import fully_shard
 
 from ringflash.errors import ArgumentError
 from ringflash.train.generate import generate
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from tests.distributed import run_ranks
 
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)

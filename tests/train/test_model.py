@@ -10,7 +10,9 @@ import torch
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
-from ringflash.train.model import Decoder, KVCache, ModelConfig, rotary_angles
+from ringflash.train.model import Decoder, KVCache
+from ringflash.train.model_config import ModelConfig
+from ringflash.train.rotary import rotary_angles
 
 CONFIG = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 

@@ -1,0 +1,186 @@
+"""`ringflash export`: a trained decoder as a folder that transformers loads: config.json and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ringflash.errors import CheckpointError, ConfigError
+from ringflash.train.checkpoint import load_decoder
+from ringflash.train.folder import partial_of
+from ringflash.train.huggingface import CONFIG, FAMILIES, FULL, SLIDING
+from ringflash.train.model_config import Family, ModelConfig
+from ringflash.train.weights import MAX_FILE_BYTES, write
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs `ringflash export ...` and returns its exit code."""
+    parser = argparse.ArgumentParser("ringflash export", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    parser.add_argument("--to", required=True, help="the new folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(args)
+    to = Path(options.to)
+    check_new(to)
+    decoder = load_decoder(options.checkpoint, dtype=DTYPES[options.dtype])
+    config = decoder.config
+    if options.max_position_embeddings is not None:
+        config = replace(config, max_position_embeddings=options.max_position_embeddings)
+    save(dict(decoder.named_parameters()), config, to, options.dtype)
+    print(f"{to}: {family_of(config)}, {sum(p.numel() for p in decoder.parameters()):,} parameters in {options.dtype}")
+    return 0
+
+
+def save(
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: Path,
+    dtype: str = "float32",
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes `tensors`, a decoder's by name, and `config` to the new `folder`, which is complete or not there.
+
+    Raises:
+        ConfigError: transformers has no model of this shape.
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
+    check_new(folder)
+    values, partial = to_transformers(config, dtype), partial_of(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        partial.mkdir()
+        write(tensors, partial, DTYPES[dtype], max_file_bytes)
+        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        remedy = "Look at the space and rights on its file system; nothing is left there."
+        raise CheckpointError(str(folder), expected="a place to write to", got=str(error), remedy=remedy) from error
+
+
+def check_new(folder: Path) -> None:
+    """Raises CheckpointError if there is something at `folder`."""
+    if folder.exists() or folder.is_symlink():
+        remedy = "Name a new folder; nothing was changed."
+        raise CheckpointError(str(folder), expected="nothing there yet", got="a file or folder", remedy=remedy)
+
+
+def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of `config`, which transformers 4 and 5 read; no token ids, which are the tokenizer's.
+
+    Args:
+        config: the shape.
+        dtype: of the weights, as "bfloat16".
+
+    Raises:
+        ConfigError: no family has this shape, or not the one that `config.family` names; or no length is known.
+    """
+    family = family_of(config)
+    if config.max_position_embeddings is None:
+        expected, remedy = "the longest sequence that the model is meant for", "Set it; config.json has to name it."
+        raise ConfigError("max_position_embeddings", expected=expected, got=None, remedy=remedy)
+    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
+    rope = {name: value for name, value in scaling.items() if value is not None}
+    if rope.get("rope_type") == "dynamic":
+        del rope["original_max_position_embeddings"]  # transformers takes max_position_embeddings
+    values: dict[str, Any] = {
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.headdim,
+        "intermediate_size": config.ffn_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        # transformers 4 reads the first two, transformers 5 all three
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope or None,
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": config.rope_theta},
+        "attention_dropout": 0.0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if family in ("llama", "qwen3"):
+        values["attention_bias"] = config.qkv_bias
+    if family == "mistral":
+        values["sliding_window"] = config.sliding_window
+    if family in ("qwen2", "qwen3"):
+        windows = [config.window(layer) for layer in range(config.n_layers)]
+        values |= {
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": next((i for i, w in enumerate(windows) if w is not None), config.n_layers),
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+        }
+    return values
+
+
+def family_of(config: ModelConfig) -> Family:
+    """transformers' model_type for `config`: the one that it names, or the first that fits.
+
+    Raises:
+        ConfigError: none fits, or not that one.
+    """
+    every_layer = config.sliding_layers is None or len(config.sliding_layers) == config.n_layers
+    no_window, biases = config.sliding_window is None, (config.qkv_bias, config.o_bias)
+    fits: dict[Family, bool] = {
+        "llama": no_window and not config.qk_norm and biases[0] == biases[1] and config.dim % config.n_heads == 0,
+        "mistral": every_layer and not config.qk_norm and biases == (False, False),
+        "qwen2": not config.qk_norm and biases == (True, False),
+        "qwen3": config.qk_norm and biases[0] == biases[1],
+    }
+    wanted = get_args(Family) if config.family is None else (config.family,)
+    for family in wanted:
+        scaling = config.rope_scaling
+        original = None if scaling is None else scaling.original_max_position_embeddings
+        dynamic = scaling is not None and scaling.rope_type == "dynamic"
+        if fits[family] and dynamic and original != config.max_position_embeddings:
+            expected, remedy = (
+                f"max_position_embeddings={original} with dynamic scaling",
+                "transformers keeps one length.",
+            )
+            raise ConfigError(
+                "max_position_embeddings", expected=expected, got=config.max_position_embeddings, remedy=remedy
+            )
+        if fits[family]:
+            return family
+    named = ("qk_norm", "qkv_bias", "o_bias", "sliding_window", "sliding_layers", "dim", "n_heads")
+    raise ConfigError(
+        "family",
+        expected=f"a shape that {' or '.join(wanted)} can have",
+        got=", ".join(f"{name}={getattr(config, name)}" for name in named),
+        remedy="Leave family out for one that fits, or train a shape that transformers has.",
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
