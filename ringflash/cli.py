@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
-        "generate": (_generate, "continue a prompt with a trained model"),
+        "generate": (_generate, "continue prompts with a trained model, on one device or over a ring"),
+        "retrieval": (_retrieval, "how far back a model finds things: `retrieval fit --config FILE`, then measure it"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
@@ -144,41 +145,15 @@ def _bench_decode(args: list[str]) -> int:
 
 
 def _generate(args: list[str]) -> int:
-    parser = argparse.ArgumentParser("ringflash generate", description="Continues a prompt with a trained model.")
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
-    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
-    parser.add_argument("--max-new-tokens", type=int, default=400, help="bytes to add (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args(args)
+    from ringflash.train.generate_command import main as generate
 
-    import torch
+    return generate(args)
 
-    from ringflash.train.checkpoint import load_decoder
-    from ringflash.train.corpus import VOCAB_SIZE, decode, encode
-    from ringflash.train.generate import generate
 
-    if not options.prompt:
-        raise ArgumentError("--prompt", expected="at least one character", got="none", remedy='Try "def ".')
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        got = f"{device}, without a CUDA device here" if device == "cuda" else device
-        raise ArgumentError("--device", expected="auto, cpu or cuda", got=got, remedy="Leave --device out.")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokens = generate(
-        load_decoder(options.checkpoint, dtype=dtype).to(device),
-        torch.tensor(encode(options.prompt)),
-        options.max_new_tokens,
-        temperature=options.temperature,
-        generator=torch.Generator().manual_seed(options.seed),
-        vocab_size=VOCAB_SIZE,
-    )
-    print(options.prompt + decode(tokens))
-    return 0
+def _retrieval(args: list[str]) -> int:
+    from ringflash.train.retrieval_command import main as retrieval
+
+    return retrieval(args)
 
 
 def _doctor(args: list[str]) -> int:

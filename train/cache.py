@@ -22,8 +22,8 @@ class KVCache:
     """Keys and values, (batch, capacity, n_kv_heads, headdim) a layer, of this rank.
 
     The tokens of the first forward are the prompts. With a context they run over the ring, each rank giving its shard,
-    and their keys stay where they were computed. Later tokens are given to every rank alike; the keys of each forward go
-    to the next rank in turn, which keeps the shards level, and `rf.flash_decode` joins the states that the ranks find.
+    and their keys stay where they were computed. Later tokens are given to every rank alike; the keys of each forward
+    go to the next rank in turn, which keeps the shards level, and `rf.flash_decode` joins the ranks' states.
 
     Prompts of several lengths are filled up behind their ends. Causal attention does not look there, and new tokens
     overwrite what stands there, so that each sequence's keys are consecutive rows, their positions rising, on any rank.
@@ -71,8 +71,8 @@ class KVCache:
             device: of the decoder.
             dtype: of the keys and values that the decoder computes.
             context: the ranks that share the sequences; None when this rank has all of them.
-            prompt_lengths: (batch,) int64 on the CPU; of prompts that were filled up, and needed with a context. None is
-                all of the first forward's tokens.
+            prompt_lengths: (batch,) int64 on the CPU; of prompts that were filled up, and needed with a context. None
+                is all of the first forward's tokens.
 
         Raises:
             ArgumentError: virtual ranks, or the layout "balanced"; a context without `prompt_lengths`, or lengths that
@@ -185,7 +185,9 @@ class KVCache:
         if self._written.shape[1]:
             sequences = torch.arange(len(keys), device=keys.device)[:, None]
             keys[sequences, self._written], values[sequences, self._written] = k, v
-        parts = [self._decode(q[:, i : i + MOST_QUERIES], i, keys, values, mask) for i in range(0, q.shape[1], MOST_QUERIES)]
+        parts = [
+            self._decode(q[:, i : i + MOST_QUERIES], i, keys, values, mask) for i in range(0, q.shape[1], MOST_QUERIES)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _decode(self, q: Tensor, start: int, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
@@ -194,7 +196,7 @@ class KVCache:
         rows = self._rows - (after if self._written.shape[1] else 0)
         seen: Mask | None = mask
         if self.context is not None and self._seqlen_q == 1:
-            # All that a causal token sees is in the cache. A window is an end of each rank's rows, whose positions rise.
+            # A causal token sees all of the cache; through a window the last of each rank's rows, whose positions rise.
             keys, values, rows = self._within(mask, keys, values)
             rest = [part for part in mask.parts if not isinstance(part, rf.Causal | rf.SlidingWindow)]
             seen = None if not rest else mask  # which flash_decode refuses
@@ -236,7 +238,7 @@ class KVCache:
         self._forwards += 1
 
     def newest(self, x: Tensor) -> Tensor:
-        """Each sequence's newest row of the last forward, the same on every rank: (batch, seqlen, dim) -> (batch, 1, dim)."""
+        """Each sequence's newest row of the last forward, on every rank: (batch, seqlen, dim) -> (batch, 1, dim)."""
         ends = self._ends.to(x.device)
         rows = x[torch.arange(len(x), device=x.device), ends.clamp(min=0)]
         if self.context is None or self._forwards > 1:

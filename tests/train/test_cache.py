@@ -38,7 +38,7 @@ def tokens() -> Tensor:
 def follow(context: rf.ContextParallel | None) -> list[Tensor]:
     """Newest logits after the prompts and after each of the tokens that follow."""
     model, x, lengths = decoder(), tokens(), torch.tensor(LENGTHS)
-    given = {"context": context, "prompt_lengths": lengths}
+    given: dict[str, Any] = {"context": context, "prompt_lengths": lengths}
     cache = KVCache.empty(CONFIG, 3, max(LENGTHS) + NEW, "cpu", torch.float64, **given)
     whole = torch.where(torch.arange(20) < lengths[:, None], x[:, :20], 7)
     positions = torch.arange(20) if context is None else context.positions(20)
@@ -68,7 +68,7 @@ class Windowed:
         generator = torch.Generator().manual_seed(3)
         batch, seqlen = len(lengths), max(lengths) + NEW
         draw = [torch.randn(batch, seqlen, n, 16, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
-        given = {"context": context, "prompt_lengths": torch.tensor(lengths)}
+        given: dict[str, Any] = {"context": context, "prompt_lengths": torch.tensor(lengths)}
         cache = KVCache.empty(CONFIG, batch, seqlen, "cpu", torch.float64, **given)
         positions = torch.arange(max(lengths)) if context is None else context.positions(max(lengths))
         cache.begin(positions)
@@ -133,7 +133,7 @@ def _full(context: rf.ContextParallel) -> None:
 
 
 def started(context: rf.ContextParallel) -> tuple[KVCache, Tensor]:
-    given = {"context": context, "prompt_lengths": torch.tensor([8])}
+    given: dict[str, Any] = {"context": context, "prompt_lengths": torch.tensor([8])}
     cache = KVCache.empty(CONFIG, 1, 12, "cpu", torch.float64, **given)
     rows, q = len(context.positions(8)), torch.ones(1, 1, 2, 16, dtype=torch.float64)
     cache.begin(context.positions(8))
@@ -174,7 +174,9 @@ def test_token_by_token_over_ranks(world_size: int, ranks: dict[int, list[dict[s
 
 def test_what_ranks_cannot_do_is_raised_on_all(ranks: dict[int, list[dict[str, Any]]]) -> None:
     first, second = (rank["failures"] for rank in ranks[2])
-    assert all("mask: expected one without a window to the left for a sharded cache" in texts[0] for texts in (first, second))
+    assert all(
+        "mask: expected one without a window to the left for a sharded cache" in texts[0] for texts in (first, second)
+    )
     assert all("cache: expected room for 9 tokens" in texts[1] for texts in (first, second))
 
 

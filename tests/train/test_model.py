@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.model import Decoder, ModelConfig, rotary_angles
 
