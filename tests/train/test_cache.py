@@ -72,7 +72,8 @@ class Windowed:
         cache = KVCache.empty(CONFIG, batch, seqlen, "cpu", torch.float64, **given)
         positions = torch.arange(max(lengths)) if context is None else context.positions(max(lengths))
         cache.begin(positions)
-        cache.attend(0, *(x[:, positions].contiguous() for x in draw), mask)
+        q, k, v = (x[:, positions].contiguous() for x in draw)
+        cache.attend(0, q, k, v, mask)
         cache.finish()
         self.out: list[Tensor] = []
         self.expected: list[Tensor] = []
@@ -80,7 +81,8 @@ class Windowed:
             at = torch.tensor(lengths)[:, None] + step
             cache.begin(at)
             sequences = torch.arange(batch)[:, None]
-            self.out.append(cache.attend(0, *(x[sequences, at] for x in draw), mask))
+            q, k, v = (x[sequences, at] for x in draw)
+            self.out.append(cache.attend(0, q, k, v, mask))
             cache.finish()
             for b, n in enumerate(lengths):
                 whole = rf.flash_attention(*(x[b : b + 1, : n + step + 1] for x in draw), mask=mask)
@@ -137,7 +139,8 @@ def started(context: rf.ContextParallel) -> tuple[KVCache, Tensor]:
     cache = KVCache.empty(CONFIG, 1, 12, "cpu", torch.float64, **given)
     rows, q = len(context.positions(8)), torch.ones(1, 1, 2, 16, dtype=torch.float64)
     cache.begin(context.positions(8))
-    cache.attend(0, *(q[:, :, :heads].expand(1, rows, heads, 16).contiguous() for heads in (2, 1, 1)), rf.Causal())
+    k = torch.ones(1, rows, 1, 16, dtype=torch.float64)
+    cache.attend(0, torch.ones(1, rows, 2, 16, dtype=torch.float64), k, k, rf.Causal())
     cache.finish()
     return cache, q
 
