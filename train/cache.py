@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.masks import Mask
 
 if TYPE_CHECKING:
     from ringflash.train.model import ModelConfig
@@ -157,7 +156,7 @@ class KVCache:
         self._ends = torch.where(own[last] == lengths - 1, last, -1)
         self._prompt_lengths = lengths
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Attention of the forward's tokens to all tokens so far, themselves included.
 
         Args:
@@ -165,7 +164,7 @@ class KVCache:
             q: (batch, seqlen, nheads, headdim), rotated.
             k: (batch, seqlen, n_kv_heads, headdim), rotated.
             v: as k.
-            mask: causal, perhaps with a window.
+            mask: `rf.Causal()`, perhaps with `rf.SlidingWindow`s.
 
         Returns:
             (batch, seqlen, nheads, headdim).
@@ -190,11 +189,11 @@ class KVCache:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _decode(self, q: Tensor, start: int, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+    def _decode(self, q: Tensor, start: int, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
         """Attention of new tokens `start` and on."""
         after = self._seqlen_q - start - q.shape[1]  # new tokens that these do not see yet
         rows = self._rows - (after if self._written.shape[1] else 0)
-        seen: Mask | None = mask
+        seen = mask
         if self.context is not None and self._seqlen_q == 1:
             # A causal token sees all of the cache; through a window the last of each rank's rows, whose positions rise.
             keys, values, rows = self._within(mask, keys, values)
@@ -212,7 +211,7 @@ class KVCache:
         assert isinstance(out, Tensor)
         return out
 
-    def _within(self, mask: Mask, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _within(self, mask: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The keys and values of this rank that the newest token sees through the mask's windows, and their numbers."""
         lefts = [p.left for p in mask.parts if isinstance(p, rf.SlidingWindow) and p.left is not None]
         if not lefts:

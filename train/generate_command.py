@@ -20,7 +20,7 @@ from ringflash.train.ranks import is_first, ranks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints each prompt and what follows it."""
+    """Prints each prompt, unless it came from a file, and what follows it."""
     options = _parser().parse_args(argv)
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, END_OF_DOCUMENT, VOCAB_SIZE)
@@ -35,11 +35,8 @@ def main(argv: Sequence[str]) -> int:
             generator=torch.Generator().manual_seed(options.seed),
         )
         if is_first(context):
-            shown = "" if options.prompt_file is not None else None
-            print(
-                *((prompt if shown is None else shown) + decode(x) for prompt, x in zip(prompts, new, strict=True)),
-                sep="\n\n",
-            )
+            before = [""] if options.prompt_file is not None else prompts
+            print(*(prompt + decode(tokens) for prompt, tokens in zip(before, new, strict=True)), sep="\n\n")
     return 0
 
 
