@@ -22,7 +22,7 @@ class KVCache:
 
     The tokens of the first forward are the prompts. With a context they run over the ring, each rank giving its shard,
     and their keys stay where they were computed. Later tokens are given to every rank alike; the keys of each forward
-    go to the next rank in turn, which keeps the shards level, and `rf.flash_decode` joins the ranks' states.
+    go to the rank that was given the fewest, and `rf.flash_decode` joins the ranks' states.
 
     Prompts of several lengths are filled up behind their ends. Causal attention does not look there, and new tokens
     overwrite what stands there, so that each sequence's keys are consecutive rows, their positions rising, on any rank.
@@ -47,6 +47,7 @@ class KVCache:
         self._rows = torch.zeros(batch, dtype=torch.int64)  # of this rank
         self._positions = torch.full((batch, capacity), NO_POSITION)
         self._forwards, self._seqlen_q, self._owner = 0, 0, 0
+        self._given = [0] * (1 if context is None else context.world_size)  # new tokens of each rank
         self._written = self._ends = torch.empty(0, dtype=torch.int64)
 
     @classmethod
@@ -66,7 +67,8 @@ class KVCache:
         Args:
             config: the decoder's shape.
             batch: sequences.
-            max_seqlen: tokens of the longest sequence, its new ones included; a rank has room for its part of them.
+            max_seqlen: tokens of the longest sequence, its new ones included; a rank has room for its part of them,
+                where new ones come one by one.
             device: of the decoder.
             dtype: of the keys and values that the decoder computes.
             context: the ranks that share the sequences; None when this rank has all of them.
@@ -120,10 +122,8 @@ class KVCache:
     def _begin(self, position_ids: Tensor) -> None:
         batch, device = len(self.seqlens), self.keys[0].device
         seqlen, before = position_ids.shape[-1], self._rows
-        prompt, rank = not self._forwards, 0
-        if self.context is not None:
-            rank, self._owner = self.context.rank, (self._forwards - 1) % self.context.world_size
-        self._seqlen_q = seqlen
+        prompt, rank = not self._forwards, 0 if self.context is None else self.context.rank
+        self._seqlen_q, self._owner = seqlen, self._given.index(min(self._given))
         taken = seqlen if prompt or rank == self._owner else 0
         if (end := int(before.max()) + taken) > self.max_seqlen:
             raise ArgumentError(
@@ -135,6 +135,7 @@ class KVCache:
         if prompt:
             self._begin_prompt(position_ids.reshape(-1, seqlen).cpu())
             return
+        self._given[self._owner] += seqlen
         written = before[:, None] + torch.arange(taken)
         self._positions.scatter_(1, written, self.seqlens[:, None] + torch.arange(taken))
         self._rows, self._written = before + taken, written.to(device)

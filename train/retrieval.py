@@ -17,6 +17,7 @@ from ringflash.train.loss import IGNORE_INDEX
 
 FEWEST_TOKENS, SMALLEST_VOCAB = 16, 16
 TOKENS_A_QUESTION = 4
+MOST_BATCHES = 2**31 - 1
 TRAINING, MEASURING = range(2)  # which sequences: a measure is of none that was trained on
 
 
@@ -149,9 +150,13 @@ class TrainingLoader:
     A batch is a pure function of (seed, its number); data-parallel rank r takes its sequences r, r + ranks, ...
     """
 
-    def __init__(self, data: RetrievalDataModule, task: RetrievalTask, rank: int, ranks: int) -> None:
-        self.data, self.task, self.rank, self.ranks = data, task, rank, ranks
+    def __init__(self, data: RetrievalDataModule, task: RetrievalTask, rank: int, ranks: int, length: int) -> None:
+        self.data, self.task, self.rank, self.ranks, self.length = data, task, rank, ranks, length
         self.number = 0
+
+    def __len__(self) -> int:
+        """Batches of the whole run: of a loader without a length Lightning asks for one batch ahead."""
+        return self.length
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
@@ -251,9 +256,10 @@ class RetrievalDataModule(pl.LightningDataModule):
         self._task = RetrievalTask(config.vocab_size)
 
     def train_dataloader(self) -> TrainingLoader:
-        """Batches without end; `max_steps` ends training."""
+        """Batches without end, as many as the Trainer's max_steps need an epoch."""
         rank, ranks = self._ranks()
-        return TrainingLoader(self, self.task, rank, ranks)
+        steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
+        return TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
 
     def val_dataloader(self) -> MeasuringLoader:
         """The held-out sequences, length by length and depth by depth."""

@@ -94,11 +94,8 @@ class Windowed:
 
 
 def windowed_errors(context: rf.ContextParallel | None) -> list[float]:
-    return [
-        Windowed(lengths, mask, context).error()
-        for lengths in ((13, 13), (3, 30))
-        for mask in (WINDOW, WINDOW & rf.SlidingWindow(2, 0))
-    ]
+    cases = (((13, 13), WINDOW), ((3, 30), WINDOW & rf.SlidingWindow(4, 0)))
+    return [Windowed(lengths, mask, context).error() for lengths, mask in cases]
 
 
 def drawn(context: rf.ContextParallel | None) -> list[list[int]]:
@@ -151,6 +148,7 @@ def _on_rank(layout: str) -> dict[str, Any]:
         "logits": follow(context),
         "windows": windowed_errors(context),
         "drawn": drawn(context),
+        "alone": drawn(rf.ContextParallel(dist.new_subgroups(1)[0])),
         "failures": failures(context),
     }
 
@@ -172,7 +170,7 @@ def test_token_by_token_over_ranks(world_size: int, ranks: dict[int, list[dict[s
         for got, want in zip(rank["logits"], expected_logits(), strict=True):
             torch.testing.assert_close(got, want, atol=1e-11, rtol=0)
         assert max(rank["windows"]) <= 1e-12
-        assert rank["drawn"] == drawn(None)
+        assert rank["drawn"] == rank["alone"] == drawn(None)
 
 
 def test_what_ranks_cannot_do_is_raised_on_all(ranks: dict[int, list[dict[str, Any]]]) -> None:

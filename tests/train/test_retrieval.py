@@ -176,6 +176,8 @@ def _trained() -> tuple[dict[str, float], list[Cell], list[Cell], list[Cell]]:
     )
     trainer.fit(module, data)
     metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    loader: Any = trainer.train_dataloader
+    assert (len(loader), loader.state_dict()) == (2, {"number": 2})  # none was asked for ahead
     decoder, context = Decoder(CONFIG, seed=4).double(), rf.ContextParallel(dist.group.WORLD)
     assert decoder.lm_head is not None
     with torch.no_grad():  # a guess of what is no answer would never be right
