@@ -149,10 +149,11 @@ def draw(file: Path, cells: Sequence[Cell]) -> None:
     figure = Figure(figsize=(2.5 + 0.6 * depths, 1.6 + 0.5 * len(lengths)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    image = axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    image = axes.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
     for y, row in enumerate(table):
         for x, accuracy in enumerate(row):
-            axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8)
+            color = "white" if accuracy > 0.6 else "black"
+            axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8, color=color)
     ends = [f"{cell.begin:.0%}" for cell in cells[:depths]]
     axes.set_xticks(range(depths), ends)
     axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
