@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "prepare": (_prepare, "turn text into token files to train on, with any tokenizer"),
-        "generate": (_generate, "continue a prompt with a trained model"),
+        "generate": (_generate, "continue prompts with a trained model, on one device or over a ring"),
+        "retrieval": (_retrieval, "how far back a model finds things: `retrieval fit --config FILE`, then measure it"),
         "checkpoint": (_checkpoint, "compare checkpoints with what was saved: `checkpoint verify FOLDER`"),
         "export": (_export, "write a trained model as a folder that transformers loads"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
@@ -123,43 +124,15 @@ def _check_torchrun(benchmark: str, args: list[str]) -> None:
 
 
 def _generate(args: list[str]) -> int:
-    parser = argparse.ArgumentParser("ringflash generate", description="Continues a prompt with a trained model.")
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
-    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
-    parser.add_argument("--max-new-tokens", type=int, default=400, help="tokens to add (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args(args)
+    from ringflash.train.generate_command import main as generate
 
-    import torch
+    return generate(args)
 
-    from ringflash.train.checkpoint import load_decoder
-    from ringflash.train.generate import generate
-    from ringflash.train.tokenizer import Tokenizer
 
-    if not options.prompt:
-        raise ArgumentError("--prompt", expected="at least one character", got="none", remedy='Try "def ".')
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        got = f"{device}, without a CUDA device here" if device == "cuda" else device
-        raise ArgumentError("--device", expected="auto, cpu or cuda", got=got, remedy="Leave --device out.")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
-    tokenizer = Tokenizer.of_run(options.checkpoint)
-    tokens = generate(
-        decoder,
-        torch.tensor(tokenizer.encode(options.prompt)),
-        options.max_new_tokens,
-        temperature=options.temperature,
-        generator=torch.Generator().manual_seed(options.seed),
-        vocab_size=tokenizer.vocab_size,
-    )
-    print(options.prompt + tokenizer.decode(tokens))
-    return 0
+def _retrieval(args: list[str]) -> int:
+    from ringflash.train.retrieval_command import main as retrieval
+
+    return retrieval(args)
 
 
 def _export(args: list[str]) -> int:

@@ -92,6 +92,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         (["--checkpoint", "nowhere"], "no such folder"),
         (["--checkpoint", "nowhere", "--prompt", ""], "--prompt"),
         (["--checkpoint", "nowhere", "--device", "tpu"], "--device"),
+        (
+            ["--checkpoint", "nowhere", "--prompt-file", "nowhere.txt"],
+            "--prompt-file: expected UTF-8 text, got nowhere.txt",
+        ),
+        (
+            ["--checkpoint", "nowhere", "--prompt", "a", "--prompt-file", "b"],
+            "--prompt: expected none with --prompt-file",
+        ),
+        (["--checkpoint", "nowhere", "--top-p", "0"], "top_p"),
     ],
 )
 def test_generate_with_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 import zipfile
 from argparse import ArgumentError as ParserError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "tokenizer")  # th
 class RingCLI(LightningCLI):
     """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts."""
 
+    data: type[pl.LightningDataModule] = TextDataModule
+    run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
+
     def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
         self._trainers = trainers
         self._folder: Path | None = None
@@ -61,7 +64,7 @@ class RingCLI(LightningCLI):
         options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             LanguageModel,
-            TextDataModule,
+            self.data,
             args=list(args),
             # Children of one run must draw the same seed, so there is a fixed default.
             seed_everything_default=0,
@@ -86,7 +89,7 @@ class RingCLI(LightningCLI):
             help="Folder of the run's logs, checkpoint and picture; a number is appended if there is a run in it.",
         )
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
-        for name, callback in CALLBACKS.items():
+        for name, callback in self.run_callbacks.items():
             parser.add_class_arguments(callback, name)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -132,7 +135,7 @@ class RingCLI(LightningCLI):
         fit = self.subcommand == "fit"
         callbacks = config.get("callbacks") or []
         callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
-        callbacks += [self._get(self.config_init, name) for name in CALLBACKS]
+        callbacks += [self._get(self.config_init, name) for name in self.run_callbacks]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(self._get(self.config_init, "checkpoint"))
         if config.get("enable_progress_bar") is not False:
@@ -322,7 +325,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     """Runs `ringflash train ...`; returns its exit code: 2 after an error of usage, 1 of the run, 143 after SIGTERM."""
     args = [arg for arg in argv if arg != "--debug"]
     debug = len(args) < len(argv)
@@ -333,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
     atexit.register(stop_children, trainers, at_once=False)
     failed = True
     try:
-        RingCLI([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
+        cli([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
         failed = False
     except Preempted as ended:
         failed = False  # the other processes have come to the same end

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
+from ringflash.train.cache import KVCache
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.rotary import rotary_angles, rotate
+from ringflash.train.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.weights import Weights
 
 INIT_STD = 0.02
@@ -119,52 +120,6 @@ class RMSNorm(Layer):
         return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class KVCache:
-    """Keys and values of the tokens so far, (batch, max_seqlen, n_kv_heads, headdim) a layer, for one rank."""
-
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys, self.values, self.length = keys, values, 0
-
-    @classmethod
-    def empty(
-        cls,
-        config: ModelConfig,
-        batch: int,
-        max_seqlen: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> KVCache:
-        """A cache with room for `max_seqlen` tokens and none in it."""
-        shape = (batch, max_seqlen, config.n_kv_heads, config.headdim)
-        keys, values = (
-            [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)] for _ in range(2)
-        )
-        return cls(keys, values)
-
-    @property
-    def max_seqlen(self) -> int:
-        """Tokens that fit."""
-        return self.keys[0].shape[1]
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes new rows behind the old ones of `layer` and returns all of them; `advance` makes them old."""
-        end = self.length + k.shape[1]
-        if end > self.max_seqlen:
-            raise ArgumentError(
-                "cache",
-                expected=f"room for {end} tokens",
-                got=f"max_seqlen={self.max_seqlen}",
-                remedy="Make a longer cache with KVCache.empty.",
-            )
-        self.keys[layer][:, self.length : end] = k
-        self.values[layer][:, self.length : end] = v
-        return self.keys[layer][:, :end], self.values[layer][:, :end]
-
-    def advance(self, seqlen: int) -> None:
-        """Counts the rows that every layer has appended."""
-        self.length += seqlen
-
-
 @dataclass(frozen=True)
 class Step:
     """What all blocks of one forward share: rotary cosines and sines, ring, cache, packing.
@@ -204,11 +159,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         mask = self.mask if step.documents is None else self.mask & step.documents
-        if step.context is not None:
+        if step.cache is not None:
+            out = step.cache.attend(self.layer, q, k, v, mask)
+        elif step.context is not None:
             out = rf.ring_attention(q, k, v, step.context, mask=mask)
         else:
-            if step.cache is not None:
-                k, v = step.cache.append(self.layer, k, v)
             out = rf.flash_attention(q, k, v, mask=mask)
         assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(-2))
@@ -293,19 +248,23 @@ class Decoder(nn.Module):
         context: rf.ContextParallel | None = None,
         cache: KVCache | None = None,
         documents: rf.Documents | None = None,
+        *,
+        newest: bool = False,
     ) -> Tensor:
         """Logits (batch, seqlen, vocab_size).
 
         Args:
-            input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout.
+            input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout. With both
+                `context` and a `cache` that holds tokens, what follows these, whole on every rank.
             position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence, or in each document.
             context: the ranks that share the sequence; None when this rank has all of it.
-            cache: keys and values of the tokens before `input_ids`; extended. For one rank, without `context`.
-            documents: what the whole sequence is packed of; none sees another.
+            cache: keys and values of the tokens before `input_ids`; extended. It is made for the same `context`.
+            documents: what the whole sequence is packed of; none sees another. Without `cache`.
+            newest: with `cache`, logits (batch, 1, vocab_size) of each sequence's newest token alone, on every rank.
 
         Raises:
-            ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or comes with `context` or
-                `documents`.
+            ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, of another context or comes with
+                `documents`, or `newest` comes without one.
         """
         if position_ids.shape[-1] != input_ids.shape[-1] or position_ids.ndim not in (1, 2):
             raise ArgumentError(
@@ -314,22 +273,27 @@ class Decoder(nn.Module):
                 got=tuple(position_ids.shape),
                 remedy="Pass one position a token of input_ids.",
             )
-        if cache is not None and context is not None:
+        if (newest and cache is None) or (cache is not None and cache.context is not context):
             raise ArgumentError(
                 "cache",
-                expected="None with a context",
-                got="a KVCache",
-                remedy="Generate on one rank, without a context.",
+                expected="a KVCache made for the context",
+                got="none" if cache is None else f"one for {cache.context}",
+                remedy="Make it with KVCache.empty(..., context=context).",
             )
         if cache is not None and documents is not None:
             remedy = "Generate from one document a sequence."
             raise ArgumentError("documents", expected="None with a cache", got=repr(documents), remedy=remedy)
+        if cache is not None:
+            cache.begin(position_ids)
         x = self.embed_tokens(input_ids)
         angle_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        step = Step(*rotary_angles(self.config, position_ids, angle_dtype), context, cache, documents)
+        seqlen = input_ids.shape[1]
+        length = scaled_length(self.config, seqlen, context, documents) if cache is None else cache.longest
+        step = Step(*rotary_angles(self.config, position_ids, angle_dtype, length), context, cache, documents)
         for block in self.layers:
             x = block(x, step)
         if cache is not None:
-            cache.advance(input_ids.shape[1])
+            cache.finish()
+            x = cache.newest(x) if newest else x
         x = self.norm(x)
         return nn.functional.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)

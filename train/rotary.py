@@ -91,7 +91,7 @@ def scaled_length(
 
     Args:
         config: the shape.
-        seqlen: tokens so far on this rank.
+        seqlen: tokens on this rank.
         context: the ranks that share the sequence.
         documents: how it is packed.
     """

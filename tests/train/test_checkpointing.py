@@ -28,7 +28,7 @@ from ringflash.train.checkpoint import load_decoder
 from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import STATE, complete_in, verify
-from ringflash.train.model import ModelConfig
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.module import LanguageModel, OptimizerConfig
 from ringflash.train.nonfinite import NonFinite
 from ringflash.train.preemption import Preemption

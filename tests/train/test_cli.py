@@ -21,6 +21,7 @@ import ringflash
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
 from ringflash.train.folder import verify
+from ringflash.train.retrieval_cli import RetrievalCLI
 
 # Lightning's use of a jsonargparse method that has a new name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -361,15 +362,21 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch, gpus: int, na
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = RetrievalCLI if path.stem.startswith("retrieval") else cli.RingCLI
     monkeypatch.setattr(cli.RingCLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
     monkeypatch.setattr(cli.RingCLI, "after_instantiate_classes", lambda self: None)
-    config = cli.RingCLI(["fit", "--config", str(path)], []).config.fit
+    config = command(["fit", "--config", str(path)], []).config.fit
     assert "max_steps" not in config.model.optimizer
     assert config.trainer.max_steps > config.model.optimizer.warmup_steps
     assert config.trainer.strategy == "ring_attention"
     assert config.trainer.use_distributed_sampler is False
-    assert config.data.corpus == "stdlib"
+    if command is cli.RingCLI:
+        assert config.data.corpus == "stdlib"
+    else:
+        assert config.summary.sample_tokens == 0
+        longest = config.data.first_length << (config.trainer.max_steps - 1) // config.data.double_every
+        assert longest >= 2 * config.data.context_length  # some of the steps are of whole sequences
 
 
 @pytest.mark.parametrize(

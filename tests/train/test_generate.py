@@ -5,7 +5,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from ringflash.errors import ArgumentError
-from ringflash.train.generate import generate
+from ringflash.train.generate import Sampling, continue_prompts, generate
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from tests.distributed import run_ranks
@@ -49,6 +49,37 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     assert max(generate(model, PROMPT, 100, temperature=50.0, generator=torch.Generator().manual_seed(7))) >= 9
 
 
+def test_only_the_likeliest_are_drawn() -> None:
+    logits = torch.tensor([0.5, 0.1, 0.05, 0.3, 0.05]).log().expand(2000, 5)
+    for sampling, kept in (
+        (Sampling(), {0, 1, 2, 3, 4}),
+        (Sampling(top_k=2), {0, 3}),
+        (Sampling(top_k=9), {0, 1, 2, 3, 4}),
+        (Sampling(top_p=0.5), {0}),
+        (Sampling(top_p=0.51), {0, 3}),
+        (Sampling(top_p=0.85), {0, 1, 3}),
+        (Sampling(top_k=2, top_p=0.6), {0}),  # 0.625 of the two
+        (Sampling(vocab_size=2, top_p=0.99), {0, 1}),
+    ):
+        drawn = sampling.draw(logits, torch.Generator().manual_seed(0))
+        assert {*drawn.tolist()} == kept
+    share = (Sampling(top_k=2).draw(logits, torch.Generator().manual_seed(0)) == 0).double().mean()
+    assert share.item() == pytest.approx(0.5 / 0.8, abs=0.05)
+
+
+def test_sequences_end_with_the_stop_token_each_for_itself() -> None:
+    prompts = [PROMPT, PROMPT[:2], torch.arange(9)]
+    likeliest = Sampling(0)
+    alone = [continue_prompts(decoder(), [prompt], 12, likeliest)[0] for prompt in prompts]
+    assert all(
+        torch.equal(a, b) for a, b in zip(continue_prompts(decoder(), prompts, 12, likeliest), alone, strict=True)
+    )
+    stop = int(alone[0][4])
+    for got, whole in zip(continue_prompts(decoder(), prompts, 12, Sampling(0, stop_token=stop)), alone, strict=True):
+        values = whole.tolist()
+        assert got.tolist() == (values[: values.index(stop) + 1] if stop in values else values)
+
+
 def test_no_new_tokens() -> None:
     assert generate(decoder(), PROMPT, 0).shape == (0,)
 
@@ -79,3 +110,14 @@ def test_ranks_in_lockstep() -> None:
 def test_bad_arguments(prompt: torch.Tensor, count: int, temperature: float, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         generate(decoder(), prompt, count, temperature=temperature)
+
+
+@pytest.mark.parametrize(("option", "value"), [("top_k", 0), ("top_p", 0.0), ("top_p", 1.1), ("vocab_size", 0)])
+def test_bad_sampling(option: str, value: float) -> None:
+    with pytest.raises(ArgumentError, match=option):
+        Sampling(**{option: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(ArgumentError, match="prompts: expected at least one, got none"):
+        continue_prompts(decoder(), [], 1, Sampling())

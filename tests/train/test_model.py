@@ -10,7 +10,8 @@ import torch
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
-from ringflash.train.model import Decoder, KVCache
+from ringflash.train.cache import KVCache
+from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles
 
@@ -76,24 +77,6 @@ def test_angles_are_exact_far_out() -> None:
     expected = positions.double() * CONFIG.rope_theta ** (-torch.arange(0, 16, 2).double() / 16)
     torch.testing.assert_close(cos.flatten(), expected.cos().float(), atol=1e-7, rtol=0)
     torch.testing.assert_close(sin.flatten(), expected.sin().float(), atol=1e-7, rtol=0)
-
-
-def test_cache_decodes_token_by_token() -> None:
-    decoder = Decoder(CONFIG).double()
-    x = tokens(2, 24)
-    cache = KVCache.empty(CONFIG, 2, 24, "cpu", torch.float64)
-    with torch.no_grad():
-        parts = [decoder(x[:, :11], torch.arange(11), cache=cache)]
-        parts += [decoder(x[:, i : i + 1], torch.arange(i, i + 1), cache=cache) for i in range(11, 24)]
-        torch.testing.assert_close(torch.cat(parts, 1), decoder(x, torch.arange(24)), atol=1e-12, rtol=0)
-        with pytest.raises(ArgumentError, match="max_seqlen=24"):
-            decoder(x[:, :1], torch.arange(24, 25), cache=cache)
-
-
-def test_cache_is_for_one_rank() -> None:
-    cache = KVCache.empty(CONFIG, 1, 8, "cpu", torch.float32)
-    with pytest.raises(ArgumentError, match="Generate on one rank"):
-        Decoder(CONFIG)(tokens(1, 8), torch.arange(8), rf.ContextParallel.local(2), cache)
 
 
 def test_wrong_positions() -> None:
