@@ -32,7 +32,8 @@ from ringflash.errors import ArgumentError, CheckpointError, ConfigError, Ringfl
 from ringflash.train.callbacks import Interrupt, LastCheckpoint, LossPlot, RingProgressBar, RunSummary
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import MANIFEST, locate
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.module import LanguageModel
+from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.throughput import Throughput
 

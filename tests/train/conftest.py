@@ -26,7 +26,7 @@ RUNS = {
     "clip norm": Run(max_norm=0.3),
     "clip value": Run(max_value=1e-3),
     "tied": Run(model=replace(MODEL, tie_embeddings=True)),
-    "activation checkpointing": Run(checkpointing=True),
+    "activation checkpointing": Run(checkpointing="block"),
     "evaluate": Run(steps=4, epoch_batches=2, validate=True, dtype="float64"),
 }
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision
 
 from ringflash.errors import ConfigError
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.module import LanguageModel
 from ringflash.train.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
 from tests.train.conftest import RUNS, Worlds
@@ -52,34 +52,6 @@ def test_a_poisoned_rank_stops_all(worlds: Worlds) -> None:
     assert text.startswith(
         "step 1, batch 1: loss nan, gradient norm nan, first seen on ranks [1]. The optimizer has not"
     )
-
-
-def test_schedule() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, max_steps=14, min_lr_ratio=0.2)
-    scales = [config.lr_scale(step) for step in range(20)]
-    assert scales[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert scales[9] == pytest.approx(0.6)
-    assert scales[14:] == [pytest.approx(0.2)] * 6
-    assert OptimizerConfig(warmup_steps=0).lr_scale(0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"lr": 0.0}, "lr"),
-        ({"warmup_steps": 10, "max_steps": 10}, "warmup_steps"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
-        ({"betas": (0.9, 1.5)}, "betas"),
-        ({"betas": (-0.1, 0.9)}, "betas"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"weight_decay": float("nan")}, "weight_decay"),
-    ],
-)
-def test_impossible_schedules(arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        OptimizerConfig(**arguments)
-    assert raised.value.argument == field
 
 
 def test_norms_do_not_decay() -> None:
