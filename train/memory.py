@@ -25,7 +25,7 @@ class TrainingShape:
         checkpointing: what blocks keep.
         offload: whether what "block" keeps is in the host's memory.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
-        gathered: whether weights that are used are copies, gathered or rounded, of those that are stored.
+        gathered: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
     """
 
     tokens: int

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -353,7 +353,7 @@ class Decoder(nn.Module):
         for block in self._blocks():
             block.checkpointing, block.host_memory = checkpointing, host_memory
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compiles each block's forward and backward in training; all blocks of one kind share what is compiled."""
         for block in self._blocks():
             block.compiled = torch.compile(block._run, backend=backend, fullgraph=True)

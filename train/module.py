@@ -175,10 +175,11 @@ class LanguageModel(pl.LightningModule):
         """
         strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         compute = self._resolved_dtype(strategy.root_device)
-        context, data_parallel, shard = 1, 1, 1
+        context, data_parallel, shard, gathered = 1, 1, 1, False
         if isinstance(strategy, RingAttentionStrategy):
             context, shard = strategy.context.world_size, strategy.shard_size
             data_parallel = strategy.world_size // context
+            gathered = shard > 1 or compute == torch.bfloat16
         seqlen, batch_size = (getattr(data, name, 0) for name in ("context_length", "batch_size"))
         shape = TrainingShape(
             tokens=(seqlen // context) * (batch_size // data_parallel),
@@ -187,7 +188,7 @@ class LanguageModel(pl.LightningModule):
             checkpointing=self.activation_checkpointing,
             offload=self.activation_offload,
             reshard_after_forward=self.reshard_after_forward,
-            gathered=shard > 1 or compute == torch.bfloat16,
+            gathered=gathered,
         )
         return estimate_memory(self.model_config, shape)
 

@@ -78,11 +78,13 @@ def test_gradients_are_the_same_and_no_ring_runs_twice(
     assert counts.packed == ([5120] * 6 if offload else [])
 
 
-def test_what_is_kept_without_checkpointing_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_without_checkpointing_is_more() -> None:
     kept, step = {}, Step(*rotary_angles(CONFIG, torch.arange(SEQLEN), torch.float32), None, None)
+    sizes: list[int] = []
     for mode in ("none", "block"):
-        decoder, sizes = Decoder(CONFIG), []
+        decoder = Decoder(CONFIG)
         decoder.keep_activations(mode)
+        sizes.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x.detach())[1], lambda x: x):
             decoder.layers[1](torch.randn(1, SEQLEN, 32, requires_grad=True), step)
         kept[mode] = sum(sizes)

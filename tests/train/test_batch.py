@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, RingflashError
-from ringflash.train.batch import agree_on_batch, check_batch
+from ringflash.train.batch import agree_on_batch, check_batch, check_tokens
 from tests.distributed import run_ranks
 
 
@@ -50,13 +50,35 @@ def test_bad_batches(value: Any, text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_tokens_of_the_vocabulary() -> None:
+    labels = torch.tensor([[-100, 0, 60], [3, -100, 60]])
+    check_tokens({"input_ids": labels.clamp(min=0), "labels": labels}, 61)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("labels", 61, "batch['labels']: expected ids from 0 to 60, or -100 for none, got 61 at (1, 5), 1 such in all"),
+        ("labels", -1, "got -1 at (1, 5)"),
+        ("input_ids", -100, "batch['input_ids']: expected ids from 0 to 60, got -100 at (1, 5)"),
+        ("input_ids", 2**40, f"got {2**40} at (1, 5)"),
+    ],
+)
+def test_tokens_outside_the_vocabulary(name: str, value: int, text: str) -> None:
+    bad = batch()
+    bad[name][1, 5] = value
+    with pytest.raises(ArgumentError) as raised:
+        check_tokens(bad, 61)
+    assert text in str(raised.value)
+
+
 def _agree(context_parallel_size: int) -> list[Any]:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
 
     def ask(value: Any) -> Any:
         try:
-            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"))
+            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"), vocab_size=61)
         except RingflashError as error:
             return type(error).__name__, str(error).splitlines()[0]
 
@@ -64,10 +86,11 @@ def _agree(context_parallel_size: int) -> list[Any]:
     labels[0, : rank + 1] = 3
     swapped = torch.arange(8)[None] if rank else torch.arange(8).flip(0)[None]
     return [
-        ask(batch(labels=labels, input_ids=labels)),
+        ask(batch(labels=labels, input_ids=labels.clamp(min=0))),
         ask(batch(input_ids=swapped, labels=torch.ones_like(swapped))),
         ask(batch() if rank == 0 else {"input_ids": 1}),
         ask(batch()),
+        ask(batch() if rank == 0 else batch(labels=torch.full((2, 8), 61))),
     ]
 
 
@@ -80,6 +103,8 @@ def test_ranks_of_one_sequence() -> None:
     assert first[2][0] == "PeerFailed"
     assert second[2][0] == "ArgumentError"
     assert first[3] == second[3] == 16
+    assert first[4][0] == "PeerFailed"
+    assert "got 61 at (0, 0)" in second[4][1]
 
 
 def test_ranks_of_different_sequences() -> None:
