@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from ringflash.errors import ArgumentError
 from ringflash.train.loss import IGNORE_INDEX
 
-# Of a chunk's logits in float32; 2048 tokens at a vocabulary of 128k. The weight's gradient is read and written once a
-# chunk, which for a 128k x 4096 head is a fifth of what its product takes, and half of it with chunks of half the size.
+# Of a chunk's logits in float32, which are there twice: 2048 tokens at a vocabulary of 128k. The weight's gradient is
+# read and written once a chunk: at 128k x 4096 on an H100 0.4 of the 3.9 ms of its product, twice that in half the chunk.
 CHUNK_BYTES = 2**30
 ROW_MULTIPLE = 128  # rows of a tile of a matrix product
 
@@ -81,15 +81,13 @@ class _LinearTokenLoss(torch.autograd.Function):
             rows = slice(start, start + step)
             valid = (labels[rows] != IGNORE_INDEX)[:, None]
             index = labels[rows][:, None].masked_fill(~valid, 0)
-            x = _product(hidden[rows], weight.T, dtype)
-            highest = x.amax(-1, keepdim=True)
-            picked = x.gather(-1, index)
-            x.sub_(highest).exp_()
-            total = x.sum(-1, keepdim=True)
-            losses[rows] = (total.log() + highest - picked).masked_fill_(~valid, 0)[:, 0]
+            log_p = _product(hidden[rows], weight.T, dtype).log_softmax(-1)
+            picked = log_p.gather(-1, index)
+            losses[rows] = (-picked).masked_fill_(~valid, 0)[:, 0]
             if dhidden is not None and dweight is not None:
-                x.div_(total).scatter_add_(-1, index, torch.full_like(picked, -1)).masked_fill_(~valid, 0)
-                dlogits = x.to(hidden.dtype)
+                dlogits = log_p if dtype == hidden.dtype else torch.empty_like(log_p, dtype=hidden.dtype)
+                torch.exp(log_p, out=dlogits)  # p, rounded as it is written
+                dlogits.scatter_(-1, index, picked.expm1().to(dlogits.dtype)).masked_fill_(~valid, 0)
                 torch.mm(dlogits, weight, out=dhidden[rows])
                 _add_product(dweight, dlogits.T, hidden[rows])
         ctx.save_for_backward(dhidden, dweight)
@@ -117,7 +115,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, not rounded to the dtype of `a` in between."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(_product(a, b, total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -101,7 +101,6 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
-    rounded = item if item < master else 0
     gathered = root_parameters if shape.reshard_after_forward else root_parameters + config.n_layers * block_parameters
     return MemoryEstimate(
         weights=weights,
@@ -109,7 +108,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         gradients=weights,
         gathered=gathered * item if shape.gathered else 0,
         activations=config.n_layers * shape.tokens * kept,
-        loss=logits * (master + rounded) + head * master + 2 * shape.tokens * config.dim * item,
+        loss=logits * 2 * master + head * master + 2 * shape.tokens * config.dim * item,
         block=block + head * item + (block_parameters * item if shape.gathered and shape.reshard_after_forward else 0),
     )
 
