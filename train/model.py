@@ -289,7 +289,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or step.cache is not None:  # a cache takes its rows once
             return self._compute(x, step)
         # Inside the block, so that FSDP's hooks wrap all of it and gather the weights once for what runs again.
         if self.host_memory is None:
@@ -303,7 +303,7 @@ class Block(nn.Module):
         return self._run(x, step, self.host_memory)
 
     def _run(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
-        """What is compiled: without `offload`, attention's results being saved like all others then, as hooks see."""
+        """The block as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
         if self.checkpointing == "none":
             return self._compute(x, step)
         return recompute(self._compute, x, step, offload=offload)
@@ -394,7 +394,9 @@ class Decoder(nn.Module):
         context: rf.ContextParallel | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Final states after the last norm, (batch, seqlen, dim); arguments as in `forward`, by way of which FSDP goes.
+        """Final states after the last norm, (batch, seqlen, dim); arguments as in `forward`.
+
+        Under FSDP call `forward`, whose hooks gather the weights.
 
         Raises:
             ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or `cache` comes with `context`.

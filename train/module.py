@@ -180,7 +180,7 @@ class LanguageModel(pl.LightningModule):
             context, shard = strategy.context.world_size, strategy.shard_size
             data_parallel = strategy.world_size // context
             gathered = shard > 1 or compute == torch.bfloat16
-        seqlen, batch_size = (getattr(data, name, 0) for name in ("context_length", "batch_size"))
+        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
         shape = TrainingShape(
             tokens=(seqlen // context) * (batch_size // data_parallel),
             shard_size=shard,

@@ -51,7 +51,7 @@ class RingAttentionStrategy(ModelParallelStrategy):
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
         timeout: of collectives; a timedelta or seconds.
         replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
-            With as many groups as hosts, only gradients go over the network, once a step. 1 shards over all ranks.
+            With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
     """
 
     def __init__(
