@@ -356,4 +356,4 @@ def test_explain_lists_the_names_when_none_is_near() -> None:
     )
     error = cli.explain(message, [])
     assert isinstance(error, ConfigError)
-    assert "betas, lr" in str(error)
+    assert "lr, max_steps" in str(error)
