@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
-from ringflash.train.loss import count_valid
+from ringflash.train.loss import IGNORE_INDEX, count_valid
 
 ADDED = ("position_ids", "num_valid_tokens")
 CHECKSUM_PERIOD = 65521
@@ -101,6 +101,28 @@ def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     return rows - cu_seqlens.gather(1, index - 1)
 
 
+def check_tokens(batch: Mapping[str, Tensor], vocab_size: int) -> None:
+    """Raises ArgumentError that names the first id outside the vocabulary.
+
+    On a GPU such an id would end the process in a kernel, without a word of where it came from. Of a batch on the CPU,
+    as loaders give it, this waits for no device.
+    """
+    for name in ("input_ids", "labels"):
+        ids = batch[name]
+        outside = (ids < 0) | (ids >= vocab_size)
+        if name == "labels":
+            outside &= ids != IGNORE_INDEX
+        if outside.any():
+            first = tuple(outside.nonzero()[0].tolist())
+            none = f", or {IGNORE_INDEX} for none" if name == "labels" else ""
+            raise ArgumentError(
+                f"batch[{name!r}]",
+                expected=f"ids from 0 to {vocab_size - 1}{none}",
+                got=f"{int(ids[first])} at {first}, {int(outside.sum())} such in all",
+                remedy="Look at the tokenizer, or raise the model's vocab_size.",
+            )
+
+
 def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n,) of this rank -> (world_size, n) of all, in rank order."""
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -108,15 +130,21 @@ def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered)
 
 
-def agree_on_batch(batch: Any, group: dist.ProcessGroup, context_parallel_size: int, device: torch.device) -> int:
+def agree_on_batch(
+    batch: Any,
+    group: dist.ProcessGroup,
+    context_parallel_size: int,
+    device: torch.device,
+    vocab_size: int | None = None,
+) -> int:
     """The number of valid tokens in the micro-batch over all ranks; one small collective over `group`.
 
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
     context_parallel_size) share sequences, and it is checked that they do. A batch that is wrong on one rank
-    raises on all of them, so that none waits for it.
+    raises on all of them, so that none waits for it. Ids are compared with `vocab_size`, where it is known.
 
     Raises:
-        ArgumentError: on a rank whose batch is not of the contract.
+        ArgumentError: on a rank whose batch is not of the contract, or has ids outside the vocabulary.
         PeerFailed: on the others.
         RankMismatch: on all, when ranks that share sequences hold different ones.
     """
@@ -124,6 +152,8 @@ def agree_on_batch(batch: Any, group: dist.ProcessGroup, context_parallel_size: 
     facts = [0] * 7
     try:
         check_batch(batch, context_parallel_size)
+        if vocab_size is not None:
+            check_tokens(batch, vocab_size)
         mixed = batch["input_ids"] * 2654435761 + batch["labels"] + 1
         tokens, ends = _checksum(mixed), batch.get("cu_seqlens")
         documents = [0, 0] if ends is None else [ends.shape[1], _checksum(ends)]

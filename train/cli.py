@@ -34,7 +34,8 @@ from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import MANIFEST, complete_in, locate, read_manifest
 from ringflash.train.interrupt import Interrupt
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.module import LanguageModel
+from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.preemption import Preempted, Preemption
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.throughput import Throughput

@@ -7,15 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.activations import ActivationCheckpointing, HostMemory, recompute
 from ringflash.train.cache import KVCache
+from ringflash.train.linear_loss import TokenLosses, linear_token_loss
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.weights import Weights
@@ -189,7 +191,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
-        self.activation_checkpointing = False
+        self.checkpointing: ActivationCheckpointing = "none"
+        self.host_memory: HostMemory | None = None
+        self.compiled: Callable[[Tensor, Step], Tensor] | None = None
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config, layer, seed)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
@@ -197,12 +201,24 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        if self.activation_checkpointing and torch.is_grad_enabled():
-            # Inside the block, so that FSDP's hooks wrap the checkpoint and gather the weights once for its re-run.
-            out = checkpoint(self._compute, x, step, use_reentrant=False)
-            assert isinstance(out, Tensor)
-            return out
-        return self._compute(x, step)
+        if not torch.is_grad_enabled() or step.cache is not None:  # a cache takes its rows once
+            return self._compute(x, step)
+        # Inside the block, so that FSDP's hooks wrap all of it and gather the weights once for what runs again.
+        if self.host_memory is None:
+            return self._train(x, step)
+        with self.host_memory.hooks(staying=(*self.parameters(), step.cos, step.sin)):
+            return self._train(x, step)
+
+    def _train(self, x: Tensor, step: Step) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(x, step)
+        return self._run(x, step, self.host_memory)
+
+    def _run(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
+        """The block as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
+        if self.checkpointing == "none":
+            return self._compute(x, step)
+        return recompute(self._compute, x, step, offload=offload)
 
     def _compute(self, x: Tensor, step: Step) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), step)
@@ -235,11 +251,37 @@ class Decoder(nn.Module):
                     module.stored = partial(weights.fill, name)
                     module.reset_parameters()
 
-    def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Keeps only each block's input for the backward and runs the block again there, its ring included."""
-        for block in self.layers:
-            assert isinstance(block, Block)
-            block.activation_checkpointing = enabled
+    @property
+    def head_weight(self) -> Tensor:
+        """(vocab_size, dim), what final states are multiplied with; under FSDP whole inside the forward only."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def keep_activations(self, checkpointing: ActivationCheckpointing, *, offload: bool = False) -> None:
+        """What blocks keep for the backward: "none" checkpoints nothing, "block" keeps inputs and attention's results.
+
+        With "block" the rest of a block runs again, its ring does not. `offload` keeps in the host's memory.
+
+        Raises:
+            ConfigError: `offload` without "block".
+        """
+        if offload and checkpointing == "none":
+            raise ConfigError(
+                "activation_offload",
+                expected='activation_checkpointing="block" with it',
+                got=checkpointing,
+                remedy="Offloading all activations would take longer than to compute them again.",
+            )
+        host_memory = HostMemory() if offload else None
+        for block in self._blocks():
+            block.checkpointing, block.host_memory = checkpointing, host_memory
+
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compiles each block's forward and backward in training; all blocks of one kind share what is compiled."""
+        for block in self._blocks():
+            block.compiled = torch.compile(block._run, backend=backend, fullgraph=True)
+
+    def _blocks(self) -> list[Block]:
+        return [cast("Block", block) for block in self.layers]
 
     def forward(
         self,
@@ -249,9 +291,10 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         documents: rf.Documents | None = None,
         *,
+        labels: Tensor | None = None,
         newest: bool = False,
-    ) -> Tensor:
-        """Logits (batch, seqlen, vocab_size).
+    ) -> Tensor | TokenLosses:
+        """Logits (batch, seqlen, vocab_size), or with `labels` the loss, for which logits are never whole.
 
         Args:
             input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout. With both
@@ -260,7 +303,30 @@ class Decoder(nn.Module):
             context: the ranks that share the sequence; None when this rank has all of it.
             cache: keys and values of the tokens before `input_ids`; extended. It is made for the same `context`.
             documents: what the whole sequence is packed of; none sees another. Without `cache`.
+            labels: (batch, seqlen) int64, cut as `input_ids`; the loss is computed here, where FSDP has the head whole.
             newest: with `cache`, logits (batch, 1, vocab_size) of each sequence's newest token alone, on every rank.
+
+        Raises:
+            ArgumentError: as `hidden`, or `labels` are not of its shape.
+        """
+        x = self.hidden(input_ids, position_ids, context, cache, documents, newest=newest)
+        if labels is not None:
+            return linear_token_loss(x, self.head_weight, labels)
+        return nn.functional.linear(x, self.head_weight)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: rf.ContextParallel | None = None,
+        cache: KVCache | None = None,
+        documents: rf.Documents | None = None,
+        *,
+        newest: bool = False,
+    ) -> Tensor:
+        """Final states after the last norm, (batch, seqlen, dim); arguments as in `forward`.
+
+        Under FSDP call `forward`, whose hooks gather the weights.
 
         Raises:
             ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, of another context or comes with
@@ -295,5 +361,4 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.finish()
             x = cache.newest(x) if newest else x
-        x = self.norm(x)
-        return nn.functional.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+        return self.norm(x)

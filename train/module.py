@@ -5,80 +5,36 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.batch import all_ranks, document_positions
+from ringflash.train.activations import ActivationCheckpointing
+from ringflash.train.batch import all_ranks, check_tokens, document_positions
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.huggingface import read_config
-from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.linear_loss import TokenLosses
+from ringflash.train.loss import count_valid
+from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite, NonFiniteError
+from ringflash.train.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.weights import Weights
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with linear warmup and cosine decay.
-
-    Args:
-        lr: highest learning rate.
-        betas: decay of the gradient's first and second moment.
-        weight_decay: of matrices; norms have none.
-        warmup_steps: steps of linear rise to `lr`.
-        max_steps: step at which the cosine ends.
-        min_lr_ratio: learning rate from there on, as a part of `lr`.
-    """
-
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
-    max_steps: int = 1000
-    min_lr_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError("lr", expected="a positive number", got=self.lr, remedy="Try 3e-4.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                "betas", expected="two numbers from 0 to below 1", got=self.betas, remedy="Try 0.9, 0.95."
-            )
-        if not self.weight_decay >= 0:
-            raise ConfigError(
-                "weight_decay", expected="0 or a positive number", got=self.weight_decay, remedy="Try 0.1."
-            )
-        if not 0 <= self.warmup_steps < self.max_steps:
-            raise ConfigError(
-                "warmup_steps",
-                expected=f"from 0 to below max_steps={self.max_steps}",
-                got=self.warmup_steps,
-                remedy="Warm up for a few percent of the steps.",
-            )
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError("min_lr_ratio", expected="from 0 to 1", got=self.min_lr_ratio, remedy="Try 0.1.")
-
-    def lr_scale(self, step: int) -> float:
-        """The learning rate of `step`, from 0, as a part of `lr`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = min((step - self.warmup_steps) / (self.max_steps - self.warmup_steps), 1.0)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +58,10 @@ class LanguageModel(pl.LightningModule):
         optimizer: AdamW and its schedule.
         compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
             Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
-        activation_checkpointing: keep only each block's input for the backward and run the block again there.
+        activation_checkpointing: "block" keeps each block's input and attention's result for the backward, and runs
+            the rest of the block, not its ring, again there; "none" keeps everything.
+        activation_offload: what "block" keeps lies in the host's memory meanwhile.
+        compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
         seed: of the initial weights.
         nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
@@ -118,7 +77,9 @@ class LanguageModel(pl.LightningModule):
         model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         compute_dtype: ComputeDtype = "auto",
-        activation_checkpointing: bool = False,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        activation_offload: bool = False,
+        compile_blocks: bool = False,
         reshard_after_forward: bool = True,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
@@ -132,7 +93,15 @@ class LanguageModel(pl.LightningModule):
         self.weights = None if init_from is None else Weights(init_from)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.compute_dtype: ComputeDtype = compute_dtype
-        self.activation_checkpointing = activation_checkpointing
+        if activation_checkpointing not in get_args(ActivationCheckpointing):
+            raise ConfigError(
+                "activation_checkpointing",
+                expected='"none" or "block"',
+                got=repr(activation_checkpointing),
+                remedy="Choose one of these.",
+            )
+        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
         self.reshard_after_forward = reshard_after_forward
         self.seed = seed
         self._decoder: Decoder | None = None
@@ -156,7 +125,8 @@ class LanguageModel(pl.LightningModule):
         """Builds the decoder, sharded and without storage under `RingAttentionStrategy`, whole elsewhere.
 
         Raises:
-            ConfigError: several ranks under another strategy, or a Trainer precision that would cast behind FSDP.
+            ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
+                offloading without a GPU, or training that cannot fit into the GPU's memory.
         """
         if self._decoder is not None:
             return
@@ -175,11 +145,26 @@ class LanguageModel(pl.LightningModule):
                 got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
                 remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
             )
+        if self.activation_offload and strategy.root_device.type == "cpu":
+            raise ConfigError(
+                "activation_offload",
+                expected="False on a CPU",
+                got=True,
+                remedy="Activations are in the host's memory already.",
+            )
         compute = self._resolved_dtype(strategy.root_device)
+        if strategy.root_device.type == "cuda" and self.trainer.state.fn == TrainerFn.FITTING:
+            estimate = self.memory_estimate()
+            available = torch.cuda.get_device_properties(strategy.root_device).total_memory
+            if self.trainer.is_global_zero:
+                print(f"Memory: {estimate}, of {available / GIB:.2f}", flush=True)
+            check_memory(estimate, available)
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
-        decoder.set_activation_checkpointing(self.activation_checkpointing)
+        decoder.keep_activations(self.activation_checkpointing, offload=self.activation_offload)
+        if self.compile_blocks:
+            decoder.compile_blocks()
         if isinstance(strategy, RingAttentionStrategy):
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
             if compute == torch.bfloat16:
@@ -195,21 +180,42 @@ class LanguageModel(pl.LightningModule):
                     reset()
         self._decoder = decoder
 
+    def memory_estimate(self) -> MemoryEstimate:
+        """What training under the Trainer's strategy takes at least, on one GPU.
+
+        Activations are counted where the data module has `context_length` and `batch_size`, as TextDataModule.
+        """
+        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        compute = self._resolved_dtype(strategy.root_device)
+        context, data_parallel, shard, gathered = 1, 1, 1, False
+        if isinstance(strategy, RingAttentionStrategy):
+            context, shard = strategy.context.world_size, strategy.shard_size
+            data_parallel = strategy.world_size // context
+            gathered = shard > 1 or compute == torch.bfloat16
+        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
+        shape = TrainingShape(
+            tokens=(seqlen // context) * (batch_size // data_parallel),
+            shard_size=shard,
+            compute_dtype=compute,
+            checkpointing=self.activation_checkpointing,
+            offload=self.activation_offload,
+            reshard_after_forward=self.reshard_after_forward,
+            gathered=gathered,
+        )
+        return estimate_memory(self.model_config, shape)
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW, fused on CUDA, and its schedule by optimizer step."""
-        config = self.optimizer_config
-        parameters = list(self.decoder.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        fused = parameters[0].device.type == "cuda"
-        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
-        scheduler = LambdaLR(optimizer, config.lr_scale)
+        optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
+        scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+
+        Returns:
+            loss: that, a scalar.
+            token_losses: (batch, seqlen_local) float32 of this rank's tokens, detached, 0 where the label is -100.
 
         Raises:
             ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
@@ -222,17 +228,17 @@ class LanguageModel(pl.LightningModule):
                 got=micro_batches,
                 remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
             )
-        loss_sum, num_valid = self._loss(batch)
-        self._window.append(_MicroBatch(batch_idx, loss_sum.detach(), num_valid))
-        return loss_sum / num_valid.clamp(min=1)
+        losses, num_valid = self._loss(batch)
+        self._window.append(_MicroBatch(batch_idx, losses.total.detach(), num_valid))
+        return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch to val/loss."""
-        self._evaluated.append(self._loss(batch))
+        self._evaluate(batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch to test/loss."""
-        self._evaluated.append(self._loss(batch))
+        self._evaluate(batch)
 
     def on_train_epoch_start(self) -> None:
         """Forgets a window that an earlier run left unfinished."""
@@ -295,17 +301,23 @@ class LanguageModel(pl.LightningModule):
         """Raises CheckpointError when the checkpoint is of another model."""
         compare_model_configs(checkpoint.get("model_config"), asdict(self.model_config))
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, batch: dict[str, Tensor]) -> None:
+        losses, num_valid = self._loss(batch)
+        self._evaluated.append((losses.total, num_valid))
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
         position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
         cu_seqlens = batch.get("cu_seqlens")
+        if self.context is None:  # a ring's strategy has looked at the batch while it was on the CPU
+            check_tokens(batch, self.model_config.vocab_size)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)
         documents = None if cu_seqlens is None else rf.Documents(cu_seqlens)
         with self._autocast():
-            logits = self.decoder(input_ids, position_ids, self.context, documents=documents)
-        return token_loss(logits, labels), count_valid(labels) if num_valid is None else num_valid
+            losses = self.decoder(input_ids, position_ids, self.context, documents=documents, labels=labels)
+        return losses, count_valid(labels) if num_valid is None else num_valid
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._resolved_dtype(self.device)
@@ -323,7 +335,7 @@ class LanguageModel(pl.LightningModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, RingAttentionStrategy):
             return local[None]
-        return all_ranks(local, strategy.shard_mesh.get_group())
+        return all_ranks(local, strategy.world_group)
 
     def _log_evaluated(self, name: str) -> None:
         if not self._evaluated:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ringflash as rf
 from ringflash.train.corpus import CACHE, load_corpus
-from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.loss import count_valid
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.samples import Line, train_and_held_out
@@ -95,8 +95,7 @@ def main() -> None:
         num_valid_tokens = count_valid(batch["labels"])  # of the whole sequence, not of this rank's part
         input_ids, labels = context.shard(batch["input_ids"]), context.shard(batch["labels"])
 
-        logits = model(input_ids, position_ids, context)
-        loss = token_loss(logits, labels) / num_valid_tokens
+        loss = model(input_ids, position_ids, context, labels=labels).total / num_valid_tokens
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:

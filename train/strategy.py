@@ -28,7 +28,7 @@ LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
 
 
 class RingAttentionStrategy(ShardedStrategy):
-    """Context parallelism x data parallelism, with FSDP2 over both.
+    """Context parallelism x data parallelism, with FSDP2 over both, or over groups of ranks that replicate it.
 
     A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
     `batch_to_device` leaves this rank's shard of them. `training_step` returns local sum of token losses /
@@ -47,6 +47,8 @@ class RingAttentionStrategy(ShardedStrategy):
         transport: how keys and values travel, as in `rf.ContextParallel`.
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
         timeout: of collectives; a timedelta or seconds.
+        replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
+            With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
     """
 
     def __init__(
@@ -57,12 +59,16 @@ class RingAttentionStrategy(ShardedStrategy):
         transport: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
+        replicate_size: int = 1,
     ) -> None:
         for name, size in ((CONTEXT, context_parallel_size), (DATA, data_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ConfigError(
                     f"{name}_size", expected='"auto" or a positive integer', got=size, remedy="Set the number of ranks."
                 )
+        if not isinstance(replicate_size, int) or replicate_size < 1:
+            remedy = "Set the number of copies of the weights, for instance that of hosts."
+            raise ConfigError("replicate_size", expected="a positive integer", got=replicate_size, remedy=remedy)
         if layout not in LAYOUTS:
             remedy = "A batch is cut before any mask is known; cut it yourself where the mask is, for another layout."
             raise ConfigError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy=remedy)
@@ -75,7 +81,9 @@ class RingAttentionStrategy(ShardedStrategy):
         self._layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
         self._context: rf.ContextParallel | None = None
+        self._replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
+        self._world_group: dist.ProcessGroup | None = None
         self._window: list[Tensor] = []
         self._departure: Departure | None = None
 
@@ -88,10 +96,22 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of all ranks, data x context parallel, that weights are sharded over."""
+        """What weights are sharded over: the 1-D mesh of all ranks, with `replicate_size` (replicate, shard)."""
         if self._shard_mesh is None:
             raise RuntimeError("The mesh exists only after the strategy has set up its environment.")
         return self._shard_mesh
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks, data x context parallel."""
+        if self._world_group is None:
+            raise RuntimeError("The group exists only after the strategy has set up its environment.")
+        return self._world_group
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return self.world_size // self._replicate_size
 
     def setup_environment(self) -> None:
         """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
@@ -103,10 +123,21 @@ class RingAttentionStrategy(ShardedStrategy):
         self._setup_distributed()
         shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
         self._data_parallel_size, self._context_parallel_size = shape
+        if self.world_size % self._replicate_size:
+            raise ConfigError(
+                "replicate_size",
+                expected=f"a divisor of {self.world_size} ranks",
+                got=self._replicate_size,
+                remedy="Every copy of the weights is sharded over equally many ranks.",
+            )
         if self._device_mesh is None:
             device_type = self.root_device.type
             self._device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
-            self._shard_mesh = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+            world = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+            self._world_group, self._shard_mesh = world.get_group(), world
+            if self._replicate_size > 1:
+                sizes = (self._replicate_size, self.shard_size)
+                self._shard_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
             self._context = rf.ContextParallel(
                 self._device_mesh[CONTEXT], layout=self._layout, transport=self._transport
             )
@@ -145,13 +176,14 @@ class RingAttentionStrategy(ShardedStrategy):
         restart at each document and are (batch, seqlen_local); it stays whole, and on the CPU, where masks are made.
 
         Raises:
-            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, or has entries
-                of the names that are added.
+            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has entries of
+                the names that are added, or ids outside the vocabulary of the module's model_config.
             PeerFailed: another rank's batch is not of this form.
             RankMismatch: ranks of one context-parallel group hold different sequences.
         """
         device = device or self.root_device
-        num_valid = agree_on_batch(batch, self.shard_mesh.get_group(), self.context.world_size, device)
+        vocab_size = getattr(getattr(self.lightning_module, "model_config", None), "vocab_size", None)
+        num_valid = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size)
         cu_seqlens: Tensor | None = batch.get("cu_seqlens")
         rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}
         moved = dict(cast("Mapping[str, Any]", super().batch_to_device(rest, device, dataloader_idx)))

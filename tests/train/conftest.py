@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from ringflash.train.model import Decoder
 from tests.distributed import run_ranks
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
 
@@ -26,12 +30,21 @@ RUNS = {
     "clip norm": Run(max_norm=0.3),
     "clip value": Run(max_value=1e-3),
     "tied": Run(model=replace(MODEL, tie_embeddings=True)),
-    "activation checkpointing": Run(checkpointing=True),
+    "activation checkpointing": Run(checkpointing="block"),
     "packed": Run(
         steps=3, packed=True, micro_batches=2, masked="tail", epoch_batches=5, validate=True, dtype="float64"
     ),
     "evaluate": Run(steps=4, epoch_batches=2, validate=True, dtype="float64"),
 }
+
+
+def _compiled(run: Run) -> Outcome:
+    """With a backend that is no compiler of C++, whose start takes longer than all runs."""
+    # torch's own, when its compiler is imported, and when that looks at the input of the second block
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    with mock.patch.object(Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager")):
+        return train(run)
 
 
 def _all_runs(folder: str) -> dict[str, Any]:
@@ -47,6 +60,7 @@ def _all_runs(folder: str) -> dict[str, Any]:
         outcomes["straight"] = train(replace(RESUMED, max_epochs=3))
     if world_size == 2:
         outcomes["data parallel"] = train(Run(data_parallel=2, masked="tail"))
+        outcomes["compiled"] = _compiled(Run(checkpointing="block", compile_blocks=True))
         outcomes["poisoned"] = attempt(Run(steps=3, poison=1))
         outcomes["other model"] = attempt(
             Run(resume=f"{folder}/two", dtype="float64", model=replace(MODEL, ffn_dim=128, tie_embeddings=True))

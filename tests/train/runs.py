@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from ringflash.train.activations import ActivationCheckpointing
+from ringflash.train.linear_loss import TokenLosses
 from ringflash.train.loss import count_valid, token_loss
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import ComputeDtype, LanguageModel, OptimizerConfig
+from ringflash.train.module import ComputeDtype, LanguageModel
+from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.strategy import RingAttentionStrategy
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
@@ -39,7 +42,9 @@ class Run:
     layout: str = "zigzag"
     max_norm: float | None = None
     max_value: float | None = None
-    checkpointing: bool = False
+    checkpointing: ActivationCheckpointing = "none"
+    replicate: int = 1
+    compile_blocks: bool = False
     validate: bool = False
     poison: int | None = None
     resume: str | None = None
@@ -139,7 +144,8 @@ class Recorded(LanguageModel):
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         optimizer = OptimizerConfig(lr=3e-3, warmup_steps=3, max_steps=120)
-        super().__init__(run.model, optimizer, run.dtype, activation_checkpointing=run.checkpointing, seed=5)
+        options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
+        super().__init__(run.model, optimizer, run.dtype, **options, seed=5)
         self.run, self.outcome = run, outcome
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +158,11 @@ class Recorded(LanguageModel):
             named = self.decoder.named_parameters()
             self.outcome.gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        loss, num_valid = super()._loss(batch)
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        losses, num_valid = super()._loss(batch)
         if self.run.poison == self.trainer.global_rank and self.trainer.global_step == 1:
-            loss = loss * torch.nan
-        return loss, num_valid
+            losses = losses._replace(total=losses.total * torch.nan)
+        return losses, num_valid
 
 
 def train(run: Run, strategy: Any = None) -> Outcome:
@@ -170,7 +176,9 @@ def train(run: Run, strategy: Any = None) -> Outcome:
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=strategy
-        or RingAttentionStrategy(data_parallel_size=run.data_parallel, layout=cast("Any", run.layout)),
+        or RingAttentionStrategy(
+            data_parallel_size=run.data_parallel, layout=cast("Any", run.layout), replicate_size=run.replicate
+        ),
         max_steps=run.steps if run.max_epochs == -1 else -1,
         max_epochs=run.max_epochs,
         accumulate_grad_batches=run.micro_batches,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, RingflashError
-from ringflash.train.batch import agree_on_batch, check_batch, document_positions
+from ringflash.train.batch import agree_on_batch, check_batch, check_tokens, document_positions
 from tests.distributed import run_ranks
 
 
@@ -64,13 +64,35 @@ def test_bad_batches(value: Any, text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_tokens_of_the_vocabulary() -> None:
+    labels = torch.tensor([[-100, 0, 60], [3, -100, 60]])
+    check_tokens({"input_ids": labels.clamp(min=0), "labels": labels}, 61)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("labels", 61, "batch['labels']: expected ids from 0 to 60, or -100 for none, got 61 at (1, 5), 1 such in all"),
+        ("labels", -1, "got -1 at (1, 5)"),
+        ("input_ids", -100, "batch['input_ids']: expected ids from 0 to 60, got -100 at (1, 5)"),
+        ("input_ids", 2**40, f"got {2**40} at (1, 5)"),
+    ],
+)
+def test_tokens_outside_the_vocabulary(name: str, value: int, text: str) -> None:
+    bad = batch()
+    bad[name][1, 5] = value
+    with pytest.raises(ArgumentError) as raised:
+        check_tokens(bad, 61)
+    assert text in str(raised.value)
+
+
 def _agree(context_parallel_size: int) -> list[Any]:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
 
     def ask(value: Any) -> Any:
         try:
-            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"))
+            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"), vocab_size=61)
         except RingflashError as error:
             return type(error).__name__, str(error).splitlines()[0]
 
@@ -78,12 +100,13 @@ def _agree(context_parallel_size: int) -> list[Any]:
     labels[0, : rank + 1] = 3
     swapped = torch.arange(8)[None] if rank else torch.arange(8).flip(0)[None]
     return [
-        ask(batch(labels=labels, input_ids=labels)),
+        ask(batch(labels=labels, input_ids=labels.clamp(min=0))),
         ask(batch(input_ids=swapped, labels=torch.ones_like(swapped))),
         ask(batch() if rank == 0 else {"input_ids": 1}),
         ask(batch()),
         ask(batch(cu_seqlens=torch.tensor([[0, 3, 8], [0, 4 + rank, 8]]))),
         ask(batch() if rank else batch(cu_seqlens=torch.tensor([[0, 8], [0, 8]]))),
+        ask(batch() if rank == 0 else batch(labels=torch.full((2, 8), 61))),
     ]
 
 
@@ -99,6 +122,8 @@ def test_ranks_of_one_sequence() -> None:
     assert first[4][0] == second[4][0] == first[5][0] == second[5][0] == "RankMismatch"
     assert "ranks disagree on documents (checksum)" in first[4][1]
     assert "ranks disagree on documents:" in first[5][1]
+    assert first[6][0] == "PeerFailed"
+    assert "got 61 at (0, 0)" in second[6][1]
 
 
 def test_ranks_of_different_sequences() -> None:

@@ -28,6 +28,7 @@ from ringflash.train.checkpoint import load_decoder
 from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import STATE, complete_in, verify
+from ringflash.train.linear_loss import TokenLosses
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.module import LanguageModel, OptimizerConfig
 from ringflash.train.nonfinite import NonFinite
@@ -64,10 +65,10 @@ class Model(LanguageModel):
             self.fitted.losses[self.trainer.global_step] = float(value)
         super().log(name, value, *args, **kwargs)
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        loss, num_valid = super()._loss(batch)
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        losses, num_valid = super()._loss(batch)
         bad = self.trainer.training and self.trainer.global_step in self.poisoned and dist.get_rank() == 1
-        return loss * (torch.nan if bad else 1), num_valid
+        return TokenLosses(losses.total * (torch.nan if bad else 1), losses.tokens), num_valid
 
 
 class At(Callback):

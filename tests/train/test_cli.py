@@ -425,7 +425,9 @@ def test_free_folder(tmp_path: Path) -> None:
 
 
 def test_explain_lists_the_names_when_none_is_near() -> None:
-    message = "Problem with given class_path 'ringflash.train.module.OptimizerConfig':\n  Option 'xyz' is not accepted"
+    message = (
+        "Problem with given class_path 'ringflash.train.optimizer.OptimizerConfig':\n  Option 'xyz' is not accepted"
+    )
     error = cli.explain(message, [])
     assert isinstance(error, ConfigError)
-    assert "betas, lr" in str(error)
+    assert "lr, max_steps" in str(error)

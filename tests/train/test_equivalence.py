@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.train.conftest import RUNS, Worlds
-from tests.train.runs import Outcome, Run, reference_gradients, train, train_alone
+from tests.train.runs import Outcome, Run, attempt, reference_gradients, train, train_alone
 
 WINDOWS = [
     "uneven",
@@ -95,14 +98,47 @@ def test_packed_documents_are_documents_alone(worlds: Worlds, world_size: int) -
     assert logged["val/loss"] == pytest.approx(worlds[1]["packed"].logged["val/loss"], rel=1e-12)
 
 
+def test_compiled_blocks_on_a_ring(worlds: Worlds) -> None:
+    loss, gradients = reference_gradients(Run())
+    assert worlds[2]["compiled"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert_gradients(worlds[2]["compiled"], gradients, 1e-6)
+
+
 def test_data_parallel_ranks(worlds: Worlds) -> None:
     loss, gradients = reference_gradients(Run(masked="tail"))
     assert worlds[2]["data parallel"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
     assert_gradients(worlds[2]["data parallel"], gradients, 1e-6)
 
 
-def test_two_by_two() -> None:
-    run = Run(steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64", packed=True)
-    outcome, *_ = run_ranks(4, train, run)
-    reference = train_alone(run)
-    assert outcome.logged["train/loss"] == pytest.approx(reference, rel=1e-10)
+TWO_BY_TWO = Run(
+    steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64", packed=True
+)
+
+
+def _two_by_two() -> dict[str, Any]:
+    copies = replace(TWO_BY_TWO, replicate=2, checkpointing="block")
+    return {
+        "sharded": train(TWO_BY_TWO),
+        "replicated": train(copies),
+        "clipped": train(replace(copies, steps=1, max_norm=0.3)),
+        "misfit": attempt(replace(copies, replicate=3)),
+    }
+
+
+def test_two_by_two_sharded_over_all_and_over_halves() -> None:
+    ranks = run_ranks(4, _two_by_two)
+    reference, one = train_alone(TWO_BY_TWO), ranks[0]
+    for name in ("sharded", "replicated"):
+        assert one[name].logged["train/loss"] == pytest.approx(reference, rel=1e-10)
+    gradients = one["sharded"].gradients
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert norm > 0.3
+    for rank in ranks:
+        assert_gradients(rank["replicated"], gradients, 1e-13)
+        assert_gradients(rank["clipped"], {name: g * (0.3 / norm) for name, g in gradients.items()}, 1e-6)
+        assert rank["replicated"].logged["train/grad_norm"][0] == pytest.approx(norm, rel=1e-12)
+        for name, weight in rank["replicated"].weights.items():
+            torch.testing.assert_close(weight, one["sharded"].weights[name], atol=1e-12, rtol=0)
+        kind, text = rank["misfit"]
+        assert kind == "ConfigError"
+        assert text.startswith("replicate_size: expected a divisor of 4 ranks, got 3.")

@@ -118,14 +118,14 @@ def test_meta_device() -> None:
     assert all(torch.equal(w, expected[name]) for name, w in decoder.state_dict().items())
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
-    x, gradients = tokens(1, 16), []
-    for enabled in (False, True):
-        decoder = Decoder(CONFIG).double()
-        decoder.set_activation_checkpointing(enabled)
-        decoder(x, torch.arange(16)).square().sum().backward()
-        gradients.append([p.grad for p in decoder.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+def test_labels_give_the_loss_of_the_logits() -> None:
+    decoder = Decoder(CONFIG).double()
+    x, labels = tokens(2, 16), tokens(2, 16)
+    total, each = decoder(x, torch.arange(16), labels=labels)
+    logits = decoder(x, torch.arange(16))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(each.flatten(), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(total, expected.sum(), atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize(

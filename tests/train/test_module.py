@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision
 
-from ringflash.errors import ConfigError
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.module import LanguageModel
 from ringflash.train.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
 from tests.train.conftest import RUNS, Worlds
@@ -54,34 +54,6 @@ def test_a_poisoned_rank_stops_all(worlds: Worlds) -> None:
     )
 
 
-def test_schedule() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, max_steps=14, min_lr_ratio=0.2)
-    scales = [config.lr_scale(step) for step in range(20)]
-    assert scales[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert scales[9] == pytest.approx(0.6)
-    assert scales[14:] == [pytest.approx(0.2)] * 6
-    assert OptimizerConfig(warmup_steps=0).lr_scale(0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"lr": 0.0}, "lr"),
-        ({"warmup_steps": 10, "max_steps": 10}, "warmup_steps"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
-        ({"betas": (0.9, 1.5)}, "betas"),
-        ({"betas": (-0.1, 0.9)}, "betas"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"weight_decay": float("nan")}, "weight_decay"),
-    ],
-)
-def test_impossible_schedules(arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        OptimizerConfig(**arguments)
-    assert raised.value.argument == field
-
-
 def test_norms_do_not_decay() -> None:
     module = LanguageModel(MODEL)
     module.trainer = trainer()
@@ -92,6 +64,39 @@ def test_norms_do_not_decay() -> None:
     assert vectors["weight_decay"] == 0
     assert {p.ndim for p in vectors["params"]} == {1}
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(module.parameters()))
+
+
+def test_a_step_gives_each_token_s_loss() -> None:
+    module = LanguageModel(MODEL, compute_dtype="float64")
+    module.trainer = trainer()
+    module.configure_model()
+    batch = {"input_ids": torch.randint(0, 61, (2, 9)), "labels": torch.randint(0, 61, (2, 9))}
+    batch["labels"][1, 4:] = -100
+    result = module.training_step(batch, 0)
+    losses = result["token_losses"]
+    assert losses.shape == (2, 9)
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
+    assert ((losses == 0) == (batch["labels"] == -100)).all()
+    assert result["loss"].item() == pytest.approx(losses.double().sum().item() / 13, rel=1e-6)
+
+
+def test_a_label_outside_the_vocabulary() -> None:
+    module = LanguageModel(MODEL)
+    module.trainer = trainer()
+    module.configure_model()
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"batch\['labels'\]: expected ids from 0 to 60, .*, got 61 at \(0, 0\)"):
+        module.training_step({"input_ids": ids, "labels": ids + 61}, 0)
+
+
+def test_refused_activations() -> None:
+    with pytest.raises(ConfigError, match='activation_checkpointing: expected "none" or "block", got True'):
+        LanguageModel(MODEL, activation_checkpointing=True)  # type: ignore[arg-type]
+    module = LanguageModel(MODEL, activation_checkpointing="block", activation_offload=True)
+    module.trainer = trainer()
+    with pytest.raises(ConfigError, match="activation_offload: expected False on a CPU"):
+        module.configure_model()
 
 
 def test_before_configure_model() -> None:

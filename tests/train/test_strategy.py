@@ -49,6 +49,12 @@ def test_size_of_the_wrong_kind(size: Any) -> None:
         RingAttentionStrategy(context_parallel_size=size)
 
 
+@pytest.mark.parametrize("size", [0, -1, "auto", 2.0])
+def test_copies_of_the_wrong_kind(size: Any) -> None:
+    with pytest.raises(ConfigError, match="replicate_size: expected a positive integer"):
+        RingAttentionStrategy(replicate_size=size)
+
+
 def test_a_layout_that_needs_a_mask() -> None:
     with pytest.raises(ConfigError, match="layout: expected one of .*'striped'.*got 'balanced'. A batch is cut before"):
         RingAttentionStrategy(layout="balanced")  # type: ignore[arg-type]
@@ -64,6 +70,8 @@ def test_before_the_processes_have_met() -> None:
         _ = strategy.context
     with pytest.raises(RuntimeError, match="only after"):
         _ = strategy.shard_mesh
+    with pytest.raises(RuntimeError, match="only after"):
+        _ = strategy.world_group
 
 
 def test_a_parameter_that_is_not_sharded() -> None:

@@ -1,0 +1,124 @@
+"""What a block keeps for its backward: all, or its input and attention's results, on the GPU or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+ActivationCheckpointing = Literal["none", "block"]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+# (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
+KEPT = [torch.ops.ringflash.attention.default]
+MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
+
+
+def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None) -> Tensor:
+    """`function(*args)`, which keeps tensors of `args` and results of `KEPT`, and runs the rest again in its backward.
+
+    With `offload` what is kept lies in host memory meanwhile; tensors of `args` are taken there by `HostMemory.hooks`.
+    """
+    context_fn: Contexts = partial(create_selective_checkpoint_contexts, KEPT)
+    if offload is not None:
+        context_fn = partial(_offloading_contexts, offload)
+    out = checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor's copy in the host's memory, and where and when it is there."""
+
+    host: Tensor
+    device: torch.device
+    copied: torch.cuda.Event | None
+
+
+class HostMemory:
+    """Takes tensors to pinned memory of the host and back.
+
+    A copy there runs beside the computation, on a stream of its own; the copy back is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def pack(self, x: Tensor) -> Tensor | Packed:
+        """Starts the copy; `x` must not be written to any more. Small tensors stay where they are."""
+        if x.nbytes < MIN_OFFLOADED_BYTES:
+            return x.detach()  # not `x`, which may refer to what keeps this
+        if not x.is_cuda:
+            return Packed(x.detach().clone(), x.device, None)
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(x.detach(), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        x.record_stream(self._stream)  # its memory may be used again when the copy is made, not before
+        return Packed(host, x.device, copied)
+
+    def unpack(self, packed: Tensor | Packed) -> Tensor:
+        """The tensor, on its device again; waits on the device, not on the host."""
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.copied is not None:
+            torch.cuda.current_stream(packed.device).wait_event(packed.copied)
+        return packed.host.to(packed.device, non_blocking=True, copy=True)
+
+    def hooks(self, staying: Iterable[Tensor]) -> saved_tensors_hooks:
+        """A context in which what autograd saves is packed, except what shares memory with `staying`.
+
+        Those are weights, which FSDP frees and gathers itself, and what all blocks share.
+        """
+        stay = {x.untyped_storage().data_ptr() for x in staying}
+
+        def pack(x: Tensor) -> Tensor | Packed:
+            return x.detach() if x.untyped_storage().data_ptr() in stay else self.pack(x)
+
+        return saved_tensors_hooks(pack, self.unpack)
+
+
+def _offloading_contexts(memory: HostMemory) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """As `create_selective_checkpoint_contexts(KEPT)`, whose own storage no saved-tensor hook sees."""
+    kept: list[tuple[Tensor | Packed, ...]] = []
+    return _Keep(kept, memory), _Replay(kept, memory)
+
+
+class _Keep(TorchDispatchMode):
+    """In the forward: packs results of `KEPT`."""
+
+    def __init__(self, kept: list[tuple[Tensor | Packed, ...]], memory: HostMemory) -> None:
+        super().__init__()
+        self.kept, self.memory = kept, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in KEPT:
+            self.kept.append(tuple(self.memory.pack(x.detach()) for x in result))
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    """In the backward: gives them back in their order, each once."""
+
+    def __init__(self, kept: list[tuple[Tensor | Packed, ...]], memory: HostMemory) -> None:
+        super().__init__()
+        self.kept, self.memory = kept, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in KEPT:
+            return tuple(self.memory.unpack(x) for x in self.kept.pop(0))
+        return func(*args, **(kwargs or {}))

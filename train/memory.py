@@ -1,0 +1,125 @@
+"""How much memory training takes at least, by shape and options: an estimate that is said before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ringflash.errors import ConfigError
+from ringflash.train.activations import ActivationCheckpointing
+from ringflash.train.linear_loss import chunk_rows
+from ringflash.train.model import ModelConfig
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """What of a run decides over one GPU's memory, beside the model.
+
+    Args:
+        tokens: of a micro-batch on this rank: sequences x tokens of its shard; 0 where that is not known.
+        shard_size: ranks that share one copy of the weights.
+        compute_dtype: of activations and gathered weights.
+        checkpointing: what blocks keep.
+        offload: whether what "block" keeps is in the host's memory.
+        reshard_after_forward: whether a block's gathered weights are freed after its forward.
+        gathered: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
+    """
+
+    tokens: int
+    shard_size: int = 1
+    compute_dtype: torch.dtype = torch.bfloat16
+    checkpointing: ActivationCheckpointing = "none"
+    offload: bool = False
+    reshard_after_forward: bool = True
+    gathered: bool = True
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU; `total` is the peak, at which not all of them are there together.
+
+    Args:
+        weights: sharded master weights.
+        optimizer: AdamW's two moments, sharded.
+        gradients: sharded, when the backward has ended.
+        gathered: whole weights in the compute dtype that stay for the backward: embedding and head, or all.
+        activations: what all blocks keep from the forward.
+        loss: logits of a chunk, and gradients of the head and of the final states.
+        block: what the last block's backward computes again, its weights, and the head's gradient meanwhile.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    activations: int
+    loss: int
+    block: int
+
+    @property
+    def total(self) -> int:
+        """The peak: where the backward begins, in the loss or in the last block, or where the optimizer steps."""
+        backward = self.gathered + self.activations + max(self.loss, self.block)
+        return self.weights + self.optimizer + max(backward, self.gradients)
+
+    def __str__(self) -> str:
+        names = ("weights", "optimizer", "gradients", "gathered", "activations", "loss", "block")
+        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        return f"at least {self.total / GIB:.2f} GiB a GPU ({parts})"
+
+
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """Numbers in one block, and in embedding, last norm and head."""
+    kv_dim = config.n_kv_heads * config.headdim
+    q_dim = config.n_heads * config.headdim
+    block = 2 * config.dim * (q_dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    heads = 1 if config.tie_embeddings else 2
+    return block, heads * config.vocab_size * config.dim + config.dim
+
+
+def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate:
+    """What training takes at least: what must be there at once, whatever allocator, kernels and compiler do.
+
+    A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, gate and up, and
+    lse; with checkpointing its input, out and lse, and the sum, gate and up come back in its backward. Left out are
+    buffers of the ring and of collectives, temporaries, what the allocator cannot use, and the CUDA context.
+    """
+    master = 8 if shape.compute_dtype == torch.float64 else 4
+    item = shape.compute_dtype.itemsize
+    block_parameters, root_parameters = parameter_counts(config)
+    weights = (config.n_layers * block_parameters + root_parameters) * master // shape.shard_size
+    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    kept = (config.dim + q_dim) * item + master * config.n_heads
+    again = (config.dim + 2 * config.ffn_dim) * item
+    block = shape.tokens * again
+    if shape.checkpointing == "none":
+        kept, block = kept + again + (q_dim + 2 * kv_dim) * item, 0
+    elif shape.offload:
+        kept, block = 0, block + shape.tokens * kept
+    head = config.vocab_size * config.dim if shape.tokens else 0
+    logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
+    gathered = root_parameters if shape.reshard_after_forward else root_parameters + config.n_layers * block_parameters
+    return MemoryEstimate(
+        weights=weights,
+        optimizer=2 * weights,
+        gradients=weights,
+        gathered=gathered * item if shape.gathered else 0,
+        activations=config.n_layers * shape.tokens * kept,
+        loss=logits * 2 * master + head * master + 2 * shape.tokens * config.dim * item,
+        block=block + head * item + (block_parameters * item if shape.gathered and shape.reshard_after_forward else 0),
+    )
+
+
+def check_memory(estimate: MemoryEstimate, available: int) -> None:
+    """Raises ConfigError when `estimate` is more than the `available` bytes of the GPU."""
+    if estimate.total > available:
+        raise ConfigError(
+            "memory",
+            expected=f"at most the GPU's {available / GIB:.2f} GiB",
+            got=str(estimate),
+            remedy='Use activation_checkpointing="block", then activation_offload, a shorter context, a smaller '
+            "micro-batch, or more ranks.",
+        )

@@ -1,0 +1,111 @@
+"""AdamW and its learning rate: warmup, then a cosine, or a plateau with a decay at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.nn import Parameter
+from torch.optim import AdamW
+
+from ringflash.errors import ConfigError
+
+DECAY_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warmup and a schedule.
+
+    "cosine" falls from the end of the warmup to `max_steps`. "wsd" (warmup, stable, decay) stays at `lr` and falls over
+    the last `decay_fraction` of the steps, so that a run can go on from before its decay with more of them.
+
+    Args:
+        lr: highest learning rate.
+        betas: decay of the gradient's first and second moment.
+        weight_decay: of matrices; vectors such as norms have none.
+        warmup_steps: steps of linear rise to `lr`.
+        max_steps: step at which the schedule ends.
+        min_lr_ratio: learning rate from there on, as a part of `lr`.
+        schedule: "cosine" or "wsd".
+        decay_fraction: of `max_steps`, that "wsd" decays over; 0.1 by default.
+        decay_shape: of "wsd": "sqrt", the default, falls as 1 - sqrt(progress), "linear" as 1 - progress.
+
+    Source: Loshchilov & Hutter 2017, "SGDR"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
+    Fixed Training Durations", section 3 (wsd, and its square root).
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    max_steps: int = 1000
+    min_lr_ratio: float = 0.1
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_fraction: float | None = None
+    decay_shape: Literal["sqrt", "linear"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError("lr", expected="a positive number", got=self.lr, remedy="Try 3e-4.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                "betas", expected="two numbers from 0 to below 1", got=self.betas, remedy="Try 0.9, 0.95."
+            )
+        if not self.weight_decay >= 0:
+            raise ConfigError(
+                "weight_decay", expected="0 or a positive number", got=self.weight_decay, remedy="Try 0.1."
+            )
+        if not 0 <= self.warmup_steps < self.max_steps:
+            raise ConfigError(
+                "warmup_steps",
+                expected=f"from 0 to below max_steps={self.max_steps}",
+                got=self.warmup_steps,
+                remedy="Warm up for a few percent of the steps.",
+            )
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError("min_lr_ratio", expected="from 0 to 1", got=self.min_lr_ratio, remedy="Try 0.1.")
+        if self.schedule not in ("cosine", "wsd"):
+            raise ConfigError(
+                "schedule", expected='"cosine" or "wsd"', got=repr(self.schedule), remedy="Choose one of these."
+            )
+        self._check_decay()
+
+    def _check_decay(self) -> None:
+        for name in ("decay_fraction", "decay_shape"):
+            if self.schedule == "cosine" and getattr(self, name) is not None:
+                remedy = f'Leave {name} out, or set schedule to "wsd".'
+                raise ConfigError(name, expected='None under "cosine"', got=getattr(self, name), remedy=remedy)
+        if self.decay_shape not in (None, "sqrt", "linear"):
+            remedy = "Choose one of these."
+            raise ConfigError("decay_shape", expected='"sqrt" or "linear"', got=repr(self.decay_shape), remedy=remedy)
+        if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
+            remedy = "Try 0.1, or 0.2 for short runs."
+            raise ConfigError("decay_fraction", expected="above 0, at most 1", got=self.decay_fraction, remedy=remedy)
+
+    def lr_scale(self, step: int) -> float:
+        """The learning rate of `step`, from 0, as a part of `lr`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        start = self.warmup_steps
+        if self.schedule == "wsd":
+            decay_steps = max(round(self.max_steps * (self.decay_fraction or DECAY_FRACTION)), 1)
+            start = max(start, self.max_steps - decay_steps)
+        progress = min(max((step - start) / (self.max_steps - start), 0.0), 1.0)
+        if self.schedule == "cosine":
+            falling = (1 + math.cos(math.pi * progress)) / 2
+        else:
+            falling = 1 - (progress if self.decay_shape == "linear" else math.sqrt(progress))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * falling
+
+
+def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> AdamW:
+    """AdamW over `parameters`, fused on CUDA; only matrices decay."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
