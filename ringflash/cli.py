@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, generates, plans, measures, and looks at the installation."""
+"""The `ringflash` command: trains, generates, evaluates, plans, measures, and looks at the installation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "generate": (_generate, "continue a prompt with a trained model"),
+        "evaluate": (_evaluate, "measure a trained model's perplexity by position, alone or over a ring of torchrun's"),
+        "report": (_report, "draw a run's log, finished or not: a page and a picture in its folder"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
         "doctor": (_doctor, "show what is installed and what attention would run on"),
@@ -179,6 +181,18 @@ def _generate(args: list[str]) -> int:
     )
     print(options.prompt + decode(tokens))
     return 0
+
+
+def _evaluate(args: list[str]) -> int:
+    from ringflash.train.evaluate import main as evaluate
+
+    return evaluate(args)
+
+
+def _report(args: list[str]) -> int:
+    from ringflash.train.report import main as report
+
+    return report(args)
 
 
 def _doctor(args: list[str]) -> int:

@@ -65,6 +65,21 @@ def check_batch(batch: Any, context_parallel_size: int) -> None:
         )
 
 
+def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """Positions in a sequence -> positions in its documents.
+
+    Args:
+        cu_seqlens: (batch, ndocuments + 1) int64.
+        positions: (n,) int64, from 0 to below the sequence's length.
+
+    Returns:
+        (batch, n) int64.
+    """
+    rows = positions.expand(cu_seqlens.shape[0], -1).contiguous()
+    index = torch.searchsorted(cu_seqlens.contiguous(), rows, right=True)
+    return rows - cu_seqlens.gather(1, index - 1)
+
+
 def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n,) of this rank -> (world_size, n) of all, in rank order."""
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

@@ -28,23 +28,33 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (..., vocab_size), any float dtype.
         labels: (...) int64 in [0, vocab_size), or `IGNORE_INDEX`.
     """
-    return _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
+    return token_loss_and_losses(logits, labels)[0]
+
+
+def token_loss_and_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`token_loss`, and what it is the sum of: float32 of the labels' shape, detached, 0 where there is no label."""
+    total, losses = _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
+    return total, losses.view_as(labels)
 
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
         total = torch.zeros((), dtype=dtype, device=logits.device)
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         for rows in _chunks(labels):
             x = logits[rows].to(dtype)
             valid = labels[rows] != IGNORE_INDEX
             lse[rows] = x.logsumexp(dim=-1)
             picked = x.gather(-1, labels[rows].masked_fill(~valid, 0)[:, None])[:, 0]
-            total += (lse[rows] - picked).masked_fill(~valid, 0).sum()
+            chunk = (lse[rows] - picked).masked_fill(~valid, 0)
+            losses[rows] = chunk
+            total += chunk.sum()
         ctx.save_for_backward(logits, labels, lse)
-        return total
+        ctx.mark_non_differentiable(losses)
+        return total, losses
 
     @staticmethod
     @once_differentiable

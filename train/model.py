@@ -71,6 +71,10 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of `layer` sees, its own counted; None is all before it."""
+        return None
+
 
 @dataclass(frozen=True)
 class Init:
@@ -208,6 +212,7 @@ class Step:
     sin: Tensor
     context: rf.ContextParallel | None
     cache: KVCache | None
+    documents: rf.Documents | None = None
 
 
 def rotary_angles(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -246,12 +251,13 @@ class Attention(nn.Module):
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
         q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        mask = rf.Causal() if step.documents is None else rf.Causal() & step.documents
         if step.context is not None:
-            out = rf.ring_attention(q, k, v, step.context, mask=rf.Causal())
+            out = rf.ring_attention(q, k, v, step.context, mask=mask)
         else:
             if step.cache is not None:
                 k, v = step.cache.append(self.layer, k, v)
-            out = rf.flash_attention(q, k, v, mask=rf.Causal())
+            out = rf.flash_attention(q, k, v, mask=mask)
         assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(-2))
 
@@ -324,14 +330,33 @@ class Decoder(nn.Module):
         position_ids: Tensor,
         context: rf.ContextParallel | None = None,
         cache: KVCache | None = None,
+        documents: rf.Documents | None = None,
     ) -> Tensor:
-        """Logits (batch, seqlen, vocab_size).
+        """Logits (batch, seqlen, vocab_size), of what `hidden` makes of the same arguments."""
+        x = self.hidden(input_ids, position_ids, context, cache, documents)
+        return nn.functional.linear(x, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(vocab_size, dim)."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: rf.ContextParallel | None = None,
+        cache: KVCache | None = None,
+        documents: rf.Documents | None = None,
+    ) -> Tensor:
+        """Final normed states (batch, seqlen, dim).
 
         Args:
             input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout.
             position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence.
             context: the ranks that share the sequence; None when this rank has all of it.
             cache: keys and values of the tokens before `input_ids`; extended. For one rank, without `context`.
+            documents: where the whole sequence's documents begin, each of which sees itself only.
 
         Raises:
             ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, or `cache` comes with `context`.
@@ -352,10 +377,9 @@ class Decoder(nn.Module):
             )
         x = self.embed_tokens(input_ids)
         angle_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        step = Step(*rotary_angles(self.config, position_ids, angle_dtype), context, cache)
+        step = Step(*rotary_angles(self.config, position_ids, angle_dtype), context, cache, documents)
         for block in self.layers:
             x = block(x, step)
         if cache is not None:
             cache.advance(input_ids.shape[1])
-        x = self.norm(x)
-        return nn.functional.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+        return self.norm(x)

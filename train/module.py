@@ -21,7 +21,7 @@ import ringflash as rf
 from ringflash.errors import ConfigError, RingflashError
 from ringflash.train.batch import all_ranks
 from ringflash.train.checkpoint import compare_model_configs
-from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.loss import count_valid, token_loss_and_losses
 from ringflash.train.model import Decoder, ModelConfig
 from ringflash.train.strategy import RingAttentionStrategy
 
@@ -94,8 +94,9 @@ class LanguageModel(pl.LightningModule):
     """Next-token training of a `Decoder`.
 
     Under `RingAttentionStrategy` the blocks are sharded with FSDP2 and the sequence runs over the ring; under a
-    single-device strategy the same model trains whole. Logs train/loss and train/grad_norm (before clipping) every
-    optimizer step, val/loss and test/loss every epoch; losses are means over all valid tokens of all ranks.
+    single-device strategy the same model trains whole. Logs train/loss, train/grad_norm (before clipping) and
+    train/learning_rate every optimizer step, val/loss and test/loss every epoch; losses are means over all valid
+    tokens of all ranks.
 
     Args:
         model: shape of the decoder.
@@ -125,6 +126,7 @@ class LanguageModel(pl.LightningModule):
         self.seed = seed
         self._decoder: Decoder | None = None
         self._window: list[_MicroBatch] = []
+        self._token_losses = torch.empty(0)
         self._evaluated: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -196,8 +198,8 @@ class LanguageModel(pl.LightningModule):
         scheduler = LambdaLR(optimizer, config.lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """{"loss": local sum of token losses over the micro-batch's valid tokens on all ranks, "token_losses"}.
 
         Raises:
             ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
@@ -212,7 +214,7 @@ class LanguageModel(pl.LightningModule):
             )
         loss_sum, num_valid = self._loss(batch)
         self._window.append(_MicroBatch(batch_idx, loss_sum.detach(), num_valid))
-        return loss_sum / num_valid.clamp(min=1)
+        return {"loss": loss_sum / num_valid.clamp(min=1), "token_losses": self._token_losses}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch to val/loss."""
@@ -270,6 +272,7 @@ class LanguageModel(pl.LightningModule):
             )
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model's shape, as plain values."""
@@ -286,7 +289,8 @@ class LanguageModel(pl.LightningModule):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         with self._autocast():
             logits = self.decoder(input_ids, position_ids, self.context)
-        return token_loss(logits, labels), count_valid(labels) if num_valid is None else num_valid
+        loss, self._token_losses = token_loss_and_losses(logits, labels)
+        return loss, count_valid(labels) if num_valid is None else num_valid
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._resolved_dtype(self.device)

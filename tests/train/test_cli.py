@@ -121,14 +121,22 @@ def test_a_run_on_two_processes(fit: Fit) -> None:
     out = fit.first.stdout
     for text in ("first loss", "last loss", "held-out loss", "tokens/s", "sample", "def "):
         assert text in out
-    for path in ("runs/test/checkpoints/last", "runs/test/metrics.csv", "runs/test/loss.png"):
+    for path in ("runs/test/checkpoints/last", "runs/test/metrics.csv", "runs/test/report.md"):
         assert path in out
         assert (fit.folder / path).exists()
     logged = losses(run / "metrics.csv")
     assert list(logged) == [1, 3, 5, 7, 9, 11]
     assert logged[11] < logged[1]
-    with Image.open(run / "loss.png") as image:
+    with Image.open(run / "report.png") as image:
         assert image.format == "PNG"
+    with (run / "metrics.csv").open(newline="") as stream:
+        names = {*next(csv.reader(stream))}
+    position = "train/loss_by_position"
+    assert {f"{position}/0-63", f"{position}/64-127", "train/learning_rate", "train/grad_norm"} <= names
+    # Both speak of the last step that was logged and of the settings that were saved.
+    page = (run / "report.md").read_text()
+    assert "| last step logged | 12 of 12 |" in page
+    assert "| data.context_length | `128` |" in page
     assert list((run / "tensorboard").iterdir())
     assert fit.left_over == []
     assert out.count("first loss") == 1
