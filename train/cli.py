@@ -85,7 +85,7 @@ class RingCLI(LightningCLI):
         parser.add_argument(
             "--run_dir",
             default="runs/ringflash",
-            help="Folder of the run's logs, checkpoint and picture; a number is appended if there is a run in it.",
+            help="Folder of the run's logs, checkpoint and report; a number is appended if there is a run in it.",
         )
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
         parser.add_argument(

@@ -27,10 +27,11 @@ from ringflash.train.batch import all_ranks, document_positions
 from ringflash.train.checkpoint import load_decoder
 from ringflash.train.corpus import STDLIB
 from ringflash.train.data import DEFAULT_CACHE, TextDataModule
-from ringflash.train.loss import CHUNK_TOKENS
 from ringflash.train.model import Decoder
 from ringflash.train.positions import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.report_picture import draw_by_position
+
+LOGIT_ROWS = 1024  # tokens whose logits are there at once: half a GiB of a vocabulary of 128k
 
 
 @torch.no_grad()
@@ -84,7 +85,7 @@ def token_losses(hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     states, targets = hidden.flatten(0, 1), labels.flatten()
     losses = []
-    for x, target in zip(states.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+    for x, target in zip(states.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
         logits = nn.functional.linear(x, head_weight).to(dtype)
         losses.append(nn.functional.cross_entropy(logits, target, reduction="none"))
     return torch.cat(losses).view_as(labels)
@@ -102,8 +103,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes what else is asked for; every rank of torchrun's calls it."""
     options = _parser().parse_args(argv)
     with _ranks(options.device) as (device, context):
-        decoder = load_decoder(options.checkpoint, dtype=_dtype(device)).to(device)
         data = _data(options)
+        decoder = load_decoder(options.checkpoint, dtype=_dtype(device)).to(device)
         batches = itertools.islice(data.val_dataloader(), options.samples)
         table = losses_by_position(decoder, batches, context)
         if context is not None:

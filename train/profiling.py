@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Profile(Callback):
         """
         if self.steps is None:
             return
-        if 0 <= (trainer.max_steps) < self.steps[1]:
+        if 0 <= trainer.max_steps < self.steps[1]:
             expected, got = f"steps of a run of {trainer.max_steps}", list(self.steps)
             raise ConfigError("profile.steps", expected=expected, got=got, remedy="Name earlier steps.")
         self._folder = Path(trainer.strategy.broadcast(str(run_dir(trainer) / "profile")))
@@ -99,31 +100,34 @@ class Profile(Callback):
         assert self.steps is not None
         profiler.stop()
         first, last = self.steps
-        name = f"steps-{first}-{last}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        trace = self._folder / f"{name}-rank{trainer.global_rank}.json.gz"
-        profiler.export_chrome_trace(str(trace))
+        name, rank = f"steps-{first}-{last}", trainer.global_rank
         seen = None
-        if device.type == "cuda":
-            with gzip.open(trace, "rt") as stream:
-                seen = timeline(json.load(stream)["traceEvents"])
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            trace = self._folder / f"{name}-rank{rank}.json.gz"
+            profiler.export_chrome_trace(str(trace))
+            if device.type == "cuda":
+                with gzip.open(trace, "rt") as stream:
+                    seen = timeline(json.load(stream)["traceEvents"])
+        except OSError as error:  # a full disk ends the trace, not the training
+            print(f"ringflash: no trace of rank {rank}: {error}", file=sys.stderr)
         figures = _figures(seen) if seen is not None else [math.nan] * 5
         ranks: list[list[float]] = gathered(trainer, torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
-        costs = seen.kernels if seen is not None else _operators(profiler)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._folder.is_dir():
+            costs = seen.kernels if seen is not None else _operators(profiler)
             (self._folder / f"{name}.md").write_text(summary(first, last, ranks, costs))
         parts = [exposed / seconds for seconds, _, _, exposed, _ in ranks if seconds > 0]
         if parts:
+            metrics = {"train/exposed_communication": sum(parts) / len(parts)}
             for logger in trainer.loggers:  # now, whether this is a logging step or not; loggers write on rank 0
-                metrics = {"train/exposed_communication": sum(parts) / len(parts)}
                 logger.log_metrics(metrics, step=trainer.global_step - 1)
 
 
 def summary(first: int, last: int, ranks: list[list[float]], costs: tuple[Cost, ...]) -> str:
-    """The page: a row a rank of (seconds, compute, communication, exposed, idle), NaN where there is no GPU; costs."""
+    """The page: a row a rank of (seconds, compute, communication, exposed, idle), NaN without a GPU; costs."""
     steps = last - first + 1
     lines = [f"# Steps {first} to {last}", ""]
-    if all(math.isfinite(row[0]) for row in ranks):
+    if any(math.isfinite(row[0]) for row in ranks):
         lines += [
             "Milliseconds a step. Exposed is communication during which no other kernel ran; idle, nothing ran.",
             "",

@@ -15,6 +15,7 @@ from torch import Tensor
 from ringflash.errors import ConfigError
 from ringflash.train.callbacks import gathered, is_logging_step
 from ringflash.train.flops import layer_windows, peak_flops, training_flops, visible_pairs
+from ringflash.train.model import ModelConfig
 from ringflash.train.positions import positions_of
 
 GIB = 2.0**30
@@ -37,7 +38,7 @@ class Throughput(Callback):
             raise ConfigError("warmup_steps", expected="at least 0", got=warmup_steps, remedy="Try 5.")
         self.warmup_steps = warmup_steps
         self.world_size, self.peak = 1, None
-        self._config: Any = None
+        self._config: ModelConfig | None = None
         self._windows: list[int | None] = []
         self._steps, self._last_step = 0, 0
         self._mark = 0.0
@@ -57,7 +58,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Looks up the device and the model."""
         self.world_size = trainer.world_size
-        self._config = getattr(pl_module, "model_config", None)
+        config = getattr(pl_module, "model_config", None)
+        self._config = config if isinstance(config, ModelConfig) else None  # what others compute is not known
         self._windows = layer_windows(self._config) if self._config is not None else []
         self.peak = None
         if pl_module.device.type == "cuda" and getattr(pl_module, "compute_dtype", None) in ("auto", "bfloat16"):
@@ -124,7 +126,7 @@ class Throughput(Callback):
         ranks = gathered(trainer, mine).cpu()
         now = time.perf_counter()
         (tokens, all_pairs, _), peak_memory = ranks.sum(0).tolist(), ranks[:, 2].max().item()
-        flops = training_flops(self._config, tokens, all_pairs) if self._windows else 0.0
+        flops = 0.0 if self._config is None else training_flops(self._config, tokens, all_pairs)
         work = _Work(tokens, flops, self._seconds + now - self._mark)
         self._measured += work
         self._start_window()
@@ -132,7 +134,7 @@ class Throughput(Callback):
         return work, peak_memory
 
     def _mfu(self, work: _Work) -> float | None:
-        if self.peak is None or not self._windows:
+        if self.peak is None or self._config is None:
             return None
         return work.rate(work.flops) / (self.peak * self.world_size)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -356,6 +356,28 @@ def test_free_folder(tmp_path: Path) -> None:
     for name, content in (("run", "checkpoints"), ("run-2", "tensorboard")):
         (tmp_path / name / content).mkdir(parents=True)
     assert cli.free_folder(folder) == tmp_path / "run-3"
+
+
+@pytest.mark.parametrize("names", [None, ["csv"], ["tensorboard", "csv"], ["csv", "wandb"]])
+def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Any) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "WandbLogger", lambda name, folder, project: (name, folder, project))
+    first, *more = cli.make_loggers(tmp_path / "run", names)
+    assert isinstance(first, cli.CSVLogger)
+    if names == ["csv", "wandb"]:
+        assert more == [("run", tmp_path / "run", "ringflash")]
+    else:
+        assert [type(logger) for logger in more] == ([] if names == ["csv"] else [cli.TensorBoardLogger])
+
+
+def test_loggers_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="csv among them"):
+        cli.make_loggers(tmp_path, ["tensorboard"])
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ConfigError, match=f"pip install 'ringflash.*leave {name} out"):
+            cli.make_loggers(tmp_path, ["csv", cast("Any", name)])
+    assert len(cli.make_loggers(tmp_path)) == 1
 
 
 def test_explain_lists_the_names_when_none_is_near() -> None:
