@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ class Profile(Callback):
         activities = [ProfilerActivity.CPU]
         if pl_module.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities, schedule=_warm_up_then_record, acc_events=True)
+        self._profiler = profile(activities=activities, schedule=_warm_up_then_record)
         self._profiler.start()
 
     def on_train_batch_end(
@@ -101,21 +103,23 @@ class Profile(Callback):
         profiler.stop()
         first, last = self.steps
         name, rank = f"steps-{first}-{last}", trainer.global_rank
-        seen = None
+        trace, seen = self._folder / f"{name}-rank{rank}.json", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            trace = self._folder / f"{name}-rank{rank}.json.gz"
             profiler.export_chrome_trace(str(trace))
             if device.type == "cuda":
-                with gzip.open(trace, "rt") as stream:
-                    seen = timeline(json.load(stream)["traceEvents"])
-        except OSError as error:  # a full disk ends the trace, not the training
+                seen = timeline(json.loads(trace.read_bytes())["traceEvents"])
+            with trace.open("rb") as stream, gzip.open(f"{trace}.gz", "wb", compresslevel=3) as packed:
+                shutil.copyfileobj(stream, packed)  # torch's own packing, line by line, takes minutes of long traces
+        except (OSError, ValueError) as error:  # a full disk ends the trace, whole or cut short, not the training
             print(f"ringflash: no trace of rank {rank}: {error}", file=sys.stderr)
+        trace.unlink(missing_ok=True)
         figures = _figures(seen) if seen is not None else [math.nan] * 5
         ranks: list[list[float]] = gathered(trainer, torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
         if trainer.is_global_zero and self._folder.is_dir():
             costs = seen.kernels if seen is not None else _operators(profiler)
-            (self._folder / f"{name}.md").write_text(summary(first, last, ranks, costs))
+            with contextlib.suppress(OSError):  # said already
+                (self._folder / f"{name}.md").write_text(summary(first, last, ranks, costs))
         parts = [exposed / seconds for seconds, _, _, exposed, _ in ranks if seconds > 0]
         if parts:
             metrics = {"train/exposed_communication": sum(parts) / len(parts)}
