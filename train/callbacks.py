@@ -1,4 +1,4 @@
-"""Callbacks for a run's checkpoint and its end by Ctrl-C, and what every callback asks of a Trainer."""
+"""Callbacks around a run: its checkpoint and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,30 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from torch import Tensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.batch import all_ranks
-from ringflash.train.strategy import RingAttentionStrategy
 
 
 def run_dir(trainer: pl.Trainer) -> Path:
     """The folder that everything of a run goes to, the first logger's."""
     return Path(trainer.log_dir or trainer.default_root_dir)
-
-
-def is_logging_step(trainer: pl.Trainer) -> bool:
-    """Whether the figures of the optimizer step that has just ended go to the loggers."""
-    interval: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-    return interval > 0 and trainer.global_step % interval == 0
-
-
-def gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
-    """(n,) of this rank -> (world_size, n) of all, in rank order; every rank calls it."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, RingAttentionStrategy):  # one rank: others have no group that LanguageModel trains in
-        return local[None]
-    return all_ranks(local, strategy.shard_mesh.get_group())
 
 
 class LastCheckpoint(Checkpoint):

@@ -138,10 +138,13 @@ class RingCLI(LightningCLI):
         if config.get("enable_progress_bar") is not False:
             callbacks.append(RingProgressBar())
         kwargs["callbacks"] = [*callbacks, LossByPosition(), Interrupt()]
+        loggers = self._get(self.config_init, "loggers")
         if config.get("logger") in (None, True):
             self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
-            loggers = self._get(self.config_init, "loggers")
             kwargs["logger"] = make_loggers(self._folder, loggers) if self._folder else False
+        elif loggers is not None:
+            remedy = "Leave one of the two out."
+            raise ConfigError("loggers", expected="nothing beside trainer.logger", got=loggers, remedy=remedy)
         # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
         kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
         return super().instantiate_trainer(**kwargs)

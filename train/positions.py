@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ringflash.errors import ConfigError
 from ringflash.train.batch import document_positions
-from ringflash.train.callbacks import gathered, is_logging_step
 from ringflash.train.loss import IGNORE_INDEX
+from ringflash.train.observe import gathered, is_logging_step
 
 FIRST_BUCKET = 64  # positions 0 to 63; the next buckets are 64 to 127, 128 to 255, ...
 NUM_BUCKETS = 26  # the last begins at 2^30
+MOST_NATS = 700.0  # whose exponential a float holds
 PREFIX = "train/loss_by_position/"
 
 
@@ -44,7 +45,12 @@ class Bucket:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss)
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity."""
+    return math.exp(loss) if loss < MOST_NATS else math.inf
 
 
 def table_by_position(token_losses: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:

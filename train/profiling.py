@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from ringflash.errors import ConfigError
-from ringflash.train.callbacks import gathered, run_dir
+from ringflash.train.callbacks import run_dir
+from ringflash.train.observe import gathered
 from ringflash.train.trace import Cost, Timeline, costliest, timeline
 
 ROWS = 20  # kernels in the table

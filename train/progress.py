@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
-from ringflash.train.callbacks import is_logging_step
+from ringflash.train.observe import is_logging_step
 
 LINE_SECONDS = 3.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -15,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.positions import perplexity
 from ringflash.train.report_picture import draw
 from ringflash.train.run_log import CONFIG, LAST_ROWS, METRICS, RunLog, read_run
 
@@ -43,7 +43,7 @@ def markdown(run: RunLog, picture: str) -> str:
     """The page: final figures, picture, loss by position, configuration."""
     parts = [f"# {run.name}", _table(("", ""), figures(run)), f"![Figures over optimizer steps]({picture})"]
     if by_position := run.by_position():
-        rows = [(f"{first}-{last}", f"{loss:.4f}", f"{_exp(loss):.4g}") for first, last, loss in by_position]
+        rows = [(f"{first}-{last}", f"{loss:.4f}", f"{perplexity(loss):.4g}") for first, last, loss in by_position]
         parts += ["## Loss by position", _table(("position", "train loss (nats a token)", "perplexity"), rows)]
     settings = settings_of(run.config)
     parts += ["## Configuration", _table(("", ""), settings) if settings else f"No {CONFIG} in the run's folder."]
@@ -59,7 +59,7 @@ def figures(run: RunLog) -> list[tuple[str, str]]:
         last = fmean(train[-LAST_ROWS:])
         rows.append(("train loss, first and last", f"{train[0]:.4f}, {last:.4f} (mean of {len(train[-LAST_ROWS:])})"))
     if held_out := _values(run, "val/loss"):
-        text = f"{held_out[-1]:.4f}, perplexity {_exp(held_out[-1]):.4g}"
+        text = f"{held_out[-1]:.4f}, perplexity {perplexity(held_out[-1]):.4g}"
         rows.append(("held-out loss", f"{text}; lowest {min(held_out):.4f}"))
     for name, label, text in (
         ("train/tokens_per_second", "tokens/s (median)", "{:,.0f}"),
@@ -129,10 +129,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _values(run: RunLog, name: str) -> list[float]:
     return [value for _, value in run.points(name)]
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.callbacks import gathered, is_logging_step
 from ringflash.train.flops import layer_windows, peak_flops, training_flops, visible_pairs
 from ringflash.train.model import ModelConfig
+from ringflash.train.observe import gathered, is_logging_step
 from ringflash.train.positions import positions_of
 
 GIB = 2.0**30

@@ -380,6 +380,19 @@ def test_loggers_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(cli.make_loggers(tmp_path)) == 1
 
 
+def test_what_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    args = ["fit", "--config", str(write_config(tmp_path, CONFIG)), "--loggers=[csv]"]
+    trainer: Any = cli.RingCLI([*args, "--profile.steps=[3, 4]"], []).trainer
+    assert [type(logger) for logger in trainer.loggers] == [cli.CSVLogger]
+    assert [c.steps for c in trainer.callbacks if isinstance(c, cli.Profile)] == [(3, 4)]
+    assert cli.main([*args, "--trainer.logger=false"]) == 2
+    assert "Leave one of the two out." in capsys.readouterr().err
+    assert cli.main([*args, "--profile.steps=[1, 4]"]) == 2
+    assert "profile.steps" in capsys.readouterr().err
+
+
 def test_explain_lists_the_names_when_none_is_near() -> None:
     message = "Problem with given class_path 'ringflash.train.module.OptimizerConfig':\n  Option 'xyz' is not accepted"
     error = cli.explain(message, [])
