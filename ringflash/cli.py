@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, generates, exports, plans, measures, and looks at the installation."""
+"""The `ringflash` command: trains, evaluates, generates, exports, plans, measures, looks at the installation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
         "prepare": (_prepare, "turn text into token files to train on, with any tokenizer"),
+        "report": (_report, "draw a run's log, finished or not: a page and a picture in its folder"),
+        "evaluate": (_evaluate, "measure a trained model's perplexity by position, alone or over a ring of torchrun's"),
         "generate": (_generate, "continue prompts with a trained model, on one device or over a ring"),
         "retrieval": (_retrieval, "how far back a model finds things: `retrieval fit --config FILE`, then measure it"),
         "checkpoint": (_checkpoint, "compare checkpoints with what was saved: `checkpoint verify FOLDER`"),
@@ -139,6 +141,18 @@ def _export(args: list[str]) -> int:
     from ringflash.train.export import main as export
 
     return export(args)
+
+
+def _evaluate(args: list[str]) -> int:
+    from ringflash.train.evaluate import main as evaluate
+
+    return evaluate(args)
+
+
+def _report(args: list[str]) -> int:
+    from ringflash.train.report import main as report
+
+    return report(args)
 
 
 def _doctor(args: list[str]) -> int:

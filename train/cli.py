@@ -19,28 +19,32 @@ import zipfile
 from argparse import ArgumentError as ParserError
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 import ringflash
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
-from ringflash.train.callbacks import LossPlot, RingProgressBar, RunSummary
 from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import MANIFEST, complete_in, locate, read_manifest
 from ringflash.train.interrupt import Interrupt
 from ringflash.train.module import LanguageModel
 from ringflash.train.optimizer import OptimizerConfig
+from ringflash.train.positions import LossByPosition
 from ringflash.train.preemption import Preempted, Preemption
+from ringflash.train.profiling import Profile
+from ringflash.train.progress import RingProgressBar
+from ringflash.train.report import Report
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.summary import RunSummary
 from ringflash.train.throughput import Throughput
 
-CALLBACKS = {"throughput": Throughput, "loss_plot": LossPlot, "summary": RunSummary}
+CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
 STRATEGY = "ring_attention"
 LAST = "last"  # as --ckpt_path: the newest complete checkpoint of the runs in run_dir
 CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
@@ -49,7 +53,8 @@ CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
 HELP = "See `ringflash train fit --help`."
 RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder, once it has trained
-PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "tokenizer")  # there from the start
+PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # there from the start
+LogName = Literal["csv", "tensorboard", "wandb"]
 
 
 class RingCLI(LightningCLI):
@@ -87,9 +92,16 @@ class RingCLI(LightningCLI):
         parser.add_argument(
             "--run_dir",
             default="runs/ringflash",
-            help="Folder of the run's logs, checkpoint and picture; a number is appended if there is a run in it.",
+            help="Folder of the run's logs, checkpoint and report; a number is appended if there is a run in it.",
         )
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
+        parser.add_argument(
+            "--loggers",
+            type=list[LogName] | None,
+            default=None,
+            help="Logs to keep: csv, which the report is drawn from, tensorboard, wandb (default: csv, and tensorboard "
+            "where it is installed).",
+        )
         for name, callback in self.run_callbacks.items():
             parser.add_class_arguments(callback, name)
 
@@ -141,10 +153,14 @@ class RingCLI(LightningCLI):
             callbacks.append(self._get(self.config_init, "checkpoint"))
         if config.get("enable_progress_bar") is not False:
             callbacks.append(RingProgressBar())
-        kwargs["callbacks"] = [*callbacks, Interrupt(), Preemption()]
+        kwargs["callbacks"] = [*callbacks, LossByPosition(), Interrupt(), Preemption()]
+        loggers = self._get(self.config_init, "loggers")
         if config.get("logger") in (None, True):
             self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
-            kwargs["logger"] = make_loggers(self._folder) if self._folder else False
+            kwargs["logger"] = make_loggers(self._folder, loggers) if self._folder else False
+        elif loggers is not None:
+            remedy = "Leave one of the two out."
+            raise ConfigError("loggers", expected="nothing beside trainer.logger", got=loggers, remedy=remedy)
         # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
         kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
         return super().instantiate_trainer(**kwargs)
@@ -258,14 +274,32 @@ def discard(folder: Path) -> None:
         folder.rmdir()
 
 
-def make_loggers(folder: Path) -> list[Logger]:
-    """A CSV log in `folder`, and TensorBoard's where that is installed."""
-    # Empty names: Lightning's versions would nest a run's files three folders deep.
-    loggers: list[Logger] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=10)]
-    if importlib.util.find_spec("tensorboard") is not None:
+def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[Logger]:
+    """The logs `names` in `folder`, the CSV first; by default that and TensorBoard's where it is installed.
+
+    Raises:
+        ConfigError: no CSV log among them, or one whose package is not installed.
+    """
+    # Empty names: Lightning's versions would nest a run's files three folders deep. Each row is written at once, so
+    # that a run can be reported on while it goes on.
+    loggers: list[Logger] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)]
+    if names is None:
+        names = ["csv"]
+        if importlib.util.find_spec("tensorboard") is not None:
+            names = ["csv", "tensorboard"]
+        elif local_rank() == 0:
+            text = "No TensorBoard log: install ringflash[logging] to have one. The CSV log is complete."
+            print(text, file=sys.stderr)
+    if "csv" not in names:
+        raise ConfigError("loggers", expected="csv among them", got=names, remedy="Reports are drawn from it: add csv.")
+    for name, extra in (("tensorboard", "logging"), ("wandb", "wandb")):
+        if name in names and importlib.util.find_spec(name) is None:
+            remedy = f"Install it with `pip install 'ringflash[{extra}]'`, or leave {name} out."
+            raise ConfigError("loggers", expected=f"{name} installed", got="no such package", remedy=remedy)
+    if "tensorboard" in names:
         loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))
-    elif local_rank() == 0:
-        print("No TensorBoard log: install ringflash[logging] to have one. The CSV log is complete.", file=sys.stderr)
+    if "wandb" in names:
+        loggers.append(WandbLogger(folder.name, folder, project="ringflash"))
     return loggers
 
 

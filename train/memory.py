@@ -9,7 +9,7 @@ import torch
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing
 from ringflash.train.linear_loss import chunk_rows
-from ringflash.train.model import ModelConfig
+from ringflash.train.model_config import ModelConfig
 
 GIB = 2.0**30
 
@@ -76,6 +76,7 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     kv_dim = config.n_kv_heads * config.headdim
     q_dim = config.n_heads * config.headdim
     block = 2 * config.dim * (q_dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    block += (q_dim + 2 * kv_dim) * config.qkv_bias + config.dim * config.o_bias + 2 * config.headdim * config.qk_norm
     heads = 1 if config.tie_embeddings else 2
     return block, heads * config.vocab_size * config.dim + config.dim
 

@@ -292,6 +292,7 @@ class LanguageModel(pl.LightningModule):
         self._skipped = 0
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model's shape, as plain values."""

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.flops import peak_flops, training_flops_per_token
+from ringflash.train.flops import layer_windows, peak_flops, training_flops, visible_pairs
+from ringflash.train.model_config import ModelConfig
+from ringflash.train.observe import gathered, is_logging_step
+from ringflash.train.positions import positions_of
 
 GIB = 2.0**30
 
 
 class Throughput(Callback):
-    """Logs train/tokens_per_second of all ranks, .../per_rank, train/mfu and train/peak_memory_gib of rank 0.
+    """Logs train/tokens_per_second of all ranks, .../per_rank, train/mfu and train/peak_memory_gib of the fullest rank.
 
     A rate is that of the optimizer steps since the last one logged, data loading and checkpoints included,
-    validation not. MFU is logged where the device's peak is known.
+    validation not. Tokens are all that go through the model, with a label or without. MFU counts matrix products and
+    the pairs that attention's mask shows (see `training_flops`), and is logged where the device's peak is known.
+    Between logging steps the host is not made to wait for the device.
 
     Args:
         warmup_steps: optimizer steps of this run that the averages leave out; kernels are compiled in them.
@@ -30,106 +37,128 @@ class Throughput(Callback):
         if warmup_steps < 0:
             raise ConfigError("warmup_steps", expected="at least 0", got=warmup_steps, remedy="Try 5.")
         self.warmup_steps = warmup_steps
-        self.world_size, self.flops_per_token, self.peak = 1, 0.0, None
+        self.world_size, self.peak = 1, None
+        self._config: ModelConfig | None = None
+        self._windows: list[int | None] = []
         self._steps, self._last_step = 0, 0
         self._mark = 0.0
-        self._window, self._measured = _Rate(), _Rate()
-        self._valid: list[torch.Tensor] = []
+        self._measured = _Work()
+        self._start_window()
 
     @property
     def tokens_per_second(self) -> float:
         """Average over the measured steps, all ranks; 0 before there is one."""
-        return self._measured.value
+        return self._measured.rate(self._measured.tokens)
 
     @property
     def mfu(self) -> float | None:
         """Average part of the GPUs' peak that the model's FLOPs come to; None when the peak is unknown."""
-        return self._mfu(self.tokens_per_second)
+        return self._mfu(self._measured)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Looks up the device and the model."""
         self.world_size = trainer.world_size
-        config: Any = getattr(pl_module, "model_config", None)
-        seqlen = getattr(trainer.datamodule, "context_length", None)  # pyright: ignore[reportAttributeAccessIssue]
-        if config is not None and seqlen is not None:
-            self.flops_per_token = training_flops_per_token(config, seqlen)
+        config = getattr(pl_module, "model_config", None)
+        self._config = config if isinstance(config, ModelConfig) else None  # what others compute is not known
+        self._windows = layer_windows(self._config) if self._config is not None else []
         self.peak = None
         if pl_module.device.type == "cuda" and getattr(pl_module, "compute_dtype", None) in ("auto", "bfloat16"):
             self.peak = peak_flops(torch.cuda.get_device_name(pl_module.device), torch.bfloat16)
         self._steps, self._last_step = 0, trainer.global_step
-        self._window, self._measured, self._valid = _Rate(), _Rate(), []
-        self._mark = time.perf_counter()
+        self._measured = _Work()
+        self._start_window()
+        self._mark = _now(pl_module.device)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops the clock."""
-        self._window.seconds += time.perf_counter() - self._mark
+        self._seconds += _now(pl_module.device) - self._mark
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock again."""
-        self._mark = time.perf_counter()
+        self._mark = _now(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch, and logs at the Trainer's logging steps."""
-        self._valid.append(_tokens(batch))
+        self._count(batch)
         if trainer.global_step == self._last_step:  # in the middle of an accumulation window
             return
         self._last_step = trainer.global_step
         self._steps += 1
-        # A read of the device waits for it: the step has ended when the clock is read.
-        self._window.tokens += int(torch.stack(self._valid).sum())
-        self._valid = []
-        now = time.perf_counter()
-        self._window.seconds += now - self._mark
-        self._mark = now
         if self._steps <= self.warmup_steps:
-            self._window = _Rate()
-            return
-        interval: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if trainer.global_step % interval == 0 or trainer.is_last_batch:
-            self._log(pl_module)
-            self._close_window()
+            self._start_window()
+            self._mark = _now(pl_module.device)
+        elif is_logging_step(trainer) or trainer.is_last_batch:
+            work, peak_memory = self._close_window(trainer, pl_module.device)
+            metrics = {
+                "train/tokens_per_second": work.rate(work.tokens),
+                "train/tokens_per_second/per_rank": work.rate(work.tokens) / self.world_size,
+                "train/peak_memory_gib": peak_memory / GIB,
+            }
+            if (mfu := self._mfu(work)) is not None:
+                metrics["train/mfu"] = mfu
+            # log_dict would store float32, which is enough, and reduce over ranks, which hold the same figures.
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False, sync_dist=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Adds what came after the last logged step to the averages."""
-        self._close_window()
+        if self._tokens:
+            self._close_window(trainer, pl_module.device)
 
-    def _close_window(self) -> None:
-        self._measured.tokens += self._window.tokens
-        self._measured.seconds += self._window.seconds
-        self._window = _Rate()
+    def _start_window(self) -> None:
+        self._seconds, self._tokens = 0.0, 0
+        self._pairs: Tensor | int = 0
 
-    def _log(self, pl_module: pl.LightningModule) -> None:
-        rate = self._window.value
-        metrics = {"train/tokens_per_second": rate, "train/tokens_per_second/per_rank": rate / self.world_size}
-        if (mfu := self._mfu(rate)) is not None:
-            metrics["train/mfu"] = mfu
-        metrics["train/peak_memory_gib"] = _peak_memory(pl_module.device) / GIB
-        # log_dict would store float32, which is enough, and reduce over ranks, which share the clock already.
-        pl_module.log_dict(metrics, on_step=True, on_epoch=False, sync_dist=False)
+    def _count(self, batch: Any) -> None:
+        labels = batch["labels"]
+        self._tokens += labels.numel()
+        if self._windows:
+            position_ids = positions_of(batch)
+            rows = labels.shape[0] if position_ids.ndim == 1 else 1
+            self._pairs = self._pairs + rows * visible_pairs(position_ids, self._windows)
 
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        if self.peak is None or not self.flops_per_token:
+    def _close_window(self, trainer: pl.Trainer, device: torch.device) -> tuple[_Work, float]:
+        """The work of all ranks since the window began, and the bytes of the fullest one; begins the next."""
+        pairs = torch.as_tensor(self._pairs, dtype=torch.float64, device=device)
+        mine = torch.stack([pairs.new_tensor(self._tokens), pairs, pairs.new_tensor(_peak_memory(device))])
+        # Reading the figures waits for the device: the step has ended when the clock is read.
+        ranks = gathered(trainer, mine).cpu()
+        now = time.perf_counter()
+        (tokens, all_pairs, _), peak_memory = ranks.sum(0).tolist(), ranks[:, 2].max().item()
+        flops = 0.0 if self._config is None else training_flops(self._config, tokens, all_pairs)
+        work = _Work(tokens, flops, self._seconds + now - self._mark)
+        self._measured += work
+        self._start_window()
+        self._mark = now
+        return work, peak_memory
+
+    def _mfu(self, work: _Work) -> float | None:
+        if self.peak is None or self._config is None:
             return None
-        return tokens_per_second * self.flops_per_token / (self.peak * self.world_size)
+        return work.rate(work.flops) / (self.peak * self.world_size)
 
 
-class _Rate:
-    """Tokens of all ranks, and the seconds they took."""
+@dataclass(frozen=True)
+class _Work:
+    """Tokens and FLOPs of all ranks, and the seconds they took."""
 
-    def __init__(self) -> None:
-        self.tokens, self.seconds = 0, 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
 
-    @property
-    def value(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.tokens + other.tokens, self.flops + other.flops, self.seconds + other.seconds)
+
+    def rate(self, amount: float) -> float:
+        return amount / self.seconds if self.seconds > 0 else 0.0
 
 
-def _tokens(batch: Any) -> torch.Tensor:
-    """Tokens with a label in the micro-batch of all ranks."""
-    valid = batch.get("num_valid_tokens")
-    return (batch["labels"] != -100).sum() if valid is None else valid
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _peak_memory(device: torch.device) -> int:

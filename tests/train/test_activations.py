@@ -14,7 +14,9 @@ from ringflash import ring
 from ringflash.errors import ConfigError
 from ringflash.train import activations
 from ringflash.train.activations import HostMemory, Packed
-from ringflash.train.model import Decoder, ModelConfig, Step, rotary_angles
+from ringflash.train.model import Decoder, Step
+from ringflash.train.model_config import ModelConfig
+from ringflash.train.rotary import rotary_angles
 
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, ffn_dim=48)
 SEQLEN = 20

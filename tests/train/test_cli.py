@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -124,14 +124,22 @@ def test_a_run_on_two_processes(fit: Fit) -> None:
     out = fit.first.stdout
     for text in ("first loss", "last loss", "held-out loss", "tokens/s", "sample", "def "):
         assert text in out
-    for path in ("runs/test/checkpoints/last", "runs/test/metrics.csv", "runs/test/loss.png"):
+    for path in ("runs/test/checkpoints/last", "runs/test/metrics.csv", "runs/test/report.md"):
         assert path in out
         assert (fit.folder / path).exists()
     logged = losses(run / "metrics.csv")
     assert list(logged) == [1, 3, 5, 7, 9, 11]
     assert logged[11] < logged[1]
-    with Image.open(run / "loss.png") as image:
+    with Image.open(run / "report.png") as image:
         assert image.format == "PNG"
+    with (run / "metrics.csv").open(newline="") as stream:
+        names = {*next(csv.reader(stream))}
+    position = "train/loss_by_position"
+    assert {f"{position}/0-63", f"{position}/64-127", "train/learning_rate", "train/grad_norm"} <= names
+    # Both speak of the last step that was logged and of the settings that were saved.
+    page = (run / "report.md").read_text()
+    assert "| last step logged | 12 of 12 |" in page
+    assert "| data.context_length | `128` |" in page
     assert list((run / "tensorboard").iterdir())
     assert fit.left_over == []
     assert out.count("first loss") == 1
@@ -422,6 +430,41 @@ def test_free_folder(tmp_path: Path) -> None:
     for name, content in (("run", "checkpoints"), ("run-2", "tensorboard")):
         (tmp_path / name / content).mkdir(parents=True)
     assert cli.free_folder(folder) == tmp_path / "run-3"
+
+
+@pytest.mark.parametrize("names", [None, ["csv"], ["tensorboard", "csv"], ["csv", "wandb"]])
+def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Any) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "WandbLogger", lambda name, folder, project: (name, folder, project))
+    first, *more = cli.make_loggers(tmp_path / "run", names)
+    assert isinstance(first, cli.CSVLogger)
+    if names == ["csv", "wandb"]:
+        assert more == [("run", tmp_path / "run", "ringflash")]
+    else:
+        assert [type(logger) for logger in more] == ([] if names == ["csv"] else [cli.TensorBoardLogger])
+
+
+def test_loggers_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="csv among them"):
+        cli.make_loggers(tmp_path, ["tensorboard"])
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ConfigError, match=f"pip install 'ringflash.*leave {name} out"):
+            cli.make_loggers(tmp_path, ["csv", cast("Any", name)])
+    assert len(cli.make_loggers(tmp_path)) == 1
+
+
+def test_what_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    args = ["fit", "--config", str(write_config(tmp_path, CONFIG)), "--loggers=[csv]"]
+    trainer: Any = cli.RingCLI([*args, "--profile.steps=[3, 4]"], []).trainer
+    assert [type(logger) for logger in trainer.loggers] == [cli.CSVLogger]
+    assert [c.steps for c in trainer.callbacks if isinstance(c, cli.Profile)] == [(3, 4)]
+    assert cli.main([*args, "--trainer.logger=false"]) == 2
+    assert "Leave one of the two out." in capsys.readouterr().err
+    assert cli.main([*args, "--profile.steps=[1, 4]"]) == 2
+    assert "profile.steps" in capsys.readouterr().err
 
 
 def test_explain_lists_the_names_when_none_is_near() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError
 from ringflash.train.memory import GIB, TrainingShape, check_memory, estimate_memory, parameter_counts
-from ringflash.train.model import Decoder, ModelConfig
+from ringflash.train.model import Decoder
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.module import LanguageModel
 from ringflash.train.optimizer import make_adamw
 from tests.train.runs import MODEL
@@ -24,7 +25,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="an allocat
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted(tied: bool) -> None:
-    config = replace(MODEL, tie_embeddings=tied)
+    config = replace(MODEL, tie_embeddings=tied, qkv_bias=tied, o_bias=tied, qk_norm=tied)
     block, root = parameter_counts(config)
     with torch.device("meta"):
         decoder = Decoder(config)

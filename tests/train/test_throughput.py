@@ -1,66 +1,18 @@
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from ringflash.errors import ConfigError
 from ringflash.train import throughput
-from ringflash.train.callbacks import RunSummary, draw_losses, progress_texts, read_losses, running_mean
-from ringflash.train.flops import training_flops_per_token
+from ringflash.train.flops import training_flops
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.throughput import Throughput
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
-LOG = """epoch,step,train/loss,val/loss,train/tokens_per_second
-0,0,5.5,,
-0,4,4.0,,1000.0
-0,4,,3.9,
-0,9,3.0,,1100.0
-"""
-
-
-def test_picture_of_a_log(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text(LOG)
-    losses = read_losses(tmp_path / "metrics.csv")
-    assert losses == {"train/loss": [(0, 5.5), (4, 4.0), (9, 3.0)], "val/loss": [(4, 3.9)]}
-    draw_losses(tmp_path / "metrics.csv", tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as image:
-        assert image.size == (1200, 675)
-        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
-
-
-def test_running_mean() -> None:
-    assert running_mean([4.0, 2.0, 0.0], 2) == [4.0, 3.0, 1.0]
-    assert running_mean([], 2) == []
-
-
-def test_picture_of_nothing(tmp_path: Path) -> None:
-    draw_losses(tmp_path / "metrics.csv", tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").is_file()
-
-
-def test_progress_shows_what_there_is() -> None:
-    metrics = {"train/loss": torch.tensor(2.5), "train/tokens_per_second": 12345.6, "train/grad_norm": 1.0}
-    assert progress_texts(metrics) == {"loss": "2.500", "tokens/s": "12,346"}
-    assert progress_texts({"train/mfu": 0.314}) == {"MFU": "31.4%"}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Throughput(warmup_steps=-1),
-        lambda: RunSummary(prompt=""),
-        lambda: RunSummary(temperature=-1.0),
-    ],
-)
-def test_bad_options(make: Any) -> None:
-    with pytest.raises(ConfigError):
-        make()
 
 
 class Clock:
@@ -84,7 +36,7 @@ class Run:
             global_step=0,
             log_every_n_steps=2,
             is_last_batch=False,
-            datamodule=SimpleNamespace(context_length=1000),
+            strategy=None,
         )
         self.module: Any = SimpleNamespace(
             model_config=CONFIG,
@@ -97,7 +49,8 @@ class Run:
         for index in range(micro_batches):
             self.clock.now += seconds
             self.trainer.global_step += index == micro_batches - 1
-            batch = {"num_valid_tokens": torch.tensor(tokens)}
+            # Most have no label, as of a prompt: they are work all the same.
+            batch = {"labels": torch.full((1, tokens), -100), "num_valid_tokens": torch.tensor(1)}
             self.callback.on_train_batch_end(self.trainer, self.module, None, batch, 0)
 
 
@@ -143,6 +96,24 @@ def test_mfu(clock: Clock) -> None:
     run.callback.peak = 1e9
     run.step(1.0)
     run.step(1.0)
-    expected = 1000 * training_flops_per_token(CONFIG, 1000) / (4 * 1e9)
+    expected = training_flops(CONFIG, 1000, CONFIG.n_layers * 1000 * 1001 // 2) / (4 * 1e9)
     assert run.logged[-1]["train/mfu"] == pytest.approx(expected)
     assert run.callback.mfu == pytest.approx(expected)
+
+
+def test_packed_documents_are_less_work(clock: Clock) -> None:
+    run = Run(clock, Throughput(warmup_steps=0))
+    run.callback.peak = 1e9
+    positions = torch.cat([torch.arange(600), torch.arange(400)])
+    for _ in range(2):
+        clock.now += 1.0
+        run.trainer.global_step += 1
+        batch = {"labels": torch.zeros(2, 1000), "position_ids": positions.expand(2, -1)}
+        run.callback.on_train_batch_end(run.trainer, run.module, None, batch, 0)
+    pairs = CONFIG.n_layers * 2 * (600 * 601 + 400 * 401) // 2
+    assert run.logged[-1]["train/mfu"] == pytest.approx(training_flops(CONFIG, 2000, pairs) / (4 * 1e9))
+
+
+def test_bad_option() -> None:
+    with pytest.raises(ConfigError):
+        Throughput(warmup_steps=-1)
