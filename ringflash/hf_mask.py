@@ -12,6 +12,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.masks import Causal, Mask, SlidingWindow
 
+MULTIPLIERS = (2654435761, 3266489917)  # of hashes that spread rows over keys
 REMEDY = 'Leave it out, or choose attn_implementation="sdpa" for this model.'
 
 
@@ -78,8 +79,8 @@ def describe(
 ) -> Asked:
     """The entry for `AttentionMaskInterface`: what `mask_function(batch, head, row, key)` shows, without an N x N mask.
 
-    It is asked at both edges of what each row should see, four times N answers, so that a mask of any other form is
-    noticed. The other arguments of the interface say how a dense mask is to be made.
+    It is asked about the keys beside both ends of what each row should see, and a few elsewhere, ten times N answers,
+    so that a mask of another form is noticed. The other arguments of the interface say how to make a dense mask.
 
     Raises:
         ArgumentError: padding, functions of one's own, a cache with room for more, any other mask.
@@ -117,10 +118,11 @@ def describe(
         if local_size is not None:
             lo, hi = torch.maximum(lo, rows - local_size), torch.minimum(hi, rows + local_size + 1)
     lo, hi = lo.clamp(min=kv_offset), hi.clamp(max=end)
-    inside = sees(rows, lo) & sees(rows, hi - 1)
-    before = sees(rows, (lo - 1).clamp(min=kv_offset)) & (lo > kv_offset)
-    after = sees(rows, hi.clamp(max=end - 1)) & (hi < end)
-    if not bool((inside & ~before & ~after).all()):
+    anywhere = [kv_offset + (rows * factor >> 7) % kv_length for factor in MULTIPLIERS]
+    for keys in (lo - 2, lo - 1, lo, hi - 1, hi, hi + 1, *anywhere):
+        at = keys.clamp(kv_offset, end - 1)
+        if bool((sees(rows, at) == ((at >= lo) & (at < hi))).all()):
+            continue
         expected = "causal or full, in a window or not, in documents or not"
         raise ArgumentError("attention_mask", expected=expected, got="a mask of another form", remedy=REMEDY)
     return Asked(q_length, kv_length, begin, causal, local_size, starts)

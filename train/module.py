@@ -149,20 +149,7 @@ class LanguageModel(pl.LightningModule):
         if self._decoder is not None:
             return
         strategy = self.trainer.strategy
-        if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
-            raise ConfigError(
-                "strategy",
-                expected='"ring_attention" with several ranks',
-                got=type(strategy).__name__,
-                remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
-            )
-        if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
-            raise ConfigError(
-                "precision",
-                expected="32-true, the Trainer's default",
-                got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
-                remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
-            )
+        self._check_strategy()
         compute = self._resolved_dtype(strategy.root_device)
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed)
@@ -287,6 +274,23 @@ class LanguageModel(pl.LightningModule):
         with self._autocast():
             logits = self.decoder(input_ids, position_ids, self.context)
         return token_loss(logits, labels), count_valid(labels) if num_valid is None else num_valid
+
+    def _check_strategy(self) -> None:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
+            raise ConfigError(
+                "strategy",
+                expected='"ring_attention" with several ranks',
+                got=type(strategy).__name__,
+                remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
+            )
+        if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
+            raise ConfigError(
+                "precision",
+                expected="32-true, the Trainer's default",
+                got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
+                remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
+            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._resolved_dtype(self.device)
