@@ -185,6 +185,10 @@ def check_model(model: nn.Module) -> None:
             model(input_ids=tokens, position_ids=tokens, use_cache=False, ring_context=witness)
     finally:
         model.train(training)
+    mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    if mixing:
+        remedy = "Choose a model in which tokens meet in attention alone: these see the shard alone."
+        raise ArgumentError("model", expected="no convolutions over tokens", got=mixing[0], remedy=remedy)
     layers, reached = config.get_text_config().num_hidden_layers, sum(witness.positions)
     if reached < layers:
         remedy = "Choose a model whose layers hand all keywords of forward to transformers' attention interface."

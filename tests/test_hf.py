@@ -400,6 +400,9 @@ def test_models_that_keep_keywords_from_attention() -> None:
     layer.forward = lambda hidden_states, ring_context=None, **keywords: forward(hidden_states, **keywords)
     with pytest.raises(ArgumentError, match="in the attention of 2 layers, got LlamaForCausalLM, where they come to 1"):
         rf.hf.check_model(model)
+    model.model.layers[0].mixer = nn.Conv1d(64, 64, 4)
+    with pytest.raises(ArgumentError, match="model: expected no convolutions over tokens, got model.layers.0.mixer"):
+        rf.hf.check_model(model)
 
 
 def _on_ranks() -> tuple[Tensor, list[str]]:
