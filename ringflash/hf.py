@@ -50,7 +50,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, describe)  # without one, models pass no mask and do not say so
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Keywords:
     """Keywords that reach attention, from the model and from the caller of its forward.
 
@@ -145,7 +145,8 @@ def attention(
             causal = bool(getattr(module, "is_causal", True)) if call.is_causal is None else call.is_causal
             starts = torch.zeros(1, query.shape[2], dtype=torch.bool, device=query.device)
             window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
-            attention_mask = Asked(query.shape[2], key.shape[2], 0, causal, window, starts)
+            seqlen_k = query.shape[2] if causal else key.shape[2]  # where others begin is not said
+            attention_mask = Asked(query.shape[2], seqlen_k, 0, causal, window, starts)
         asked = _check_asked(attention_mask, query, key, call)
         given = (context, call.position_ids, call.ring_documents, call.cu_seq_lens_q)
         mask = asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))

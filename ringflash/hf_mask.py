@@ -40,6 +40,12 @@ class Asked:
     starts: Tensor
     resolved: list[tuple[tuple[object, ...], Mask | None]] = field(default_factory=list)
 
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> Any:
+        """Raises ArgumentError: a model that adds its mask to scores does not call the attention that was chosen."""
+        expected, remedy = "models that use transformers' attention interface", "Choose another attn_implementation."
+        raise ArgumentError("attn_implementation", expected=expected, got=f"mask in {function}", remedy=remedy)
+
     @property
     def left(self) -> int | None:
         """Keys before its own that a row sees; None is all."""

@@ -350,6 +350,21 @@ def test_keywords_that_contradict_the_mask() -> None:
         rf.hf.attention(llama(), q, q[:, :, :30], q[:, :, :30], mask)
 
 
+def test_layers_that_make_no_mask() -> None:
+    q, k = torch.randn(2, 4, 9, 16, dtype=torch.float64), torch.randn(2, 2, 9, 16, dtype=torch.float64)
+    for causal, window in ((True, None), (True, 3), (False, None), (False, 3)):
+        layer = nn.Identity()
+        layer.is_causal = causal  # pyright: ignore[reportArgumentType]
+        out, _ = rf.hf.attention(layer, q, k, k, None, sliding_window=window)
+        rows = torch.arange(9)
+        away = rows[:, None] - rows if causal else (rows[:, None] - rows).abs()
+        seen = (away >= 0) & (away < (window or 9))
+        expected = nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=seen, enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=1e-12)
+    with pytest.raises(ArgumentError, match="past_key_values: expected 9 queries and 9 keys"):
+        rf.hf.attention(nn.Identity(), q, k[:, :, :5], k[:, :, :5], None)
+
+
 @given(st.data())
 def test_masks_are_read_off_their_functions(data: st.DataObject) -> None:
     seqlen = data.draw(st.integers(1, 12))
@@ -388,6 +403,12 @@ def test_other_masks_are_noticed() -> None:
             asked(9, function)
     with pytest.raises(ArgumentError, match="attention_mask: .* got one with a function"):
         asked(9, prefix, use_vmap=True)
+
+
+def test_models_with_attention_of_their_own() -> None:
+    mask = asked(9, lambda batch, head, q, k: k <= q)
+    with pytest.raises(ArgumentError, match="attn_implementation: expected models that use transformers' attention"):
+        _ = torch.zeros(9, 9) + mask  # pyright: ignore[reportOperatorIssue]
 
 
 def test_models_that_keep_keywords_from_attention() -> None:
