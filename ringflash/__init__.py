@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from ringflash import train
+from ringflash import hf, train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel
 from ringflash.decode import DecodeOptions, DecodeTiles, flash_decode
@@ -27,6 +27,7 @@ __all__ = [
     "BlockSparse",
     "Tree",
     "ContextParallel",
+    "hf",
 ]
 
 __version__ = "0.1.0"
@@ -34,7 +35,12 @@ __version__ = "0.1.0"
 
 def _train_name(name: str) -> object:
     """Finds `ringflash.train.RingAttentionStrategy` and its like: a folder without __init__ has no names of its own."""
-    modules = {"RingAttentionStrategy": "strategy", "LanguageModel": "module", "TextDataModule": "data"}
+    modules = {
+        "RingAttentionStrategy": "strategy",
+        "LanguageModel": "module",
+        "TransformersModel": "transformers_model",
+        "TextDataModule": "data",
+    }
     if name not in modules:
         raise AttributeError(f"module 'ringflash.train' has no attribute {name!r}")
     return getattr(import_module(f"ringflash.train.{modules[name]}"), name)

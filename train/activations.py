@@ -22,15 +22,15 @@ KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
 
 
-def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None) -> Tensor:
-    """`function(*args)`, which keeps tensors of `args` and results of `KEPT`, and runs the rest again in its backward.
+def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
+    """`function(*args, **kwargs)`, which keeps its tensors and results of `KEPT`, and runs the rest again in its backward.
 
     With `offload` what is kept lies in host memory meanwhile; tensors of `args` are taken there by `HostMemory.hooks`.
     """
     context_fn: Contexts = partial(create_selective_checkpoint_contexts, KEPT)
     if offload is not None:
         context_fn = partial(_offloading_contexts, offload)
-    out = checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    out = checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
     assert isinstance(out, Tensor)
     return out
 

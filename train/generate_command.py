@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,17 +24,17 @@ def main(argv: Sequence[str]) -> int:
     """Prints each prompt, unless it came from a file, and what follows it."""
     options = _parser().parse_args(argv)
     prompts = _prompts(options)
-    tokenizer = Tokenizer.of_run(options.checkpoint) if options.tokenizer is None else Tokenizer.load(options.tokenizer)
-    sampling = Sampling(
-        options.temperature, options.top_k, options.top_p, tokenizer.end_of_document, tokenizer.vocab_size
-    )
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with ranks(options.device) as (device, context):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
+        named = options.tokenizer
+        tokenizer = Tokenizer.of_run(options.checkpoint) if named is None else Tokenizer.load(named)
         new = continue_prompts(
-            load_decoder(options.checkpoint, dtype=dtype).to(device),
+            decoder,
             [torch.tensor(tokenizer.encode(prompt)) for prompt in prompts],
             options.max_new_tokens,
-            sampling,
+            replace(sampling, stop_token=tokenizer.end_of_document, vocab_size=tokenizer.vocab_size),
             context=context,
             generator=torch.Generator().manual_seed(options.seed),
         )

@@ -6,27 +6,20 @@ and neither has float64.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringflash.errors import ArgumentError
-from ringflash.train.loss import IGNORE_INDEX
+from ringflash.train.loss import IGNORE_INDEX, TokenLosses
 
 # Of a chunk's logits in float32, which are there twice: 2048 tokens at a vocabulary of 128k. The weight's gradient is
 # read and written once a chunk, which takes 0.4 of the 3.9 ms of its product (128k x 4096, H100): smaller chunks pay
 # that more often.
 CHUNK_BYTES = 2**30
 ROW_MULTIPLE = 128  # rows of a tile of a matrix product
-
-
-class TokenLosses(NamedTuple):
-    """Sum over valid tokens, a scalar with a graph, and the loss of each, (batch, seqlen), without one."""
-
-    total: Tensor
-    tokens: Tensor
 
 
 def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLosses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,19 @@ IGNORE_INDEX = -100
 CHUNK_TOKENS = 1024
 
 
+class TokenLosses(NamedTuple):
+    """Sum over valid tokens, a scalar with a graph, and the loss of each, as the labels, without one."""
+
+    total: Tensor
+    tokens: Tensor
+
+
 def count_valid(labels: Tensor) -> Tensor:
     """Number of labels that are not `IGNORE_INDEX`, a scalar int64 tensor."""
     return (labels != IGNORE_INDEX).sum()
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor) -> TokenLosses:
     """Sum over valid tokens of logsumexp(logits) - logits[label], a float32 scalar (float64 for float64 logits).
 
     Computed in the result's dtype, `CHUNK_TOKENS` tokens at a time; the backward rebuilds the softmax from the
@@ -28,23 +35,30 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (..., vocab_size), any float dtype.
         labels: (...) int64 in [0, vocab_size), or `IGNORE_INDEX`.
     """
-    return _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
+    total, tokens = _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
+    return TokenLosses(total, tokens.view(labels.shape))
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The total of `token_losses`."""
+    return token_losses(logits, labels).total
 
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
-        total = torch.zeros((), dtype=dtype, device=logits.device)
+        losses = torch.empty_like(lse)
         for rows in _chunks(labels):
             x = logits[rows].to(dtype)
             valid = labels[rows] != IGNORE_INDEX
             lse[rows] = x.logsumexp(dim=-1)
             picked = x.gather(-1, labels[rows].masked_fill(~valid, 0)[:, None])[:, 0]
-            total += (lse[rows] - picked).masked_fill(~valid, 0).sum()
+            losses[rows] = (lse[rows] - picked).masked_fill(~valid, 0)
         ctx.save_for_backward(logits, labels, lse)
-        return total
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @once_differentiable

@@ -17,7 +17,8 @@ import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.activations import ActivationCheckpointing, HostMemory, recompute
 from ringflash.train.cache import KVCache
-from ringflash.train.linear_loss import TokenLosses, linear_token_loss
+from ringflash.train.linear_loss import linear_token_loss
+from ringflash.train.loss import TokenLosses
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.weights import Weights

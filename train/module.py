@@ -1,70 +1,46 @@
-"""LightningModule that trains a Decoder: sharding, optimizer, schedule, losses over all ranks."""
+"""LightningModule that trains a Decoder."""
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing
-from ringflash.train.batch import all_ranks, check_tokens, document_positions
-from ringflash.train.checkpoint import compare_model_configs
+from ringflash.train.batch import check_tokens, document_positions
 from ringflash.train.huggingface import read_config
-from ringflash.train.linear_loss import TokenLosses
-from ringflash.train.loss import count_valid
+from ringflash.train.loss import TokenLosses, count_valid
 from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.nonfinite import NonFinite, NonFiniteError
-from ringflash.train.optimizer import OptimizerConfig, make_adamw
+from ringflash.train.nonfinite import NonFinite
+from ringflash.train.optimizer import OptimizerConfig
+from ringflash.train.ring_module import ComputeDtype, RingModule
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.weights import Weights
 
-ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """What a training step leaves for the end of its accumulation window."""
-
-    batch_idx: int
-    loss_sum: Tensor
-    num_valid: Tensor
-
-
-class LanguageModel(pl.LightningModule):
+class LanguageModel(RingModule):
     """Next-token training of a `Decoder`.
 
     Under `RingAttentionStrategy` the blocks are sharded with FSDP2 and the sequence runs over the ring; under a
-    single-device strategy the same model trains whole. Logs train/loss and train/grad_norm (before clipping) every
-    optimizer step, val/loss and test/loss every epoch; losses are means over all valid tokens of all ranks.
+    single-device strategy the same model trains whole. What it logs: see `RingModule`.
 
     Args:
         model: shape of the decoder; None takes it from `init_from`.
-        optimizer: AdamW and its schedule.
-        compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
-            Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
-        activation_checkpointing: "block" keeps each block's input and attention's result for the backward, and runs
-            the rest of the block, not its ring, again there; "none" keeps everything.
+        optimizer: as in `RingModule`.
+        compute_dtype: as in `RingModule`.
+        activation_checkpointing: as in `RingModule`.
         activation_offload: what "block" keeps lies in the host's memory meanwhile.
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
-        reshard_after_forward: free each block's gathered weights between its forward and its backward.
+        reshard_after_forward: as in `RingModule`.
         seed: of the initial weights.
-        nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
+        nonfinite: as in `RingModule`.
         init_from: folder of transformers', with config.json and safetensors, whose weights to begin with.
 
     Raises:
@@ -85,41 +61,21 @@ class LanguageModel(pl.LightningModule):
         nonfinite: NonFinite | None = None,
         init_from: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, compute_dtype, activation_checkpointing, reshard_after_forward, seed, nonfinite)
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
-        self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
         self.model_config = read_config(str(init_from)) if model is None else model
         self.weights = None if init_from is None else Weights(init_from)
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self.compute_dtype: ComputeDtype = compute_dtype
-        if activation_checkpointing not in get_args(ActivationCheckpointing):
-            raise ConfigError(
-                "activation_checkpointing",
-                expected='"none" or "block"',
-                got=repr(activation_checkpointing),
-                remedy="Choose one of these.",
-            )
-        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
-        self.reshard_after_forward = reshard_after_forward
-        self.seed = seed
-        self._decoder: Decoder | None = None
-        self._window: list[_MicroBatch] = []
-        self._evaluated: list[tuple[Tensor, Tensor]] = []
 
     @property
     def decoder(self) -> Decoder:
         """The model; there once `configure_model` has run."""
-        if self._decoder is None:
-            raise RuntimeError("The decoder exists only after configure_model.")
-        return self._decoder
+        return super().decoder
 
-    @property
-    def context(self) -> rf.ContextParallel | None:
-        """The ring the sequence runs over; None under a single-device strategy."""
-        strategy = self.trainer.strategy
-        return strategy.context if isinstance(strategy, RingAttentionStrategy) else None
+    def model_fields(self) -> dict[str, Any]:
+        """The model's shape."""
+        return asdict(self.model_config)
 
     def configure_model(self) -> None:
         """Builds the decoder, sharded and without storage under `RingAttentionStrategy`, whole elsewhere.
@@ -131,20 +87,7 @@ class LanguageModel(pl.LightningModule):
         if self._decoder is not None:
             return
         strategy = self.trainer.strategy
-        if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
-            raise ConfigError(
-                "strategy",
-                expected='"ring_attention" with several ranks',
-                got=type(strategy).__name__,
-                remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
-            )
-        if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
-            raise ConfigError(
-                "precision",
-                expected="32-true, the Trainer's default",
-                got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
-                remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
-            )
+        self._check_strategy()
         if self.activation_offload and strategy.root_device.type == "cpu":
             raise ConfigError(
                 "activation_offload",
@@ -166,13 +109,7 @@ class LanguageModel(pl.LightningModule):
         if self.compile_blocks:
             decoder.compile_blocks()
         if isinstance(strategy, RingAttentionStrategy):
-            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            if compute == torch.bfloat16:
-                policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-            options: dict[str, Any] = {"mesh": strategy.shard_mesh, "mp_policy": policy}
-            for block in decoder.layers:
-                fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
-            fully_shard(decoder, reshard_after_forward=False, **options)
+            self._shard(decoder, decoder.layers, strategy)
         else:
             decoder.to_empty(device=strategy.root_device)
             for module in decoder.modules():
@@ -204,108 +141,6 @@ class LanguageModel(pl.LightningModule):
         )
         return estimate_memory(self.model_config, shape)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW, fused on CUDA, and its schedule by optimizer step."""
-        optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
-        scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
-
-        Returns:
-            loss: that, a scalar.
-            token_losses: (batch, seqlen_local) float32 of this rank's tokens, detached, 0 where the label is -100.
-
-        Raises:
-            ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
-        """
-        micro_batches, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
-        if micro_batches > 1 and not isinstance(strategy, RingAttentionStrategy):
-            raise ConfigError(
-                "accumulate_grad_batches",
-                expected=f"1 under {type(strategy).__name__}, which averages over micro-batches instead of tokens",
-                got=micro_batches,
-                remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
-            )
-        losses, num_valid = self._loss(batch)
-        self._window.append(_MicroBatch(batch_idx, losses.total.detach(), num_valid))
-        return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Adds the batch to val/loss."""
-        self._evaluate(batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Adds the batch to test/loss."""
-        self._evaluate(batch)
-
-    def on_train_epoch_start(self) -> None:
-        """Forgets a window that an earlier run left unfinished."""
-        self._window = []
-
-    def on_validation_epoch_start(self) -> None:
-        """Starts val/loss."""
-        self._evaluated = []
-
-    def on_test_epoch_start(self) -> None:
-        """Starts test/loss."""
-        self._evaluated = []
-
-    def on_validation_epoch_end(self) -> None:
-        """Logs val/loss."""
-        self._log_evaluated("val/loss")
-
-    def on_test_epoch_end(self) -> None:
-        """Logs test/loss."""
-        self._log_evaluated("test/loss")
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the window's loss and gradient norm; all ranks hold the same figures, so all raise or none.
-
-        Raises:
-            NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
-        """
-        window, self._window = self._window, []
-        losses = self._gather(torch.stack([m.loss_sum for m in window]))
-        loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
-        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
-            bad = [
-                (m.batch_idx, rank)
-                for rank, row in enumerate(losses)
-                for m, x in zip(window, row, strict=True)
-                if not math.isfinite(x.item())
-            ]
-            batches = sorted({batch for batch, _ in bad}) or [m.batch_idx for m in window]
-            where = f", first seen on ranks {sorted({rank for _, rank in bad})}" if bad else ""
-            error = NonFiniteError(
-                f"step {self.trainer.global_step}, batch {', '.join(map(str, batches))}: loss {loss.item()}, "
-                f"gradient norm {norm.item()}{where}. The optimizer has not stepped. Look at the batch; "
-                "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
-            )
-            self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
-            optimizer.zero_grad()  # parameters without gradients are left as they are
-            return
-        self._skipped = 0
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
-        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
-        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the model's shape, as plain values."""
-        checkpoint["model_config"] = asdict(self.model_config)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises CheckpointError when the checkpoint is of another model."""
-        compare_model_configs(checkpoint.get("model_config"), asdict(self.model_config))
-
-    def _evaluate(self, batch: dict[str, Tensor]) -> None:
-        losses, num_valid = self._loss(batch)
-        self._evaluated.append((losses.total, num_valid))
-
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
         position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
@@ -319,29 +154,3 @@ class LanguageModel(pl.LightningModule):
         with self._autocast():
             losses = self.decoder(input_ids, position_ids, self.context, documents=documents, labels=labels)
         return losses, count_valid(labels) if num_valid is None else num_valid
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._resolved_dtype(self.device)
-        if self.context is None and dtype == torch.bfloat16:
-            return torch.autocast(self.device.type, dtype)
-        return nullcontext()
-
-    def _resolved_dtype(self, device: torch.device) -> torch.dtype:
-        if self.compute_dtype == "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.compute_dtype]
-
-    def _gather(self, local: Tensor) -> Tensor:
-        """(n,) of this rank -> (world_size, n) of all, in rank order."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, RingAttentionStrategy):
-            return local[None]
-        return all_ranks(local, strategy.world_group)
-
-    def _log_evaluated(self, name: str) -> None:
-        if not self._evaluated:
-            return
-        local, counts = (torch.stack(column) for column in zip(*self._evaluated, strict=True))
-        loss = self._gather(local.sum()[None]).sum() / counts.sum().clamp(min=1)
-        # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
-        self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ringflash.train.activations import ActivationCheckpointing
-from ringflash.train.linear_loss import TokenLosses
-from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.loss import TokenLosses, count_valid, token_loss
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import ComputeDtype, LanguageModel
+from ringflash.train.module import LanguageModel
 from ringflash.train.optimizer import OptimizerConfig
+from ringflash.train.ring_module import ComputeDtype
 from ringflash.train.strategy import RingAttentionStrategy
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)

@@ -28,10 +28,11 @@ from ringflash.train.checkpoint import load_decoder
 from ringflash.train.checkpointing import LastCheckpoint
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import STATE, complete_in, verify
-from ringflash.train.linear_loss import TokenLosses
+from ringflash.train.loss import TokenLosses
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.module import LanguageModel
 from ringflash.train.nonfinite import NonFinite
+from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.preemption import Preemption
 from ringflash.train.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks

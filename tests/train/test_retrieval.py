@@ -20,7 +20,8 @@ from ringflash.cli import main
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import LanguageModel, OptimizerConfig
+from ringflash.train.module import LanguageModel
+from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.retrieval import Grid, RetrievalDataModule, RetrievalTask
 from ringflash.train.retrieval_accuracy import Cell, RetrievalAccuracy, count, draw, mean, tabulate, write
 from ringflash.train.retrieval_command import measure

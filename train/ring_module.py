@@ -1,0 +1,262 @@
+"""What LightningModules that train on a ring share: optimizer, schedule, losses and gradients over all ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import ringflash as rf
+from ringflash.errors import ConfigError
+from ringflash.train.activations import ActivationCheckpointing
+from ringflash.train.batch import all_ranks
+from ringflash.train.checkpoint import compare_model_configs
+from ringflash.train.loss import TokenLosses
+from ringflash.train.nonfinite import NonFinite, NonFiniteError
+from ringflash.train.optimizer import OptimizerConfig, make_adamw
+from ringflash.train.strategy import RingAttentionStrategy
+
+ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a training step leaves for the end of its accumulation window."""
+
+    batch_idx: int
+    loss_sum: Tensor
+    num_valid: Tensor
+
+
+class RingModule(pl.LightningModule, ABC):
+    """Next-token training of a model that `configure_model` makes, under `RingAttentionStrategy` or on one device.
+
+    Logs train/loss, train/grad_norm (before clipping) and train/learning_rate every optimizer step, val/loss and
+    test/loss every epoch; losses are means over all valid tokens of all ranks.
+
+    Args:
+        optimizer: AdamW and its schedule.
+        compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
+            Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
+        activation_checkpointing: "block" keeps each block's input and attention's result for the backward, and runs
+            the rest of the block, not its ring, again there; "none" keeps everything.
+        reshard_after_forward: free each block's gathered weights between its forward and its backward.
+        seed: of the initial weights.
+        nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig | None,
+        compute_dtype: ComputeDtype,
+        activation_checkpointing: ActivationCheckpointing,
+        reshard_after_forward: bool,
+        seed: int,
+        nonfinite: NonFinite | None,
+    ) -> None:
+        super().__init__()
+        self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.compute_dtype: ComputeDtype = compute_dtype
+        if activation_checkpointing not in get_args(ActivationCheckpointing):
+            raise ConfigError(
+                "activation_checkpointing",
+                expected='"none" or "block"',
+                got=repr(activation_checkpointing),
+                remedy="Choose one of these.",
+            )
+        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.reshard_after_forward = reshard_after_forward
+        self.seed = seed
+        self._decoder: Any = None
+        self._window: list[_MicroBatch] = []
+        self._evaluated: list[tuple[Tensor, Tensor]] = []
+
+    @abstractmethod
+    def model_fields(self) -> dict[str, Any]:
+        """The model's configuration as plain values, which checkpoints hold and are compared by."""
+
+    @abstractmethod
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        """Losses of this rank's tokens, and the number of valid tokens on all ranks."""
+
+    @property
+    def decoder(self) -> Any:
+        """The model; there once `configure_model` has run."""
+        if self._decoder is None:
+            raise RuntimeError("The decoder exists only after configure_model.")
+        return self._decoder
+
+    @property
+    def context(self) -> rf.ContextParallel | None:
+        """The ring the sequence runs over; None under a single-device strategy."""
+        strategy = self.trainer.strategy
+        return strategy.context if isinstance(strategy, RingAttentionStrategy) else None
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, fused on CUDA, and its schedule by optimizer step."""
+        optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
+        scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+
+        Returns:
+            loss: that, a scalar.
+            token_losses: (batch, seqlen_local) float32 of this rank's tokens, detached, 0 where the label is -100.
+
+        Raises:
+            ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
+        """
+        micro_batches, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
+        if micro_batches > 1 and not isinstance(strategy, RingAttentionStrategy):
+            raise ConfigError(
+                "accumulate_grad_batches",
+                expected=f"1 under {type(strategy).__name__}, which averages over micro-batches instead of tokens",
+                got=micro_batches,
+                remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
+            )
+        losses, num_valid = self._loss(batch)
+        self._window.append(_MicroBatch(batch_idx, losses.total.detach(), num_valid))
+        return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds the batch to val/loss."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds the batch to test/loss."""
+        self._evaluate(batch)
+
+    def on_train_epoch_start(self) -> None:
+        """Forgets a window that an earlier run left unfinished."""
+        self._window = []
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts val/loss."""
+        self._evaluated = []
+
+    def on_test_epoch_start(self) -> None:
+        """Starts test/loss."""
+        self._evaluated = []
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs val/loss."""
+        self._log_evaluated("val/loss")
+
+    def on_test_epoch_end(self) -> None:
+        """Logs test/loss."""
+        self._log_evaluated("test/loss")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Logs the window's loss and gradient norm; all ranks hold the same figures, so all raise or none.
+
+        Raises:
+            NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
+        """
+        window, self._window = self._window, []
+        losses = self._gather(torch.stack([m.loss_sum for m in window]))
+        loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
+        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
+            bad = [
+                (m.batch_idx, rank)
+                for rank, row in enumerate(losses)
+                for m, x in zip(window, row, strict=True)
+                if not math.isfinite(x.item())
+            ]
+            batches = sorted({batch for batch, _ in bad}) or [m.batch_idx for m in window]
+            where = f", first seen on ranks {sorted({rank for _, rank in bad})}" if bad else ""
+            error = NonFiniteError(
+                f"step {self.trainer.global_step}, batch {', '.join(map(str, batches))}: loss {loss.item()}, "
+                f"gradient norm {norm.item()}{where}. The optimizer has not stepped. Look at the batch; "
+                "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
+            )
+            self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
+            optimizer.zero_grad()  # parameters without gradients are left as they are
+            return
+        self._skipped = 0
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the model's configuration."""
+        checkpoint["model_config"] = self.model_fields()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises CheckpointError when the checkpoint is of another model."""
+        compare_model_configs(checkpoint.get("model_config"), self.model_fields())
+
+    def _evaluate(self, batch: dict[str, Tensor]) -> None:
+        losses, num_valid = self._loss(batch)
+        self._evaluated.append((losses.total, num_valid))
+
+    def _check_strategy(self) -> None:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
+            raise ConfigError(
+                "strategy",
+                expected='"ring_attention" with several ranks',
+                got=type(strategy).__name__,
+                remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
+            )
+        if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
+            raise ConfigError(
+                "precision",
+                expected="32-true, the Trainer's default",
+                got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
+                remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
+            )
+
+    def _shard(self, model: nn.Module, blocks: Iterable[nn.Module], strategy: RingAttentionStrategy) -> None:
+        """FSDP over `model`, block by block."""
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self._resolved_dtype(strategy.root_device) == torch.bfloat16:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": strategy.shard_mesh, "mp_policy": policy}
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._resolved_dtype(self.device)
+        if self.context is None and dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, dtype)
+        return nullcontext()
+
+    def _resolved_dtype(self, device: torch.device) -> torch.dtype:
+        if self.compute_dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.compute_dtype]
+
+    def _gather(self, local: Tensor) -> Tensor:
+        """(n,) of this rank -> (world_size, n) of all, in rank order."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, RingAttentionStrategy):
+            return local[None]
+        return all_ranks(local, strategy.world_group)
+
+    def _log_evaluated(self, name: str) -> None:
+        if not self._evaluated:
+            return
+        local, counts = (torch.stack(column) for column in zip(*self._evaluated, strict=True))
+        loss = self._gather(local.sum()[None]).sum() / counts.sum().clamp(min=1)
+        # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
+        self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
