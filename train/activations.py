@@ -23,7 +23,7 @@ MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
-    """`function(*args, **kwargs)`, which keeps tensors of `args` and results of `KEPT`; its backward runs the rest again.
+    """`function(*args, **kwargs)`, which keeps its tensors and results of `KEPT`; its backward runs the rest again.
 
     With `offload` what is kept lies in host memory meanwhile; tensors of `args` are taken there by `HostMemory.hooks`.
     """
