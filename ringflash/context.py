@@ -36,8 +36,8 @@ from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
 from ringflash.transport.heads import HeadsTransport
 
 HOPS = ("ring", "grouped", "auto")
-# KV of a sequence up to which "auto" groups hops: 8192 tokens with 8 heads of 128 in two bytes, from where on a ring of two
-# H200s is as fast; see docs/transports.md. Grouped, a rank holds KV and its float32 gradient twice each.
+# KV of a sequence up to which "auto" groups hops: 8192 tokens with 8 heads of 128 in two bytes, from where on a ring of
+# two H200s is as fast; see docs/transports.md. Grouped, a rank holds KV and its float32 gradient twice each.
 GROUPED_BYTES = 2**25
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
