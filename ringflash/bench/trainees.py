@@ -8,8 +8,9 @@ break in each block's graph, and takes KV repeated to the query heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -83,48 +84,39 @@ class Trainee:
     facts: dict[str, Any]
 
 
-def ringflash(training: Training) -> Trainee:
+Contender = Callable[[Training], AbstractContextManager[Trainee]]
+
+
+@contextmanager
+def ringflash(training: Training) -> Generator[Trainee, None, None]:
     """A Decoder as LanguageModel trains it under RingAttentionStrategy, with activation_checkpointing="block"."""
     context = rf.ContextParallel(training.ring, fixed_lengths=True)
     with torch.device("meta"):
         model = Decoder(training.config)
     model.keep_activations("block")
-    model = _on_device(model, training)
+    step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
-
-    def forward() -> Tensor:
-        return cast("TokenLosses", model(input_ids, position_ids, context, labels=labels)).total
-
     facts = {"layout": context.layout, "transport": context.transport_kind}
-    return Trainee(_step(model, forward, nullcontext, training), facts)
+    yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 
-def torch_context_parallel(training: Training) -> Trainee:
+@contextmanager
+def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]:
     """The same Decoder with all of each block checkpointed, on torch's context_parallel with cuDNN and all-gathers."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     with torch.device("meta"):
         model = PeerDecoder(training.config)
-    model = _on_device(model, training)
+    step = _step(_on_device(model, training), training)
+    input_ids, labels = (x.clone() for x in training.tokens())  # which it cuts where they are
+    position_ids = torch.arange(training.seqlen, device=training.device)
     set_rotate_method("allgather")
-    whole = (*training.tokens(), torch.arange(training.seqlen, device=training.device))
-    with context_parallel(training.ring, buffers=(local := [x.clone() for x in whole]), buffer_seq_dims=[1, 1, 0]):
-        input_ids, labels, position_ids = (x.clone() for x in local)
     backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
-
-    def forward() -> Tensor:
-        return cast("TokenLosses", model(input_ids, position_ids, labels=labels)).total
-
-    @contextmanager
-    def patched() -> Generator[None, None, None]:
-        unused = torch.empty(training.seqlen, device=training.device)  # it asks for something to cut
-        cut: dict[str, Any] = {"buffers": [unused], "buffer_seq_dims": [0], "no_restore_buffers": {unused}}
-        with sdpa_kernel(backend), context_parallel(training.ring, **cut):
-            yield
-
-    return Trainee(_step(model, forward, patched, training), {})
+    buffers = [input_ids, labels, position_ids]
+    with sdpa_kernel(backend), context_parallel(training.ring, buffers=buffers, buffer_seq_dims=[1, 1, 0]):
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"layout": "zigzag"})
 
 
 class PeerAttention(Attention):
@@ -136,7 +128,7 @@ class PeerAttention(Attention):
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        out = _attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+        out: Tensor = _attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))  # pyright: ignore[reportAssignmentType]
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -155,7 +147,10 @@ class PeerBlock(Block):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        return checkpoint(self.compiled or self._compute, x, step, use_reentrant=False, preserve_rng_state=False)
+        function: Callable[[Tensor, Step], Tensor] = self._compute if self.compiled is None else self.compiled
+        out = checkpoint(function, x, step, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(out, Tensor)
+        return out
 
     def compile_parts(self) -> None:
         """Compiles what is before and after attention."""
@@ -193,19 +188,13 @@ def _on_device(model: Decoder, training: Training) -> Decoder:
     return model
 
 
-def _step(
-    model: Decoder,
-    forward: Callable[[], Tensor],
-    patched: Callable[[], AbstractContextManager[Any]],
-    training: Training,
-) -> Callable[[], Tensor]:
-    """Forward, backward, clipping and AdamW; `patched` is around both passes."""
+def _step(model: Decoder, training: Training) -> Callable[..., Tensor]:
+    """Forward on the arguments it gets, backward, clipping and AdamW; gives the loss."""
     optimizer = make_adamw(model.parameters(), OptimizerConfig())
 
-    def step() -> Tensor:
-        with patched():
-            loss = forward() / training.seqlen
-            loss.backward()
+    def step(*args: Any, **kwargs: Any) -> Tensor:
+        loss = cast("TokenLosses", model(*args, **kwargs)).total / training.seqlen
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
         optimizer.zero_grad()

@@ -36,7 +36,7 @@ from ringflash.arguments import check_at_least
 from ringflash.bench import ranks, record
 from ringflash.bench.problem import failure
 from ringflash.bench.timing import turns
-from ringflash.bench.trainees import SHAPES, Trainee, Training, ringflash, torch_context_parallel
+from ringflash.bench.trainees import SHAPES, Contender, Trainee, Training, ringflash, torch_context_parallel
 from ringflash.errors import RingflashError
 from ringflash.train.flops import peak_flops, training_flops
 
@@ -122,12 +122,14 @@ def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[
 
 
 def _measure(
-    build: Callable[[Training], Trainee], training: Training, options: argparse.Namespace, control: dist.ProcessGroup
+    build: Contender, training: Training, options: argparse.Namespace, control: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Figures of one contender, or why there are none: the same on all ranks."""
     on_gpu, failed, figures = training.device.type == "cuda", None, dict[str, Any]()
     try:
-        figures = _figures(build(training), training, options)
+        with build(training) as trainee:
+            figures = _figures(trainee, training, options)
+        del trainee
     except CANNOT as error:
         failed = failure(error)
     # Its frames, which the error held, are gone: the next one begins with empty memory and no compiled code, which
