@@ -90,6 +90,7 @@ def _bench(args: list[str]) -> int:
     benchmarks = {  # module and what it measures
         "ring": ("ring", "ring attention over all ranks, beside its peers; started by torchrun"),
         "scaling": ("scaling", "ring attention by length and by number of ranks; started by torchrun"),
+        "training": ("training", "training steps on a ring, beside torch's context_parallel; started by torchrun"),
         "model": ("model_command", "what rings should take on any number of GPUs, predicted; runs nothing"),
         "kernels": ("kernels", "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
         "masks": ("masks", "attention on one device under masks, beside the time their visible pairs should take"),
@@ -98,7 +99,7 @@ def _bench(args: list[str]) -> int:
     }
     name = args[0] if args else "--help"
     if name in benchmarks:
-        if name in ("ring", "scaling"):
+        if name in ("ring", "scaling", "training"):
             _check_torchrun(name, args[1:])
         return import_module(f"ringflash.bench.{benchmarks[name][0]}").main(args[1:])
     if name in ("-h", "--help"):

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -227,13 +228,8 @@ class RingModule(pl.LightningModule, ABC):
 
     def _shard(self, model: nn.Module, blocks: Iterable[nn.Module], strategy: RingAttentionStrategy) -> None:
         """FSDP over `model`, block by block."""
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self._resolved_dtype(strategy.root_device) == torch.bfloat16:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        options: dict[str, Any] = {"mesh": strategy.shard_mesh, "mp_policy": policy}
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
+        dtype = self._resolved_dtype(strategy.root_device)
+        shard_model(model, blocks, strategy.shard_mesh, dtype, reshard_after_forward=self.reshard_after_forward)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._resolved_dtype(self.device)
@@ -260,3 +256,29 @@ class RingModule(pl.LightningModule, ABC):
         loss = self._gather(local.sum()[None]).sum() / counts.sum().clamp(min=1)
         # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
         self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    reshard_after_forward: bool = True,
+) -> None:
+    """FSDP2 over `model`, block by block: weights as they are, gathered in `compute_dtype`, reduced in float32.
+
+    Args:
+        model: still without storage, or with.
+        blocks: of `model`, each gathered when it runs.
+        mesh: of one dimension, or (replicate, shard).
+        compute_dtype: bfloat16, or the dtype that weights have.
+        reshard_after_forward: free a block's gathered weights until its backward.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
