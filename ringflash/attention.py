@@ -237,7 +237,8 @@ def _validate(
     if mask.batch not in (1, batch):
         remedy = "Give it one entry a sequence."
         raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
-    choose(options.backend, q)
+    if not torch.compiler.is_compiling():  # it asks Triton, which is not for tracing; the operator chooses again
+        choose(options.backend, q)
     _validate_options(options, q)
     if dropout is not None and not isinstance(dropout, Dropout):
         remedy = "Pass rf.Dropout(p), or none while evaluating."

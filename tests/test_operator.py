@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -44,6 +45,14 @@ def test_compiles_into_one_graph_and_other_documents_reuse_it() -> None:
         mask = rf.Causal() & rf.Documents(ends)
         assert torch.equal(compiled(q, mask), flash(q, mask))
     assert counter.frame_count == seen
+
+
+def test_compiles_into_one_graph_on_a_gpu() -> None:
+    """On one that need not be there: tracing looks at what would run on it."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 24, 2, 16, device="cuda", dtype=torch.bfloat16)
+        out = torch.compile(flash, backend="eager", fullgraph=True)(q, rf.Causal())
+        assert (out.device.type, out.shape) == ("cuda", q.shape)
 
 
 def test_compiled_gradients_equal_eager_ones() -> None:

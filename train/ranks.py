@@ -40,6 +40,9 @@ def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None
         return
     if kind == "cuda":
         torch.cuda.set_device(place)
+    if dist.is_initialized():  # by a program that calls the command, and ends the group too
+        yield place, rf.ContextParallel(dist.group.WORLD)
+        return
     departure = Departure()
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=place if kind == "cuda" else None)
     try:
