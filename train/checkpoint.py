@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.optim import Optimizer
 
-from ringflash.errors import CheckpointCorrupt, CheckpointError
+from ringflash.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from ringflash.train.collective import on_every_rank
 from ringflash.train.folder import MANIFEST, STATE, complete_in, damaged, locate, verify
 from ringflash.train.model import Decoder
@@ -105,12 +105,28 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
         raise CheckpointError(
             str(path), expected="a checkpoint of LanguageModel", got="no model_config", remedy="Pass another folder."
         )
+    try:
+        shape = ModelConfig.from_fields(config)
+    except ConfigError as error:
+        remedy = "Pass another folder; what TransformersModel has trained, its save_pretrained writes."
+        raise CheckpointError(
+            str(path), expected="a checkpoint of LanguageModel", got=f"one of another model: {error}", remedy=remedy
+        ) from error
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig.from_fields(config))
+        decoder = Decoder(shape)
     decoder.to(dtype).to_empty(device="cpu")
     prefix = "model._decoder."
     _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
     return decoder
+
+
+def saved_state(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors, such as the state of its data module by the name of its class.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    return _open(locate(Path(path)), alone=True)
 
 
 def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:

@@ -72,12 +72,12 @@ class TextDataModule(pl.LightningDataModule):
             DataError: fewer tokens than one sample, or than two with a held-out part; or the model has fewer token ids.
         """
         tokens = load_corpus(self.sources, self.cache_dir)
-        config = getattr(self.trainer and self.trainer.lightning_module, "model_config", None)
-        if config is not None and config.vocab_size < tokens.vocab_size:
+        known = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
+        if known is not None and known < tokens.vocab_size:
             raise DataError(
                 "vocab_size",
                 expected=f"at least {tokens.vocab_size}, the ids of {tokens.tokenizer.name}, as {tokens.folder} has",
-                got=config.vocab_size,
+                got=known,
                 remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
             )
         fraction = self._val_fraction(tokens)

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +23,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.batch import all_ranks, document_positions
-from ringflash.train.checkpoint import load_decoder
+from ringflash.train.checkpoint import load_decoder, saved_state
 from ringflash.train.corpus import CACHE
 from ringflash.train.data import TextDataModule
 from ringflash.train.model import Decoder
@@ -31,6 +32,7 @@ from ringflash.train.ranks import DEVICES, ranks
 from ringflash.train.report_picture import draw_by_position
 from ringflash.train.samples import Packing
 from ringflash.train.sources import STDLIB
+from ringflash.train.tokenizer import Tokenizer
 
 
 @torch.no_grad()
@@ -117,9 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")
     parser.add_argument("--context-length", type=int, required=True, metavar="N", help="tokens a sample")
     parser.add_argument("--samples", type=int, metavar="N", help="at most (default: all that are held out)")
-    parser.add_argument("--documents", choices=get_args(Packing), default="packed", help="as in training")
-    parser.add_argument("--val-fraction", type=float, help="as in training, which has a default too")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, as in training (default: %(default)s)")
+    parser.add_argument("--documents", choices=get_args(Packing), help="how they are packed (default: as in training)")
+    parser.add_argument("--val-fraction", type=float, help="part that is held out (default: as in training)")
     parser.add_argument("--cache-dir", default=CACHE, help="of token files (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures too")
     parser.add_argument("--png", type=Path, metavar="F", help="draw them too")
@@ -134,16 +135,30 @@ def _data(options: argparse.Namespace) -> TextDataModule:
     if options.png is not None and options.png.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentError("--png", expected="a .png, .svg or .pdf file", got=options.png, remedy="Name it loss.png.")
     sources = options.corpus[0] if len(options.corpus) == 1 else options.corpus
+    trained: dict[str, Any] = saved_state(options.checkpoint).get(TextDataModule.__qualname__, {})
+    held_out = options.val_fraction
     data = TextDataModule(
         sources,
         context_length=options.context_length,
-        documents=options.documents,
-        val_fraction=options.val_fraction,
-        seed=options.seed,
+        documents=options.documents or trained.get("documents", "packed"),
+        val_fraction=trained.get("val_fraction") if held_out is None else held_out,
         cache_dir=options.cache_dir,
     )
     data.prepare_data()
     data.setup("validate")
+    now = data.state_dict()
+    if trained.get("corpus") == now["corpus"] and trained["val_fraction"] < now["val_fraction"]:
+        raise ArgumentError(
+            "--val-fraction",
+            expected=f"at most {trained['val_fraction']:g}: the model was trained on the rest of this corpus",
+            got=now["val_fraction"],
+            remedy="Leave it out.",
+        )
+    with suppress(DataError):  # a checkpoint far from its run's folder
+        of_run = Tokenizer.of_run(options.checkpoint)
+        if of_run != data.tokenizer:
+            remedy = "Prepare the corpus with the tokenizer in the run's folder."
+            raise ArgumentError("--corpus", expected=of_run.name, got=data.tokenizer.name, remedy=remedy)
     return data
 
 

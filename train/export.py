@@ -97,7 +97,8 @@ def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     family = family_of(config)
     if config.max_position_embeddings is None:
-        expected, remedy = "the longest sequence that the model is meant for", "Set it; config.json has to name it."
+        expected = "the longest sequence that the model is meant for"
+        remedy = "Pass --max-position-embeddings, or set it."
         raise ConfigError("max_position_embeddings", expected=expected, got=None, remedy=remedy)
     scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
     rope = {name: value for name, value in scaling.items() if value is not None}

@@ -73,6 +73,11 @@ class LanguageModel(RingModule):
         """The model; there once `configure_model` has run."""
         return super().decoder
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model has."""
+        return self.model_config.vocab_size
+
     def model_fields(self) -> dict[str, Any]:
         """The model's shape."""
         return asdict(self.model_config)
@@ -146,7 +151,7 @@ class LanguageModel(RingModule):
         position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
         cu_seqlens = batch.get("cu_seqlens")
         if self.context is None:  # a ring's strategy has looked at the batch while it was on the CPU
-            check_tokens(batch, self.model_config.vocab_size)
+            check_tokens(batch, self.vocab_size)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)

@@ -121,6 +121,7 @@ class LossByPosition(Callback):
                 remedy="Return them, detached, or leave the callback out.",
             )
         table = table_by_position(outputs["token_losses"], batch["labels"], positions_of(batch))
+        table = table.where(table.isfinite().all(), 0)  # a step that is left out has no loss to speak of
         self._table = table if self._table is None else self._table + table
         if trainer.global_step == self._last_step:  # in the middle of an accumulation window
             return

@@ -249,11 +249,11 @@ class RetrievalDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Looks up the model's vocabulary."""
-        config = getattr(self.trainer and self.trainer.lightning_module, "model_config", None)
-        if config is None:
+        vocab_size = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
+        if vocab_size is None:
             expected, got = "a LanguageModel, whose vocabulary the task is made for", "another module"
             raise ConfigError("model", expected=expected, got=got, remedy="Train a LanguageModel.")
-        self._task = RetrievalTask(config.vocab_size)
+        self._task = RetrievalTask(vocab_size)
 
     def train_dataloader(self) -> TrainingLoader:
         """Batches without end, as many as the Trainer's max_steps need an epoch."""

@@ -86,6 +86,11 @@ class RingModule(pl.LightningModule, ABC):
         self._window: list[_MicroBatch] = []
         self._evaluated: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """Token ids that the model has; None where that is not known. Ids of batches are compared with it."""
+
     @abstractmethod
     def model_fields(self) -> dict[str, Any]:
         """The model's configuration as plain values, which checkpoints hold and are compared by."""

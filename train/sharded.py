@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -114,8 +114,8 @@ class ShardedStrategy(ModelParallelStrategy):
                 got=False,
                 remedy="A checkpoint of this strategy holds no objects: leave weights_only out.",
             )
-        config = getattr(self.lightning_module, "model_config", None)
-        fields = asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+        model_fields: Callable[[], dict[str, Any]] | None = getattr(self.lightning_module, "model_fields", None)
+        fields = None if model_fields is None else model_fields()
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here

@@ -177,12 +177,12 @@ class RingAttentionStrategy(ShardedStrategy):
 
         Raises:
             ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has entries of
-                the names that are added, or ids outside the vocabulary of the module's model_config.
+                the names that are added, or ids outside the module's vocab_size, if it has one.
             PeerFailed: another rank's batch is not of this form.
             RankMismatch: ranks of one context-parallel group hold different sequences.
         """
         device = device or self.root_device
-        vocab_size = getattr(getattr(self.lightning_module, "model_config", None), "vocab_size", None)
+        vocab_size = getattr(self.lightning_module, "vocab_size", None)
         num_valid = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size)
         cu_seqlens: Tensor | None = batch.get("cu_seqlens")
         rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing, recompute
+from ringflash.train.batch import check_tokens, document_positions
 from ringflash.train.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.nonfinite import NonFinite
 from ringflash.train.optimizer import OptimizerConfig
@@ -24,6 +25,9 @@ from ringflash.train.strategy import RingAttentionStrategy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  # not of the model itself
 
 
 class TransformersModel(RingModule):
@@ -106,16 +110,25 @@ class TransformersModel(RingModule):
             torch.manual_seed(self.seed)  # the same weights on every rank
             return AutoModelForCausalLM.from_config(self.config, **options)
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids that the model has."""
+        return getattr(self.config.get_text_config(), "vocab_size", None)
+
     def model_fields(self) -> dict[str, Any]:
         """The configuration, without what may differ between versions and places of one model."""
         fields = json.loads(self.config.to_json_string(use_diff=True))
-        return {n: x for n, x in fields.items() if n not in ("transformers_version", "_name_or_path", "dtype")}
+        return {n: x for n, x in fields.items() if n not in PASSING}
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
         position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+            cu_seqlens = batch.get("cu_seqlens")
+            position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)
+        if self.context is None and self.vocab_size is not None:
+            check_tokens(batch, self.vocab_size)
         keywords: dict[str, Any] = {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed()}
         if (cu_seqlens := batch.get("cu_seqlens")) is not None:
             alike = bool((cu_seqlens == cu_seqlens[0]).all())

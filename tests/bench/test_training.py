@@ -11,9 +11,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
-from ringflash import reference
 from ringflash.bench import trainees, training
-from ringflash.errors import ArgumentError
 from ringflash.train.model import Decoder
 from tests.distributed import run_ranks
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import TextDataModule
-from ringflash.train.model_config import ModelConfig
 from ringflash.train.prepare import Recipe, prepare
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.tokenizer import Tokenizer
@@ -108,7 +107,7 @@ class Reader(pl.LightningModule):
 
     def __init__(self, vocab_size: int = 257) -> None:
         super().__init__()
-        self.model_config = ModelConfig(vocab_size, 32, 1, 2, 1, 32)
+        self.vocab_size = vocab_size
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[list[list[int]]] = []
 
