@@ -26,7 +26,7 @@ train: $(STAMP)
 	$(BIN)/ringflash train auto
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	$(BIN)/python -m ringflash.kernels.aot
 
 aot: $(STAMP)

@@ -27,6 +27,8 @@ EXAMPLES: list[Mask] = [
     rf.Causal() & block_sparse(203, 7, seed=1, density=0.6),
     rf.Tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], start=194),
 ]
+# What a kernel sees of a mask does not depend on its tensors' dtype, whose own paths two of them take.
+CASES = [(mask, dtype) for i, mask in enumerate(EXAMPLES) for dtype in (DTYPES if GPU or i in (4, 5) else DTYPES[:1])]
 
 
 @settings(deadline=None, max_examples=60)
@@ -45,7 +47,7 @@ def test_rings_are_exact(mask: Mask, world: int, layout: str) -> None:
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @INTERPRETED
-@given(mask=masks(SEQLEN), world=st.integers(1, 3), layout=st.sampled_from(LAYOUTS))
+@given(mask=masks(SEQLEN), world=st.integers(1, 3 if GPU else 2), layout=st.sampled_from(LAYOUTS))
 def test_kernels_agree_with_eager(backend: str, mask: Mask, world: int, layout: str) -> None:
     dtype = DTYPE_OF[backend]
     problem = Problem.random(seqlen=SEQLEN, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
@@ -57,9 +59,8 @@ def test_kernels_agree_with_eager(backend: str, mask: Mask, world: int, layout: 
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("mask", EXAMPLES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_within_the_bars(dtype: torch.dtype, mask: Mask, backend: str) -> None:
+@pytest.mark.parametrize(("mask", "dtype"), CASES)
+def test_kernels_within_the_bars(mask: Mask, dtype: torch.dtype, backend: str) -> None:
     problem = Problem.random(seqlen=203, heads=(2, 1), dtype=dtype, mask=mask, device=DEVICE)
     assert_accurate(problem.flash(backend=backend), problem, rounding=ROUNDING)
 

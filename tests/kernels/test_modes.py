@@ -25,6 +25,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "all": MODES["all"],
 }
 CASES = MODES | {"192 and 128": {"headdim": (192, 128)}} if GPU else TOGETHER
+WORLD = 3 if GPU else 2  # two ranks take four calls of a kernel, three take nine
 DRAWN = settings(deadline=None, max_examples=60 if GPU else 4, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -43,12 +44,12 @@ def test_flash(dtype: torch.dtype, mode: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("mode", CASES if GPU else [mode for mode in CASES if mode != "none"])
+@pytest.mark.parametrize("mode", CASES if GPU else ["all"])
 @pytest.mark.parametrize("layout", LAYOUTS if GPU else ["zigzag"])
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float32])
 def test_rings(dtype: torch.dtype, layout: str, mode: str, backend: str) -> None:
     given = problem(mode, dtype=dtype, seqlen=SEQLEN if GPU else 50)
-    context = rf.ContextParallel.local(3, layout)
+    context = rf.ContextParallel.local(WORLD, layout)
     for deterministic in (True, False):
         assert_accurate(given.ring(context, backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
 
@@ -69,7 +70,7 @@ def test_fewer_and_more_queries_than_keys(seqlen: tuple[int, int]) -> None:
 
 
 @DRAWN
-@given(mode=modes(), mask=masks(40), world=st.integers(1, 3), layout=st.sampled_from(LAYOUTS), fast=st.booleans())
+@given(mode=modes(), mask=masks(40), world=st.integers(1, WORLD), layout=st.sampled_from(LAYOUTS), fast=st.booleans())
 def test_any_modes_and_masks_agree_with_eager(
     mode: dict[str, Any], mask: Mask, world: int, layout: str, fast: bool
 ) -> None:

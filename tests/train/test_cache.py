@@ -18,6 +18,8 @@ from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.xdist_group("cache")
+
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)
 LENGTHS, NEW = (13, 2, 20), 6
 WINDOW = rf.Causal() & rf.SlidingWindow(5)

@@ -38,6 +38,8 @@ from ringflash.train.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
 from tests.train.runs import whole
 
+pytestmark = pytest.mark.xdist_group("checkpointing")
+
 MODEL = ModelConfig(vocab_size=257, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=48)
 
 

@@ -117,6 +117,7 @@ def losses(log: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
 
 
+@pytest.mark.xdist_group("fit")
 @pytest.mark.timeout(200)
 def test_a_run_on_two_processes(fit: Fit) -> None:
     assert fit.first.returncode == 0, fit.first.stderr
@@ -146,6 +147,7 @@ def test_a_run_on_two_processes(fit: Fit) -> None:
     assert "Traceback" not in fit.first.stderr
 
 
+@pytest.mark.xdist_group("fit")
 def test_resume_at_another_world_size(fit: Fit) -> None:
     assert fit.resumed.returncode == 0, fit.resumed.stderr
     assert list(losses(fit.folder / "runs" / "test-2" / "metrics.csv")) == [13, 15]
@@ -153,6 +155,7 @@ def test_resume_at_another_world_size(fit: Fit) -> None:
     assert fit.resumed.stdout.split("first loss")[1].split()[0] == first
 
 
+@pytest.mark.xdist_group("fit")
 def test_generate_from_the_run(fit: Fit) -> None:
     assert fit.first.returncode == 0
     args = ["generate", "--checkpoint", "runs/test/checkpoints/last", "--prompt", "def f", "--max-new-tokens", "5"]

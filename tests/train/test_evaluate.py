@@ -33,6 +33,8 @@ from ringflash.train.throughput import Throughput
 from ringflash.train.trace import Cost
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.xdist_group("evaluate")
+
 MODEL = ModelConfig(vocab_size=257, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)
 SEQLEN = 150
 CU_SEQLENS = torch.tensor([[0, 70, 70, 140, SEQLEN, SEQLEN]])

@@ -27,6 +27,8 @@ from tests.train.runs import Run as Sequences
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.xdist_group("transformers model")
+
 CUTS = [0, 9, 30, SEQLEN]
 SEED = 4
 
