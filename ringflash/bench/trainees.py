@@ -128,11 +128,11 @@ class PeerAttention(Attention):
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        out: Tensor = _attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))  # pyright: ignore[reportAssignmentType]
+        out = _attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(batch, nheads, seqlen, headdim) each; as it is, since context_parallel works with DTensors of its own."""
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
