@@ -59,7 +59,7 @@ def test_benchmarks_of_ranks_say_how_they_are_started(
         (
             ["--seqlens", "4096"],
             2,
-            "expected one of ring, scaling, training, model, kernels, masks, hops, decode, got '--seqlens'. Put its name first",
+            "expected one of ring, scaling, training, model, kernels, masks, hops, decode, got '--seqlens'. Put its",
         ),
     ],
 )

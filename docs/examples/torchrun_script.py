@@ -22,12 +22,12 @@ parser = argparse.ArgumentParser(description=__doc__)
 for name, default in {"corpus": "stdlib", "cache_dir": CACHE, "context_length": 4096, "dim": 512, "steps": 100}.items():
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
 args = parser.parse_args()
-
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-
 corpus = load_corpus(args.corpus, args.cache_dir)
 samples, _ = train_and_held_out(Line(corpus), args.context_length, 0, "joined")
 with torch.device("meta"):  # no rank ever holds the whole model
