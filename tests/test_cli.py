@@ -59,7 +59,7 @@ def test_benchmarks_of_ranks_say_how_they_are_started(
         (
             ["--seqlens", "4096"],
             2,
-            "expected one of ring, scaling, model, kernels, masks, hops, decode, got '--seqlens'. Put its name first",
+            "expected one of ring, scaling, training, model, kernels, masks, hops, decode, got '--seqlens'. Put its",
         ),
     ],
 )
@@ -70,11 +70,11 @@ def test_bench_names_its_benchmarks(
     assert message in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("benchmark", ["ring", "scaling", "model", "kernels", "masks", "hops"])
+@pytest.mark.parametrize("benchmark", ["ring", "scaling", "training", "model", "kernels", "masks", "hops"])
 def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["bench", benchmark, "--help"])
-    assert "--seqlens" in capsys.readouterr().out
+    assert ("--contexts" if benchmark == "training" else "--seqlens") in capsys.readouterr().out
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """Who trains in the training benchmark: a Decoder on a ring, and the same one on torch's context_parallel.
 
 Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in what
-they do about attention: the ring keeps each block's (out, lse) when it checkpoints; torch's is computed again, behind a
-break in each block's graph, and takes KV repeated to the query heads.
+they do about attention: the ring keeps each block's (out, lse) when it checkpoints; torch's is computed again, takes KV
+repeated to the query heads, and is left out of what is compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.train.loss import TokenLosses
-from ringflash.train.model import INIT_STD, Attention, Block, Decoder, Step
+from ringflash.train.model import INIT_STD, Block, Decoder, Step
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.ring_module import shard_model
@@ -119,42 +119,51 @@ def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]
         yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"layout": "zigzag"})
 
 
-class PeerAttention(Attention):
-    """Attention by scaled_dot_product_attention, which context_parallel replaces by name."""
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        group = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        out: Tensor = _attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))  # pyright: ignore[reportAssignmentType]
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
-
-
-@torch.compiler.disable
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(batch, nheads, seqlen, headdim) each; as it is, since context_parallel works with DTensors of its own."""
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 class PeerBlock(Block):
-    """A block that keeps its input alone and runs again in its backward, attention too."""
+    """A block that keeps its input alone and runs again in its backward, attention too.
+
+    Compiled is what comes before attention and what comes after; attention runs as it is, since context_parallel makes
+    DTensors for it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer, seed=0)
-        self.self_attn = PeerAttention(config, layer, seed=0)
+        self.before: Callable[[Tensor, Step], tuple[Tensor, Tensor, Tensor]] = self._before
+        self.after: Callable[[Tensor, Tensor], Tensor] = self._after
+
+    def compile_parts(self, backend: str | Callable[..., Any]) -> None:
+        """Compiles both."""
+        self.before = torch.compile(self._before, backend=backend, fullgraph=True)
+        self.after = torch.compile(self._after, backend=backend, fullgraph=True)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        function: Callable[[Tensor, Step], Tensor] = self._compute if self.compiled is None else self.compiled
-        out = checkpoint(function, x, step, use_reentrant=False, preserve_rng_state=False)
+        out = checkpoint(self._whole, x, step, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(out, Tensor)
         return out
 
-    def compile_parts(self) -> None:
-        """Compiles what is before and after attention."""
-        self.compiled = torch.compile(self._compute)
+    def _whole(self, x: Tensor, step: Step) -> Tensor:
+        return self.after(x, _attend(*self.before(x, step)))
+
+    def _before(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, seqlen, dim) -> q, k, v (batch, nheads, seqlen, headdim), KV heads repeated to the query heads."""
+        attention, x = self.self_attn, self.input_layernorm(x)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (project(x).unflatten(-1, (-1, attention.headdim)) for project in projections)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        group = q.shape[2] // k.shape[2]
+        k, v = (each.repeat_interleave(group, 2) for each in (k, v))
+        return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    def _after(self, x: Tensor, out: Tensor) -> Tensor:
+        """(batch, seqlen, dim) and attention's (batch, nheads, seqlen, headdim) -> (batch, seqlen, dim)."""
+        x = x + self.self_attn.o_proj(out.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, (batch, nheads, seqlen, headdim) each, by the function that is replaced by name."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class PeerDecoder(Decoder):
@@ -167,7 +176,7 @@ class PeerDecoder(Decoder):
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compiles each block's parts."""
         for block in self.layers:
-            cast("PeerBlock", block).compile_parts()
+            cast("PeerBlock", block).compile_parts(backend)
 
 
 def _on_device(model: Decoder, training: Training) -> Decoder:

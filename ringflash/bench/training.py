@@ -6,8 +6,9 @@ A step is forward, backward, gradient clipping and AdamW on one sequence of rand
 master weights and reductions in float32. Two models do not fit into memory together, so contenders take turns cell by
 cell: each is built, warmed up, timed and freed. Times are medians over steps of the slowest rank's, without a pause
 between steps. MFU counts causal attention as half and nothing that is computed again, against the GPU's dense peak.
-GiB are the most that torch allocated on a GPU, "in use" all that the device had given away, caches and buffers of
-communication too. "loss" is that of the first step and of the last: contenders have the same weights and tokens.
+GiB are the most that torch allocated on a GPU; "outside" is what else is taken there: the CUDA context, NCCL's buffers
+and the ring's, all of which stay for whoever comes next. "loss" is that of the first step and of the last: contenders
+have the same weights and tokens.
 
 Who runs out of memory is not tried at longer contexts.
 """
@@ -42,6 +43,7 @@ from ringflash.train.flops import peak_flops, training_flops
 
 OURS, PEER = "ringflash", "torch context_parallel"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # said in rows
+FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "outside_gib": ".1f"}  # columns that a row may lack
 # Of a GPU's memory that torch may take: with the same bound on all ranks, and the same work, all of them run out of it
 # in the same place, and none waits for another.
 MEMORY_FRACTION = 0.95
@@ -125,23 +127,24 @@ def _measure(
     build: Contender, training: Training, options: argparse.Namespace, control: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Figures of one contender, or why there are none: the same on all ranks."""
-    on_gpu, failed, figures = training.device.type == "cuda", None, dict[str, Any]()
-    try:
-        with build(training) as trainee:
-            figures = _figures(trainee, training, options)
-        del trainee
-    except CANNOT as error:
-        failed = failure(error)
-    # Its frames, which the error held, are gone: the next one begins with empty memory and no compiled code, which
-    # would be made anew for any length instead of for this.
+    figures = _attempt(build, training, options)
+    # The model is out of reach: the next one begins with empty memory, and with no compiled code, which would be made
+    # anew for any length instead of for its own.
     torch._dynamo.reset()
     gc.collect()
-    if on_gpu:
+    if training.device.type == "cuda":
         torch.cuda.empty_cache()
-    failures: list[str | None] = [None] * training.weights.size()
-    dist.all_gather_object(failures, failed, group=control)
-    first = next((said for said in failures if said is not None), None)
-    return figures if first is None else {"failed": first}
+    all_figures: list[dict[str, Any]] = [{}] * training.weights.size()
+    dist.all_gather_object(all_figures, figures, group=control)
+    return next((each for each in all_figures if "failed" in each), figures)
+
+
+def _attempt(build: Contender, training: Training, options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        with build(training) as trainee:
+            return _figures(trainee, training, options)
+    except CANNOT as error:
+        return {"failed": failure(error)}
 
 
 def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) 
     most = torch.zeros(2, dtype=torch.float64, device=training.device)
     if on_gpu:
         free, total = torch.cuda.mem_get_info()
-        most = most.new_tensor([torch.cuda.max_memory_allocated(), total - free])
+        most = most.new_tensor([torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     loss = torch.stack([*losses, *timed]).double()
@@ -174,7 +177,7 @@ def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) 
         flops = training_flops(training.config, training.seqlen, pairs)
         figures["mfu"] = round(flops / median / world_size / peak, 4)
     if on_gpu:
-        figures |= {"gib": round(most[0].item() / 2**30, 2), "in_use_gib": round(most[1].item() / 2**30, 2)}
+        figures |= {"gib": round(most[0].item() / 2**30, 2), "outside_gib": round(most[1].item() / 2**30, 2)}
     return figures | {"loss": [round(loss[0].item(), 4), round(loss[-1].item(), 4)], **trainee.facts}
 
 
@@ -213,7 +216,7 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     table.add_column("shape")
     table.add_column("context", justify="right")
     table.add_column("contender", no_wrap=True)
-    for column in ("s/step", "tokens/s\na GPU", "over\npeer", "MFU", "peak\nGiB", "in use\nGiB", "loss\nfirst, last"):
+    for column in ("s/step", "tokens/s\na GPU", "over\npeer", "MFU", "peak\nGiB", "outside\nGiB", "loss\nfirst, last"):
         table.add_column(column, justify="right")
     for row in rows:
         cells = [row["shape"], str(row["context"]), row["name"]]
@@ -227,9 +230,6 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     for row in rows:
         if "failed" in row:
             console.print(f"  {row['shape']}, {row['context']}, {row['name']}: {row['failed']}", markup=False)
-
-
-FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "in_use_gib": ".1f"}  # columns that a row may lack
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
 from ringflash.bench import trainees, training
+from ringflash.errors import ArgumentError
+from ringflash.train.loss import TokenLosses
+from ringflash.train.memory import parameter_counts
 from ringflash.train.model import Decoder
 from tests.distributed import run_ranks
 
@@ -21,7 +24,6 @@ SMALL = "--shapes tiny --peers --eager --steps 2 --warmup 1"
 def test_two_processes(tmp_path: Path) -> None:
     results = run_ranks(2, _everything, str(tmp_path))
     for rows, failed, full in results:
-        print(rows, failed)
         assert [(row["name"], row["context"]) for row in rows] == [
             (name, context) for context in (64, 128) for name in (training.OURS, training.PEER)
         ]
@@ -35,8 +37,8 @@ def test_two_processes(tmp_path: Path) -> None:
         # torch's own attention has no ring of CPUs.
         assert "failed" not in failed[0]
         assert failed[1]["failed"].startswith("NotImplementedError: Operator aten._scaled_dot_product")
-        assert full[0]["failed"] == "OutOfMemoryError: tried to allocate 9 TiB"
-        assert full[1]["failed"] == "not tried: out of memory at 64"
+        said = ["OutOfMemoryError: rank 0 tried to allocate 9 TiB", "not tried: out of memory at 64"]
+        assert [row["failed"] for row in full] == [text for text in said for _ in range(2)]
     record = json.loads((tmp_path / "training.json").read_text())
     assert [row["loss"] for row in record["rows"]] == [row["loss"] for row in results[0][0]]
     assert record["command"].startswith("torchrun --nproc-per-node 2 -m ringflash.bench training --shapes tiny")
@@ -50,24 +52,64 @@ def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
         patch.setattr(trainees, "_attend", _gathered_attention)
         written = ["--json", f"{folder}/training.json", "--png", f"{folder}/training.png"]
         rows = training.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
-        if mesh.get_rank() == 1:
-            patch.setattr(trainees, "_on_device", _out_of_memory)
-        else:
-            patch.setattr(trainees, "_on_device", lambda *args: pytest.fail("not reached"))
-    return rows, failed, []
+        patch.setattr(trainees, "_on_device", _out_of_memory)
+        full = training.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
+    return rows, failed, full
 
 
 def _out_of_memory(*args: object) -> Decoder:
-    raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
+    raise torch.OutOfMemoryError(f"rank {dist.get_rank()} tried to allocate 9 TiB\nand more")
+
+
+class _Gather(torch.autograd.Function):
+    """Shards of all ranks along dimension 2, in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *dout: Tensor) -> Tensor:
+        total = dout[0].contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size(), 2)[dist.get_rank()]
 
 
 def _gathered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What context_parallel makes of scaled_dot_product_attention: causal, keys and values of all ranks, in zigzag."""
-    context = rf.ContextParallel(torch.distributed.group.WORLD, fixed_lengths=True)
-    seqlen = 2 * q.shape[2]
-    k, v = (collectives.all_gather_tensor_autograd(x.contiguous(), 2, torch.distributed.group.WORLD) for x in (k, v))
-    positions = torch.arange(seqlen)
-    whole = torch.cat([rf.ContextParallel.local(2).shard(positions, dim=0)])
-    hidden = context.positions(seqlen)[:, None] < whole
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
+    """What context_parallel makes of scaled_dot_product_attention: causal, over keys of all ranks, cut in zigzag."""
+    context = rf.ContextParallel.local(2)
+    positions = context.shard(torch.arange(2 * q.shape[2]), dim=0)
+    hidden = positions.chunk(2)[dist.get_rank()][:, None] < positions
+    scores = (q @ _Gather.apply(k).transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ _Gather.apply(v)
+
+
+def test_a_peers_block_is_a_block() -> None:
+    config = trainees.SHAPES["tiny"]
+    decoder, peer = Decoder(config, seed=1).double(), trainees.PeerDecoder(config).double()
+    peer.load_state_dict(decoder.state_dict())
+    ids, positions = torch.randint(config.vocab_size, (1, 33)), torch.arange(32)
+    losses = []
+    for model in (decoder, peer):
+        loss = model(ids[:, :-1], positions, labels=ids[:, 1:])
+        assert isinstance(loss, TokenLosses)
+        loss.total.backward()
+        losses.append(loss.total.detach())
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    for (name, ours), theirs in zip(decoder.named_parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("1b", 1.236), ("8b", 8.030)])
+def test_shapes_are_those_of_their_names(shape: str, billions: float) -> None:
+    config = trainees.SHAPES[shape]
+    block, root = parameter_counts(config)
+    assert (config.n_layers * block + root) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+@pytest.mark.parametrize("changed", ["--contexts 0", "--steps 0", "--warmup 0"])
+def test_bad_arguments(changed: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
+        training.main(changed.split())

@@ -380,7 +380,11 @@ def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     config = command(["fit", "--config", str(path)], []).config.fit
     assert "max_steps" not in config.model.optimizer
     assert config.trainer.max_steps > config.model.optimizer.warmup_steps
-    assert config.trainer.strategy == "ring_attention"
+    strategy = config.trainer.strategy
+    assert getattr(strategy, "class_path", strategy) in (
+        "ring_attention",
+        "ringflash.train.strategy.RingAttentionStrategy",
+    )
     assert config.trainer.use_distributed_sampler is False
     if command is cli.RingCLI:
         assert config.data.corpus == "stdlib"
