@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,11 @@ def start(tmp_path: Path, world_size: int, lines: int = 400) -> subprocess.Compl
     (tmp_path / "text.txt").write_text("ring attention over a long context\n" * lines)
     corpus = ["--corpus", str(tmp_path / "text.txt"), "--cache-dir", str(tmp_path / "cache")]
     shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--context-length", "257", "--steps", "6"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    return subprocess.run(
-        [*command, SCRIPT, *corpus, *shape, "--lr", "1e-2"], capture_output=True, text=True, timeout=90
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, *(launcher if world_size > 1 else []), SCRIPT, *corpus, *shape, "--lr", "1e-2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | (alone if world_size == 1 else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=env)
 
 
 def run(tmp_path: Path, world_size: int) -> list[float]:
