@@ -26,12 +26,16 @@ from tests.accuracy import Problem, as_tensor
 
 @dataclass
 class Outcome:
-    """What a rank's call came to: an exception's class, text and fields, and after how many seconds."""
+    """What a rank's call came to: an exception's class, text and fields, and after how many seconds.
+
+    `usual` is how many a call without a fault took before it: on busy cores the promised times begin with that.
+    """
 
     kind: str
     text: str
     fields: dict[str, Any]
     seconds: float
+    usual: float = 0.0
 
 
 def outcome_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
@@ -76,6 +80,13 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
         yield
     finally:
         setattr(ring.Tiles, "meeting", original)  # noqa: B010
+
+
+def usual_seconds() -> float:
+    """How long a call without a fault takes, with the cores as busy as they are."""
+    call_ring(rf.ContextParallel.local(2))  # the imports of a process's first call
+    dist.barrier()
+    return outcome_of(call_ring, rf.ContextParallel(dist.group.WORLD)).seconds
 
 
 def raise_out_of_memory() -> None:

@@ -24,16 +24,26 @@ from ringflash.transport.faults import Faults, Word, conclude
 from ringflash.transport.watch import Watch
 from tests.accuracy import Problem
 from tests.distributed import run_ranks
-from tests.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
+from tests.faults import (
+    Outcome,
+    call_ring,
+    die,
+    outcome_of,
+    planted,
+    raise_out_of_memory,
+    run_to_their_ends,
+    usual_seconds,
+)
 
 WORLD = 3
 
 
 def _with_fault(step: int, action: Callable[[], None], timeout: float) -> Outcome:
     """A call in which `action` comes over rank 1; its connection is of no use afterwards, the group is."""
+    usual = usual_seconds()
     context = rf.ContextParallel(dist.group.WORLD, timeout=timeout)
     with planted(step, action):
-        return outcome_of(call_ring, context)
+        return replace(outcome_of(call_ring, context), usual=usual)
 
 
 def _raises_in_mid_ring() -> list[Outcome]:
@@ -48,7 +58,7 @@ def test_a_rank_that_raises_in_mid_ring_brings_the_others_down() -> None:
     for case in zip(*run_ranks(WORLD, _raises_in_mid_ring), strict=True):
         assert [outcome.kind for outcome in case] == ["PeerFailed", "OutOfMemoryError", "PeerFailed"]
         for outcome in case:
-            assert outcome.seconds < 2, outcome
+            assert outcome.seconds - outcome.usual < 2, outcome
         for outcome in (case[0], case[2]):
             assert outcome.fields["ranks"] == [1]
             assert "rank 1: OutOfMemoryError: planted: out of memory\nTraceback" in outcome.text
@@ -77,7 +87,7 @@ def _hangs() -> list[Outcome]:
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     if context.rank == 1:
         time.sleep(5)  # before it joins the others
-    return [*outcomes, outcome_of(call_ring, context)]
+    return [*outcomes, replace(outcome_of(call_ring, context), usual=outcomes[0].usual)]
 
 
 def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
@@ -86,7 +96,8 @@ def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
         for rank in (0, 2):
             outcome = by_rank[rank][case]
             assert outcome.kind == "RingTimeout", outcome
-            assert 2 <= outcome.seconds < 4
+            assert outcome.seconds >= 2
+            assert outcome.seconds - outcome.usual < 4
             assert outcome.fields["peers"] == [1]
             assert outcome.fields["hop"] in ({0, 1}, {1, 2}, {None})[case], outcome
             assert "waited 2 s for rank 1 at" in outcome.text
@@ -114,19 +125,20 @@ def _astray() -> Iterator[None]:
 
 
 def _different_hops() -> list[Outcome]:
+    usual = usual_seconds()
     with _astray():
         checked = rf.ContextParallel(dist.group.WORLD, timeout=2.0, debug=True)
         unchecked = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
-        return [outcome_of(call_ring, context) for context in (checked, unchecked)]
+        return [replace(outcome_of(call_ring, context), usual=usual) for context in (checked, unchecked)]
 
 
 def test_ranks_that_follow_different_plans() -> None:
     for checked, unchecked in run_ranks(WORLD, _different_hops):
         assert checked.kind == "RankMismatch"
-        assert checked.seconds < 1
+        assert checked.seconds - checked.usual < 1
         assert "ranks disagree on plan: rank 1 against the rest" in checked.text
         assert unchecked.kind == "RingTimeout"
-        assert unchecked.seconds < 4
+        assert unchecked.seconds - unchecked.usual < 4
         for text in (checked.text, unchecked.text):
             for rank in range(WORLD):
                 assert f"rank {rank} of 3, zigzag, " in text
@@ -151,11 +163,12 @@ def _die_at(step: int) -> Outcome:
 
 def _die_before_a_call() -> Outcome:
     context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
+    usual = usual_seconds()
     call_ring(context)
     if context.rank == 1:
         time.sleep(0.5)  # the others wait for it
         die()
-    return outcome_of(call_ring, context)
+    return replace(outcome_of(call_ring, context), usual=usual)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +181,7 @@ def test_a_rank_that_is_killed(function: Callable[..., Outcome], args: tuple[Any
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome is not None
         assert outcome.kind == "PeerLost", outcome
-        assert outcome.seconds < 5
+        assert outcome.seconds - outcome.usual < 5
         assert outcome.fields["peers"] == [1]
         assert outcome.fields["hop"] in hops
         assert "lost rank 1 at" in outcome.text
@@ -261,11 +274,11 @@ def test_a_message_on_a_gpu_that_is_late_raises_where_the_process_waits() -> Non
 def test_messages_on_a_gpu_that_come() -> None:
     seen = threading.Event()
     faults, watch, released = _watched(seen.is_set, 1.0)
-    time.sleep(0.7)
+    time.sleep(0.2)  # far from the deadline, however busy the cores
     seen.set()
     time.sleep(0.2)
     watch.add(lambda: True, 3, [1])
-    time.sleep(0.7)  # nothing is awaited
+    time.sleep(1.2)  # nothing is awaited
     faults.check()
     assert not released
 

@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 
 import ringflash
+from ringflash.cli import main
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
 from ringflash.train.folder import verify
@@ -156,14 +157,12 @@ def test_resume_at_another_world_size(fit: Fit) -> None:
 
 
 @pytest.mark.xdist_group("fit")
-def test_generate_from_the_run(fit: Fit) -> None:
+def test_generate_from_the_run(fit: Fit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit.first.returncode == 0
+    monkeypatch.chdir(fit.folder)
     args = ["generate", "--checkpoint", "runs/test/checkpoints/last", "--prompt", "def f", "--max-new-tokens", "5"]
-    done = subprocess.run(
-        command(*args, "--device", "cpu"), cwd=fit.folder, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def f")
+    assert main([*args, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("def f")
 
 
 @pytest.mark.parametrize(

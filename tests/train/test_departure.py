@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("departure")
+
+# One process imports torch, and is forked into the ranks, which end as processes of their own do.
 SCRIPT = """
-import sys
+import json
+import os
+import signal
+import socket
 import time
 from datetime import timedelta
 import torch.distributed as dist
 from ringflash.train.departure import Departure
-case, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"tcp://127.0.0.1:{sys.argv[3]}")
+
+
+def fork(case):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks, ends = {}, [None] * 3
+    for rank in range(3):
+        if not (process := os.fork()):
+            return case, rank, port
+        ranks[process] = rank
+    while ranks:
+        process, status = os.wait()
+        ends[ranks.pop(process)] = os.waitstatus_to_exitcode(status), time.monotonic()
+    print(json.dumps([case, ends]), flush=True)
+    return None
+
+
+case, rank, port = fork("slow") or fork("failed") or fork("late") or exit()
+signal.alarm(40)  # none is left over
+file = os.open(f"{case} {rank}", os.O_CREAT | os.O_WRONLY)
+os.dup2(file, 1)
+os.dup2(file, 2)
+dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}")
 departure = Departure(timedelta(seconds=0.5)) if case == "late" else Departure()
 dist.barrier()
 if case == "failed" and rank == 1:
@@ -30,49 +58,36 @@ print("end")
 """
 
 
-def run(case: str, folder: Path) -> tuple[list[int], list[str], list[float]]:
+@dataclass(frozen=True)
+class Ends:
     """Exit codes, outputs and ends, in seconds from the first, of three ranks, of which rank 0 serves the store."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+
+    codes: list[int]
+    outputs: list[str]
+    seconds: list[float]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
+    folder = tmp_path_factory.mktemp("departure")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), case, str(rank), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    ends: dict[int, float] = {}
-    deadline = time.monotonic() + 60
-    try:
-        while len(ends) < 3 and time.monotonic() < deadline:
-            for rank, process in enumerate(ranks):
-                if rank not in ends and process.poll() is not None:
-                    ends[rank] = time.monotonic()
-            time.sleep(0.02)
-    finally:
-        for process in ranks:
-            process.kill()
-    outputs = [process.communicate()[0] for process in ranks]
-    assert len(ends) == 3, outputs
-    first = min(ends.values())
-    return [process.returncode for process in ranks], outputs, [ends[rank] - first for rank in range(3)]
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=150)
+    found = {}
+    for case, ranks in map(json.loads, done.stdout.splitlines()):
+        codes, times = zip(*ranks, strict=True)
+        outputs = [(folder / f"{case} {rank}").read_text() for rank in range(3)]
+        found[case] = Ends([*codes], outputs, [time - min(times) for time in times])
+    return found
 
 
-def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
-    codes, outputs, ends = run("slow", tmp_path)
-    assert (codes, outputs) == ([0, 0, 0], ["end\n"] * 3)
-    assert max(ends) < 1  # though they came to their ends a second apart
+def test_a_slow_rank_is_waited_for(ends: dict[str, Ends]) -> None:
+    slow = ends["slow"]
+    assert (slow.codes, slow.outputs) == ([0, 0, 0], ["end\n"] * 3)
+    assert max(slow.seconds) < 1  # though they came to their ends a second apart
 
 
 @pytest.mark.parametrize(("case", "code"), [("failed", 3), ("late", 0)])
-def test_none_is_waited_for_that_does_not_come(tmp_path: Path, case: str, code: int) -> None:
-    codes, outputs, ends = run(case, tmp_path)
-    assert codes == [0, code, 0], outputs
-    assert max(ends[:2]) < 2, (ends, outputs)
+def test_none_is_waited_for_that_does_not_come(ends: dict[str, Ends], case: str, code: int) -> None:
+    assert ends[case].codes == [0, code, 0], ends[case]
+    assert max(ends[case].seconds[:2]) < 2, ends[case]
