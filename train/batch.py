@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ringflash as rf
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
 from ringflash.train.loss import IGNORE_INDEX, count_valid
 
@@ -99,6 +100,22 @@ def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     rows = positions.expand(cu_seqlens.shape[0], -1).contiguous()
     index = torch.searchsorted(cu_seqlens.contiguous(), rows, right=True)
     return rows - cu_seqlens.gather(1, index - 1)
+
+
+def positions_of(batch: Mapping[str, Any]) -> Tensor:
+    """(seqlen,) or (batch, seqlen) positions of a batch's tokens: the strategy's, else those of whole sequences."""
+    if (position_ids := batch.get("position_ids")) is not None:
+        return position_ids
+    labels, cu_seqlens = batch["labels"], batch.get("cu_seqlens")
+    index = torch.arange(labels.shape[1], device=labels.device)
+    return index if cu_seqlens is None else document_positions(cu_seqlens, index)
+
+
+def documents_of(batch: Mapping[str, Any]) -> rf.Documents | None:
+    """What a batch's whole sequences are packed of, one row for all that are cut alike; None without "cu_seqlens"."""
+    if (cu_seqlens := batch.get("cu_seqlens")) is None:
+        return None
+    return rf.Documents(cu_seqlens[0] if bool((cu_seqlens == cu_seqlens[0]).all()) else cu_seqlens)
 
 
 def check_tokens(batch: Mapping[str, Tensor], vocab_size: int) -> None:

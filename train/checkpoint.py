@@ -99,6 +99,11 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
     Raises:
         CheckpointError: as `load`; or a checkpoint that holds no decoder.
     """
+    return load_decoder_and_rest(path, dtype=dtype)[0]
+
+
+def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Decoder, dict[str, Any]]:
+    """`load_decoder`, and what the checkpoint holds beside tensors: the state of its data module by its class, say."""
     path = locate(Path(path))
     rest = _open(path, alone=True)
     if not isinstance(config := rest.get("model_config"), dict):
@@ -117,16 +122,7 @@ def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dec
     decoder.to(dtype).to_empty(device="cpu")
     prefix = "model._decoder."
     _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
-    return decoder
-
-
-def saved_state(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors, such as the state of its data module by the name of its class.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
-    return _open(locate(Path(path)), alone=True)
+    return decoder, rest
 
 
 def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:

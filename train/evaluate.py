@@ -22,13 +22,13 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, DataError
-from ringflash.train.batch import all_ranks, document_positions
-from ringflash.train.checkpoint import load_decoder, saved_state
+from ringflash.train.batch import all_ranks, document_positions, documents_of
+from ringflash.train.checkpoint import load_decoder_and_rest
 from ringflash.train.corpus import CACHE
 from ringflash.train.data import TextDataModule
 from ringflash.train.model import Decoder
 from ringflash.train.positions import NUM_BUCKETS, Bucket, buckets, table_by_position
-from ringflash.train.ranks import DEVICES, ranks
+from ringflash.train.ranks import DEVICES, inference_dtype, ranks
 from ringflash.train.report_picture import draw_by_position
 from ringflash.train.samples import Packing
 from ringflash.train.sources import STDLIB
@@ -61,16 +61,13 @@ def losses_by_position(
             raise DataError("corpus", expected=f"token ids below {known}", got=highest, remedy=remedy)
         seqlen, cu_seqlens = batch["input_ids"].shape[1], batch.get("cu_seqlens")
         position_ids = torch.arange(seqlen) if context is None else context.positions(seqlen, device="cpu")
-        documents = None
         if cu_seqlens is not None:
             position_ids = document_positions(cu_seqlens, position_ids)
-            # One row is everybody's, and asks for no mask a sequence.
-            documents = rf.Documents(cu_seqlens[0] if cu_seqlens.shape[0] == 1 else cu_seqlens)
         input_ids, labels = (batch[name].to(device) for name in ("input_ids", "labels"))
         if context is not None:
             input_ids, labels = context.shard(input_ids), context.shard(labels)
         position_ids = position_ids.to(device)
-        losses = decoder(input_ids, position_ids, context, documents=documents, labels=labels)
+        losses = decoder(input_ids, position_ids, context, documents=documents_of(batch), labels=labels)
         table += table_by_position(losses.tokens, labels, position_ids)
     return table
 
@@ -86,9 +83,10 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes what else is asked for; every rank of torchrun's calls it."""
     options = _parser().parse_args(argv)
+    _check(options)
     with ranks(options.device) as (device, context):
-        data = _data(options)
-        decoder = load_decoder(options.checkpoint, dtype=_dtype(device)).to(device)
+        decoder, rest = load_decoder_and_rest(options.checkpoint, dtype=inference_dtype(device))
+        data, decoder = _data(options, rest.get(TextDataModule.__qualname__, {})), decoder.to(device)
         batches = itertools.islice(data.val_dataloader(), options.samples)
         table = losses_by_position(decoder, batches, context)
         if context is not None:
@@ -129,13 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _data(options: argparse.Namespace) -> TextDataModule:
+def _check(options: argparse.Namespace) -> None:
     if options.samples is not None and options.samples < 1:
         raise ArgumentError("--samples", expected="at least 1", got=options.samples, remedy="Leave it out for all.")
     if options.png is not None and options.png.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentError("--png", expected="a .png, .svg or .pdf file", got=options.png, remedy="Name it loss.png.")
+
+
+def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataModule:
+    """What was held out of the corpus; `trained` is the state of the data module that the model was trained with."""
     sources = options.corpus[0] if len(options.corpus) == 1 else options.corpus
-    trained: dict[str, Any] = saved_state(options.checkpoint).get(TextDataModule.__qualname__, {})
     held_out = options.val_fraction
     data = TextDataModule(
         sources,
@@ -160,10 +161,6 @@ def _data(options: argparse.Namespace) -> TextDataModule:
             remedy = "Prepare the corpus with the tokenizer in the run's folder."
             raise ArgumentError("--corpus", expected=of_run.name, got=data.tokenizer.name, remedy=remedy)
     return data
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _table(found: Sequence[Bucket], result: Mapping[str, Any]) -> Table:

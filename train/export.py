@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint import load_decoder
-from ringflash.train.folder import partial_of
+from ringflash.train.folder import partial_of, sync
 from ringflash.train.huggingface import CONFIG, FAMILIES, FULL, SLIDING
 from ringflash.train.model_config import Family, ModelConfig
 from ringflash.train.weights import MAX_FILE_BYTES, write
@@ -69,9 +68,9 @@ def save(
         write(tensors, partial, DTYPES[dtype], max_file_bytes)
         (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
-            _sync(path)
+            sync(path)
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         remedy = "Look at the space and rights on its file system; nothing is left there."
@@ -177,11 +176,3 @@ def family_of(config: ModelConfig) -> Family:
         got=", ".join(f"{name}={getattr(config, name)}" for name in named),
         remedy="Leave family out for one that fits, or train a shape that transformers has.",
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -107,12 +107,12 @@ def publish(path: Path, files: dict[str, dict[str, Any]], *, step: int | None = 
     manifest = {"format": FORMAT_VERSION, "step": step, "written": time.time(), "files": dict(sorted(files.items()))}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for file in (*partial.iterdir(), partial):
-        _sync(file)
+        sync(file)
     if path.exists():
         _retire(path, keep)  # left by a kill after the renames; without `path` it would be all there is
         path.rename(previous)
     partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     _retire(path, keep)
 
 
@@ -205,7 +205,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

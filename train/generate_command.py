@@ -16,7 +16,7 @@ import torch
 from ringflash.errors import ArgumentError
 from ringflash.train.checkpoint import load_decoder
 from ringflash.train.generate import Sampling, continue_prompts
-from ringflash.train.ranks import is_first, ranks
+from ringflash.train.ranks import inference_dtype, is_first, ranks
 from ringflash.train.tokenizer import Tokenizer
 
 
@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with ranks(options.device) as (device, context):
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
+        decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
         named = options.tokenizer
         tokenizer = Tokenizer.of_run(options.checkpoint) if named is None else Tokenizer.load(named)
         new = continue_prompts(

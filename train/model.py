@@ -257,6 +257,13 @@ class Decoder(nn.Module):
         """(vocab_size, dim), what final states are multiplied with; under FSDP whole inside the forward only."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def materialise(self, device: torch.device | str) -> None:
+        """Storage on `device` for a decoder that was made on the meta device, sharded since or not, and its weights."""
+        self.to_empty(device=device)
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.reset_parameters()
+
     def keep_activations(self, checkpointing: ActivationCheckpointing, *, offload: bool = False) -> None:
         """What blocks keep for the backward: "none" checkpoints nothing, "block" keeps inputs and attention's results.
 
@@ -308,30 +315,8 @@ class Decoder(nn.Module):
             newest: with `cache`, logits (batch, 1, vocab_size) of each sequence's newest token alone, on every rank.
 
         Raises:
-            ArgumentError: as `hidden`, or `labels` are not of its shape.
-        """
-        x = self.hidden(input_ids, position_ids, context, cache, documents, newest=newest)
-        if labels is not None:
-            return linear_token_loss(x, self.head_weight, labels)
-        return nn.functional.linear(x, self.head_weight)
-
-    def hidden(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        context: rf.ContextParallel | None = None,
-        cache: KVCache | None = None,
-        documents: rf.Documents | None = None,
-        *,
-        newest: bool = False,
-    ) -> Tensor:
-        """Final states after the last norm, (batch, seqlen, dim); arguments as in `forward`.
-
-        Under FSDP call `forward`, whose hooks gather the weights.
-
-        Raises:
-            ArgumentError: `position_ids` does not fit `input_ids`, `cache` is full, of another context or comes with
-                `documents`, or `newest` comes without one.
+            ArgumentError: `position_ids` or `labels` do not fit `input_ids`, `cache` is full, of another context or
+                comes with `documents`, or `newest` comes without one.
         """
         if position_ids.shape[-1] != input_ids.shape[-1] or position_ids.ndim not in (1, 2):
             raise ArgumentError(
@@ -362,4 +347,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.finish()
             x = cache.newest(x) if newest else x
-        return self.norm(x)
+        x = self.norm(x)
+        if labels is not None:
+            return linear_token_loss(x, self.head_weight, labels)
+        return nn.functional.linear(x, self.head_weight)

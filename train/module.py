@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing
-from ringflash.train.batch import check_tokens, document_positions
+from ringflash.train.batch import check_tokens, documents_of, positions_of
 from ringflash.train.huggingface import read_config
 from ringflash.train.loss import TokenLosses, count_valid
 from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
@@ -116,10 +115,7 @@ class LanguageModel(RingModule):
         if isinstance(strategy, RingAttentionStrategy):
             self._shard(decoder, decoder.layers, strategy)
         else:
-            decoder.to_empty(device=strategy.root_device)
-            for module in decoder.modules():
-                if callable(reset := getattr(module, "reset_parameters", None)):
-                    reset()
+            decoder.materialise(strategy.root_device)
         self._decoder = decoder
 
     def memory_estimate(self) -> MemoryEstimate:
@@ -148,14 +144,11 @@ class LanguageModel(RingModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
-        cu_seqlens = batch.get("cu_seqlens")
+        num_valid = batch.get("num_valid_tokens")
         if self.context is None:  # a ring's strategy has looked at the batch while it was on the CPU
             check_tokens(batch, self.vocab_size)
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-            position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)
-        documents = None if cu_seqlens is None else rf.Documents(cu_seqlens)
         with self._autocast():
-            losses = self.decoder(input_ids, position_ids, self.context, documents=documents, labels=labels)
+            losses = self.decoder(
+                input_ids, positions_of(batch), self.context, documents=documents_of(batch), labels=labels
+            )
         return losses, count_valid(labels) if num_valid is None else num_valid

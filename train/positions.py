@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.batch import document_positions
+from ringflash.train.batch import positions_of
 from ringflash.train.loss import IGNORE_INDEX
 from ringflash.train.observe import gathered, is_logging_step
 
@@ -79,15 +79,6 @@ def buckets(table: Tensor) -> list[Bucket]:
             end = FIRST_BUCKET << index
             found.append(Bucket(end // 2 if index else 0, end - 1, int(tokens), loss_sum))
     return found
-
-
-def positions_of(batch: Mapping[str, Any]) -> Tensor:
-    """(seqlen,) or (batch, seqlen) positions of a batch's tokens: the strategy's, else those of whole sequences."""
-    if (position_ids := batch.get("position_ids")) is not None:
-        return position_ids
-    labels, cu_seqlens = batch["labels"], batch.get("cu_seqlens")
-    index = torch.arange(labels.shape[1], device=labels.device)
-    return index if cu_seqlens is None else document_positions(cu_seqlens, index)
 
 
 class LossByPosition(Callback):

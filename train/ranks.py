@@ -52,6 +52,11 @@ def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None
         raise
 
 
+def inference_dtype(device: torch.device) -> torch.dtype:
+    """What models compute in there when they are not trained."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def is_first(context: rf.ContextParallel | None) -> bool:
     """Whether this process speaks for all."""
     return context is None or context.rank == 0

@@ -19,7 +19,7 @@ import ringflash as rf
 from ringflash.train.cache import over_ranks
 from ringflash.train.checkpoint import load_decoder
 from ringflash.train.model import Decoder
-from ringflash.train.ranks import is_first, ranks
+from ringflash.train.ranks import inference_dtype, is_first, ranks
 from ringflash.train.retrieval import Grid, RetrievalTask
 from ringflash.train.retrieval_accuracy import Cell, count, draw, mean, tabulate, write
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     grid = Grid(tuple(options.lengths), options.depths, options.rows, options.seed)
     with ranks(options.device) as (device, context):
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        decoder = load_decoder(options.checkpoint, dtype=dtype).to(device)
+        decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
         cells = measure(decoder, grid, context)
         if is_first(context):
             _show(cells, options, context, RetrievalTask(decoder.config.vocab_size))

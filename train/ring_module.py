@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing
-from ringflash.train.batch import all_ranks
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.loss import TokenLosses
 from ringflash.train.nonfinite import NonFinite, NonFiniteError
+from ringflash.train.observe import gathered
 from ringflash.train.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.strategy import RingAttentionStrategy
 
@@ -175,7 +175,7 @@ class RingModule(pl.LightningModule, ABC):
             NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
         """
         window, self._window = self._window, []
-        losses = self._gather(torch.stack([m.loss_sum for m in window]))
+        losses = gathered(self.trainer, torch.stack([m.loss_sum for m in window]))
         loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
         gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -247,18 +247,11 @@ class RingModule(pl.LightningModule, ABC):
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.compute_dtype]
 
-    def _gather(self, local: Tensor) -> Tensor:
-        """(n,) of this rank -> (world_size, n) of all, in rank order."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, RingAttentionStrategy):
-            return local[None]
-        return all_ranks(local, strategy.world_group)
-
     def _log_evaluated(self, name: str) -> None:
         if not self._evaluated:
             return
         local, counts = (torch.stack(column) for column in zip(*self._evaluated, strict=True))
-        loss = self._gather(local.sum()[None]).sum() / counts.sum().clamp(min=1)
+        loss = gathered(self.trainer, local.sum()[None]).sum() / counts.sum().clamp(min=1)
         # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
         self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
 

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from ringflash.errors import ConfigError
+from ringflash.train.batch import positions_of
 from ringflash.train.flops import layer_windows, peak_flops, training_flops, visible_pairs
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.observe import gathered, is_logging_step
-from ringflash.train.positions import positions_of
 
 GIB = 2.0**30
 

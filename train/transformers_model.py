@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing, recompute
-from ringflash.train.batch import check_tokens, document_positions
+from ringflash.train.batch import check_tokens, documents_of, positions_of
 from ringflash.train.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.nonfinite import NonFinite
 from ringflash.train.optimizer import OptimizerConfig
@@ -33,9 +33,8 @@ PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  #
 class TransformersModel(RingModule):
     """Next-token training of any `AutoModelForCausalLM` whose layers hand keywords down to attention.
 
-    Batches may hold packed documents:
-    "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss is of the logits alone: a mixture of experts
-    is trained without the auxiliary loss of its router.
+    Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss is of the
+    logits alone: a mixture of experts is trained without the auxiliary loss of its router.
 
     Each rank holds the whole model on its CPU before it keeps its shard.
 
@@ -122,20 +121,15 @@ class TransformersModel(RingModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        position_ids, num_valid = batch.get("position_ids"), batch.get("num_valid_tokens")
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-            cu_seqlens = batch.get("cu_seqlens")
-            position_ids = position_ids if cu_seqlens is None else document_positions(cu_seqlens, position_ids)
+        position_ids, num_valid = torch.atleast_2d(positions_of(batch)), batch.get("num_valid_tokens")
         if self.context is None and self.vocab_size is not None:
             check_tokens(batch, self.vocab_size)
         keywords: dict[str, Any] = {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed()}
-        if (cu_seqlens := batch.get("cu_seqlens")) is not None:
-            alike = bool((cu_seqlens == cu_seqlens[0]).all())
-            keywords["ring_documents"] = rf.Documents(cu_seqlens[0] if alike else cu_seqlens)
+        if (documents := documents_of(batch)) is not None:
+            keywords["ring_documents"] = documents
         model: Any = self.decoder
         with self._autocast():
-            logits = model(input_ids, position_ids=torch.atleast_2d(position_ids), use_cache=False, **keywords).logits
+            logits = model(input_ids, position_ids=position_ids, use_cache=False, **keywords).logits
         return token_losses(logits, labels), count_valid(labels) if num_valid is None else num_valid
 
     def _dropout_seed(self) -> int:

@@ -35,10 +35,7 @@ with torch.device("meta"):  # no rank ever holds the whole model
 model.keep_activations("block")
 shard_model(model, model.layers, mesh, torch.bfloat16 if gpu else torch.float32)
 sum_gradients(model)  # each rank's loss is its part of one mean
-model.to_empty(device=device)
-for module in model.modules():
-    if callable(reset := getattr(module, "reset_parameters", None)):
-        reset()
+model.materialise(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 # Each rank keeps its part of the sequence: tokens, labels that were shifted before the cut, and positions in the whole.

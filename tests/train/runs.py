@@ -227,10 +227,7 @@ def train_alone(run: Run) -> list[float]:
 
     with torch.device("meta"):
         decoder = Decoder(run.model, seed=5).double()
-    decoder.to_empty(device="cpu")
-    for module in decoder.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    decoder.materialise("cpu")
     matrices = [p for p in decoder.parameters() if p.ndim > 1]
     vectors = [p for p in decoder.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(

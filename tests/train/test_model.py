@@ -110,10 +110,7 @@ def test_meta_device() -> None:
         decoder = Decoder(CONFIG, seed=3)
     assert all(p.is_meta for p in decoder.parameters())
     assert not list(decoder.buffers())
-    decoder.to_empty(device="cpu")
-    for module in decoder.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    decoder.materialise("cpu")
     expected = Decoder(CONFIG, seed=3).state_dict()
     assert all(torch.equal(w, expected[name]) for name, w in decoder.state_dict().items())
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError
-from ringflash.train.positions import LossByPosition, buckets, positions_of, table_by_position
+from ringflash.train.batch import positions_of
+from ringflash.train.positions import LossByPosition, buckets, table_by_position
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 40), st.booleans())

@@ -102,10 +102,7 @@ def _ranks(folder: str, saved: str) -> dict[str, Any]:
     for block in decoder.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(decoder, mesh=mesh)
-    decoder.to_empty(device="cpu")
-    for module in decoder.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    decoder.materialise("cpu")
     outcome: dict[str, Any] = {"weights": {name: whole(p) for name, p in decoder.named_parameters()}}
     context = rf.ContextParallel(mesh)
     x = torch.arange(SEQLEN)[None] % 61
