@@ -280,6 +280,14 @@ class ContextParallel:
         """
         return local_seqlen if self._control is None else self._agreed_seqlen(fields, local_seqlen, mask)
 
+    def forget_lengths(self) -> None:
+        """For `fixed_lengths`, before calls whose sequence has another length than calls of the same shapes had.
+
+        Ranks then agree on it anew. Others than this one need not do so.
+        """
+        if self._control is not None:
+            self._control.forget()
+
     def announce_failure(self, error: Exception) -> None:
         """Makes the other ranks' current call raise PeerFailed, because this rank's raised `error`."""
         if self._control is not None:

@@ -12,6 +12,9 @@ from ringflash.train.linear_loss import chunk_rows
 from ringflash.train.model_config import ModelConfig
 
 GIB = 2.0**30
+# A block's feed-forward takes its tokens in pieces: of no fewer, which would not fill a GPU, and in no more of them,
+# since each is a part of the graph that is compiled.
+FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 8192, 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class TrainingShape:
         offload: whether what "block" keeps is in the host's memory.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
         gathered: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
+        compiled: whether blocks are: their backward then computes gate and up again piece by piece.
     """
 
     tokens: int
@@ -35,6 +39,7 @@ class TrainingShape:
     offload: bool = False
     reshard_after_forward: bool = True
     gathered: bool = True
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,12 @@ class MemoryEstimate:
         return f"at least {self.total / GIB:.2f} GiB a GPU ({parts})"
 
 
+def feed_forward_rows(tokens: int) -> int:
+    """Tokens in a piece, of `tokens` of a micro-batch on this rank."""
+    pieces = max(1, min(FEED_FORWARD_PIECES, tokens // FEED_FORWARD_ROWS))
+    return -(-tokens // pieces)
+
+
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """Numbers in one block, and in embedding, last norm and head."""
     kv_dim = config.n_kv_heads * config.headdim
@@ -94,10 +105,11 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     weights = (config.n_layers * block_parameters + root_parameters) * master // shape.shard_size
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     kept = (config.dim + q_dim) * item + master * config.n_heads
-    again = (config.dim + 2 * config.ffn_dim) * item
-    block = shape.tokens * again
+    gate_and_up = 2 * config.ffn_dim * item
+    block = shape.tokens * config.dim * item
+    block += (feed_forward_rows(shape.tokens) if shape.compiled else shape.tokens) * gate_and_up
     if shape.checkpointing == "none":
-        kept, block = kept + again + (q_dim + 2 * kv_dim) * item, 0
+        kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
     elif shape.offload:
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0

@@ -139,6 +139,7 @@ class LanguageModel(RingModule):
             offload=self.activation_offload,
             reshard_after_forward=self.reshard_after_forward,
             gathered=gathered,
+            compiled=self.compile_blocks,
         )
         return estimate_memory(self.model_config, shape)
 

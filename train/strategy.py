@@ -49,6 +49,7 @@ class RingAttentionStrategy(ShardedStrategy):
         timeout: of collectives; a timedelta or seconds.
         replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
             With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
+        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: for short sequences.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RingAttentionStrategy(ShardedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         replicate_size: int = 1,
+        cuda_graphs: bool = False,
     ) -> None:
         for name, size in ((CONTEXT, context_parallel_size), (DATA, data_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
@@ -80,7 +82,9 @@ class RingAttentionStrategy(ShardedStrategy):
         self._context_parallel_size: Literal["auto"] | int = context_parallel_size
         self._layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
+        self._cuda_graphs = cuda_graphs
         self._context: rf.ContextParallel | None = None
+        self._seqlens: dict[int, int] = {}  # of whole sequences, by rows of this rank's shard
         self._replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
@@ -139,7 +143,11 @@ class RingAttentionStrategy(ShardedStrategy):
                 sizes = (self._replicate_size, self.shard_size)
                 self._shard_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
             self._context = rf.ContextParallel(
-                self._device_mesh[CONTEXT], layout=self._layout, transport=self._transport
+                self._device_mesh[CONTEXT],
+                layout=self._layout,
+                transport=self._transport,
+                fixed_lengths=True,  # `batch_to_device` says where they change
+                cuda_graphs=self._cuda_graphs,
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -190,6 +198,9 @@ class RingAttentionStrategy(ShardedStrategy):
         seqlen = moved["input_ids"].shape[1]
         for name in ("input_ids", "labels"):
             moved[name] = self.context.shard(moved[name], dim=1)
+        if self._seqlens.setdefault(rows := moved["input_ids"].shape[1], seqlen) != seqlen:
+            self._seqlens[rows] = seqlen
+            self.context.forget_lengths()
         if cu_seqlens is None:
             moved["position_ids"] = self.context.positions(seqlen, device=device)
         else:

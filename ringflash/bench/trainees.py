@@ -158,7 +158,7 @@ class PeerBlock(Block):
     def _after(self, x: Tensor, out: Tensor) -> Tensor:
         """(batch, seqlen, dim) and attention's (batch, nheads, seqlen, headdim) -> (batch, seqlen, dim)."""
         x = x + self.self_attn.o_proj(out.transpose(1, 2).flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp.whole(self.post_attention_layernorm(x))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -118,6 +118,10 @@ class ControlPlane:
             self._agreed[words] = result
         return result
 
+    def forget(self) -> None:
+        """Waits for the others' agreement in the next call of each kind."""
+        self._agreed.clear()
+
     def _settle(self) -> None:
         """Looks at the agreement on the last call, which went on without."""
         call, self._unsettled = self._unsettled, None

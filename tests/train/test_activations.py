@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.compilers import nop
 
 import ringflash as rf
 from ringflash import ring
 from ringflash.errors import ConfigError
 from ringflash.train import activations
 from ringflash.train.activations import HostMemory, Packed
+from ringflash.train.memory import feed_forward_rows
 from ringflash.train.model import Decoder, Step
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles
@@ -55,6 +58,30 @@ def gradients(decoder: Decoder) -> tuple[float, list[Tensor]]:
     loss = decoder(x, torch.arange(SEQLEN), labels=labels).total
     loss.backward()
     return loss.item(), [p.grad for p in decoder.parameters() if p.grad is not None]
+
+
+def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.train.memory.FEED_FORWARD_ROWS", 5)
+    assert feed_forward_rows(SEQLEN) == 5
+    held: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        """The most tokens whose gate, up, their product or a gradient of these are there at once."""
+        nodes = list(graph.graph.nodes)
+        spans = []
+        for begin, node in enumerate(nodes):
+            shape = getattr(node.meta.get("val"), "shape", (0,))
+            if shape[-1] == CONFIG.ffn_dim and shape[0] != CONFIG.dim:  # a weight's
+                spans.append((begin, max(map(nodes.index, node.users), default=begin), shape[0]))
+        held.append(max(sum(rows for a, b, rows in spans if a <= at <= b) for at in range(len(nodes))))
+        return nop(graph, inputs)
+
+    decoder = Decoder(CONFIG)
+    decoder.keep_activations("block")
+    decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=count))
+    gradients(decoder)
+    assert min(held) > 0
+    assert max(held) <= 6 * 5  # of all tokens the same would be 6 * SEQLEN
 
 
 @pytest.mark.parametrize("compiled", [False, True])

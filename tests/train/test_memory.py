@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError
-from ringflash.train.memory import GIB, TrainingShape, check_memory, estimate_memory, parameter_counts
+from ringflash.train.memory import (
+    GIB,
+    TrainingShape,
+    check_memory,
+    estimate_memory,
+    parameter_counts,
+)
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.module import LanguageModel
@@ -97,6 +103,7 @@ def test_what_cannot_fit() -> None:
         check_memory(estimate, int(139 * GIB))
 
 
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
 def test_a_module_knows_its_data_and_ranks() -> None:
     class Data(pl.LightningDataModule):
         context_length, batch_size = 640, 2
@@ -111,15 +118,17 @@ def test_a_module_knows_its_data_and_ranks() -> None:
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("mode", ["none", "block"])
-def test_a_gpu_allocates_no_less_than_estimated(mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "compiled"), [("none", False), ("block", False), ("block", True)])
+def test_a_gpu_allocates_no_less_than_estimated(mode: Any, compiled: bool) -> None:
     config = ModelConfig(vocab_size=32000, dim=512, n_layers=6, n_heads=8, n_kv_heads=2, ffn_dim=1408)
-    seqlen = 16384
+    seqlen = 65536 if compiled else 16384
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         decoder, x = Decoder(config), torch.randint(0, 32000, (1, seqlen))
     decoder.keep_activations(mode)
+    if compiled:
+        decoder.compile_blocks()
     optimizer = make_adamw(decoder.parameters(), LanguageModel(config).optimizer_config)
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16):
@@ -128,5 +137,5 @@ def test_a_gpu_allocates_no_less_than_estimated(mode: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, gathered=False))
+    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, gathered=False, compiled=compiled))
     assert 0.5 * measured <= estimate.total <= measured

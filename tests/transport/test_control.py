@@ -67,6 +67,12 @@ def _runs() -> list[str]:
         stories.append("failed")
     else:
         stories.append(told(CALL, CALL))
+    control = _control()
+    assert agreed(5) == "[5, 5]"
+    for seqlen in (5 + rank, 5):
+        if rank == 0:  # whose shard is as long as before, of another whole
+            control.forget()
+        stories.append(agreed(seqlen))
     return stories
 
 
@@ -81,3 +87,4 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
     assert second[3].startswith("PeerFailed")  # the ring has broken
     assert second[4] == "failed"
     assert first[4].startswith("PeerFailed: ranks [1] raised")
+    assert first[5:] == second[5:] == ["[5, 6]", "[5, 5]"]
