@@ -54,6 +54,7 @@ class Training:
         device: of this rank.
         dtype: of activations and gathered weights; weights, gradients and optimizer state are float32.
         compiled: whether blocks are.
+        cuda_graphs: whether ringflash replays attention's passes.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class Training:
     device: torch.device
     dtype: torch.dtype
     compiled: bool
+    cuda_graphs: bool = False
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -90,14 +92,14 @@ Contender = Callable[[Training], AbstractContextManager[Trainee]]
 @contextmanager
 def ringflash(training: Training) -> Generator[Trainee, None, None]:
     """A Decoder as LanguageModel trains it under RingAttentionStrategy, with activation_checkpointing="block"."""
-    context = rf.ContextParallel(training.ring, fixed_lengths=True)
+    context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
     model.keep_activations("block")
     step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
-    facts = {"layout": context.layout, "transport": context.transport_kind}
+    facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 
