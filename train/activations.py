@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
+AHEAD_BYTES = (
+    2**30
+)  # on their way back to the GPU before a backward asks for them: 20 ms of its link, one tensor or more
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
@@ -35,30 +39,37 @@ def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory |
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Packed:
-    """A tensor's copy in the host's memory, and where and when it is there."""
+    """A tensor's copy in the host's memory, when it is there, and where it is once it is on its way back, and when."""
 
     host: Tensor
     device: torch.device
     copied: torch.cuda.Event | None
+    back: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
 
 
 class HostMemory:
     """Takes tensors to pinned memory of the host and back.
 
-    A copy there runs beside the computation, on a stream of its own; the copy back is waited for.
+    Copies run beside the computation, on a stream of their own. A backward asks for tensors in the reverse order, so
+    those before the one that it asks for are then on their way back already, `AHEAD_BYTES` of them.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._away: list[weakref.ref[Packed]] = []  # in the order in which they were taken
 
     def pack(self, x: Tensor) -> Tensor | Packed:
         """Starts the copy; `x` must not be written to any more. Small tensors stay where they are."""
         if x.nbytes < MIN_OFFLOADED_BYTES:
             return x.detach()  # not `x`, which may refer to what keeps this
-        if not x.is_cuda:
-            return Packed(x.detach().clone(), x.device, None)
+        packed = self._taken(x) if x.is_cuda else Packed(x.detach().clone(), x.device, None)
+        self._away.append(weakref.ref(packed))
+        return packed
+
+    def _taken(self, x: Tensor) -> Packed:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
@@ -74,9 +85,33 @@ class HostMemory:
         """The tensor, on its device again; waits on the device, not on the host."""
         if isinstance(packed, Tensor):
             return packed
-        if packed.copied is not None:
-            torch.cuda.current_stream(packed.device).wait_event(packed.copied)
-        return packed.host.to(packed.device, non_blocking=True, copy=True)
+        x = self._bring(packed)
+        if packed.arrived is not None:
+            torch.cuda.current_stream(packed.device).wait_event(packed.arrived)
+        packed.back = packed.arrived = None
+        away = [each for each in (ref() for ref in self._away) if each is not None and each is not packed]
+        self._away = [weakref.ref(each) for each in away]
+        coming = 0
+        while away and coming < AHEAD_BYTES:
+            coming += self._bring(away.pop()).nbytes
+        return x
+
+    def _bring(self, packed: Packed) -> Tensor:
+        """The tensor on its device, on its way there unless it is already."""
+        if packed.back is None:
+            packed.back = torch.empty_like(packed.host, device=packed.device)
+            if packed.copied is None:
+                packed.back.copy_(packed.host)
+                return packed.back
+            assert self._stream is not None
+            self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # which may still use this memory
+            self._stream.wait_event(packed.copied)
+            with torch.cuda.stream(self._stream):
+                packed.back.copy_(packed.host, non_blocking=True)
+                packed.arrived = torch.cuda.Event()
+                packed.arrived.record(self._stream)
+            packed.back.record_stream(self._stream)
+        return packed.back
 
     def hooks(self, staying: Iterable[Tensor]) -> saved_tensors_hooks:
         """A context in which what autograd saves is packed, except what shares memory with `staying`.

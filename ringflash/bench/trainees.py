@@ -55,6 +55,7 @@ class Training:
         dtype: of activations and gathered weights; weights, gradients and optimizer state are float32.
         compiled: whether blocks are.
         cuda_graphs: whether ringflash replays attention's passes.
+        offload: whether ringflash keeps activations in the host's memory.
     """
 
     config: ModelConfig
@@ -65,6 +66,7 @@ class Training:
     dtype: torch.dtype
     compiled: bool
     cuda_graphs: bool = False
+    offload: bool = False
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -95,11 +97,12 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
-    model.keep_activations("block")
+    model.keep_activations("block", offload=training.offload)
     step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
+    facts["offload"] = training.offload
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 

@@ -79,7 +79,15 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         full: dict[str, int] = {}  # contender: the context that it ran out of memory at
         for number, seqlen in enumerate(sorted(options.contexts)):
             training = Training(
-                SHAPES[shape], seqlen, mesh, ring, device, dtype, not options.eager, options.cuda_graphs
+                SHAPES[shape],
+                seqlen,
+                mesh,
+                ring,
+                device,
+                dtype,
+                not options.eager,
+                options.cuda_graphs,
+                options.offload,
             )
             cell = {contender: _row(contender, shape, training, dtype) for contender in contenders}
             for contender in turns(list(contenders), number):
@@ -115,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
     parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
+    parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every context")
     parser.add_argument("--png", type=Path, help="where to draw them")
     return parser

@@ -149,6 +149,26 @@ def test_host_memory_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(memory.unpack(packed), x)
 
 
+def test_what_comes_next_is_on_its_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(activations, "MIN_OFFLOADED_BYTES", 64)
+    monkeypatch.setattr(activations, "AHEAD_BYTES", 64)
+    memory, xs = HostMemory(), [torch.randn(100 + i, device=device) for i in range(4)]
+    packed = [memory.pack(x) for x in xs]
+    dropped = packed.pop(1)  # of a graph whose backward never runs
+    del dropped
+
+    def coming() -> list[bool]:
+        return [isinstance(each, Packed) and each.back is not None for each in packed]
+
+    assert torch.equal(memory.unpack(packed[2]), xs[3])
+    assert coming() == [False, True, False]
+    for each, x in zip(reversed(packed[:2]), (xs[2], xs[0]), strict=True):
+        assert torch.equal(memory.unpack(each), x)
+    assert torch.equal(memory.unpack(packed[2]), xs[3])  # once more, for retain_graph
+    assert not any(coming())
+
+
 def test_offloading_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match='activation_offload: expected activation_checkpointing="block" with it'):
         Decoder(CONFIG).keep_activations("none", offload=True)
