@@ -6,6 +6,8 @@ and neither has float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from ringflash.errors import ArgumentError
 from ringflash.train.loss import IGNORE_INDEX, TokenLosses
 
-# Of a chunk's logits in float32, which are there twice: 2048 tokens at a vocabulary of 128k. The weight's gradient is
-# read and written once a chunk, which takes 0.4 of the 3.9 ms of its product (128k x 4096, H100): smaller chunks pay
-# that more often.
+# Of a chunk's logits in float32: 2048 tokens at a vocabulary of 128k. The weight's gradient is read and written once a
+# chunk, which takes 0.4 of the 3.9 ms of its product (128k x 4096, H100): smaller chunks pay that more often.
 CHUNK_BYTES = 2**30
 ROW_MULTIPLE = 128  # rows of a tile of a matrix product
 
@@ -68,20 +69,16 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        cross_entropy = _fused_cross_entropy() if hidden.is_cuda else _cross_entropy
         losses = torch.empty(labels.shape, dtype=dtype, device=hidden.device)
         dhidden = torch.empty_like(hidden) if needs_gradient else None
         dweight = torch.zeros_like(weight, dtype=dtype) if needs_gradient else None
         for start in range(0, labels.shape[0], step := chunk_rows(weight.shape[0])):
             rows = slice(start, start + step)
-            valid = (labels[rows] != IGNORE_INDEX)[:, None]
-            index = labels[rows][:, None].masked_fill(~valid, 0)
-            log_p = _product(hidden[rows], weight.T, dtype).log_softmax(-1)
-            picked = log_p.gather(-1, index)
-            losses[rows] = (-picked).masked_fill_(~valid, 0)[:, 0]
-            if dhidden is not None and dweight is not None:
-                dlogits = log_p if dtype == hidden.dtype else torch.empty_like(log_p, dtype=hidden.dtype)
-                torch.exp(log_p, out=dlogits)  # p, rounded as it is written
-                dlogits.scatter_(-1, index, picked.expm1().to(dlogits.dtype)).masked_fill_(~valid, 0)
+            logits = _product(hidden[rows], weight.T, dtype)
+            losses[rows], dlogits = cross_entropy(logits, labels[rows], hidden.dtype if needs_gradient else None)
+            del logits  # before the next chunk's are made
+            if dlogits is not None and dhidden is not None and dweight is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
                 _add_product(dweight, dlogits.T, hidden[rows])
         ctx.save_for_backward(dhidden, dweight)
@@ -96,6 +93,26 @@ class _LinearTokenLoss(torch.autograd.Function):
         rounded = torch.empty_like(dweight, dtype=ctx.weight_dtype)
         torch.mul(dweight, douts[0], out=rounded)  # without a second float32 copy of the largest gradient there is
         return dhidden * douts[0], rounded, None, None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Losses (tokens,) of logits (tokens, vocab_size), and dlogits in `dtype` unless it is None."""
+    valid = (labels != IGNORE_INDEX)[:, None]
+    index = labels[:, None].masked_fill(~valid, 0)
+    log_p = logits.log_softmax(-1)
+    picked = log_p.gather(-1, index)
+    losses = (-picked).masked_fill(~valid, 0)[:, 0]
+    if dtype is None:
+        return losses, None
+    chosen = torch.arange(logits.shape[1], device=logits.device) == index
+    dlogits = torch.where(chosen, picked.expm1(), log_p.exp())  # p - 1 where p is close to 1
+    return losses, dlogits.masked_fill(~valid, 0).to(dtype)
+
+
+@cache
+def _fused_cross_entropy() -> Callable[[Tensor, Tensor, torch.dtype | None], tuple[Tensor, Tensor | None]]:
+    """The same in two passes over the logits, and without further tensors of their size."""
+    return torch.compile(_cross_entropy, fullgraph=True)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,7 +52,7 @@ class MemoryEstimate:
         gradients: sharded, when the backward has ended.
         gathered: whole weights in the compute dtype that stay for the backward: embedding and head, or all.
         activations: what all blocks keep from the forward.
-        loss: logits of a chunk, and gradients of the head and of the final states.
+        loss: logits of a chunk and their gradient, and gradients of the head and of the final states.
         block: what the last block's backward computes again, its weights, and the head's gradient meanwhile.
     """
 
@@ -121,7 +121,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         gradients=weights,
         gathered=gathered * item if shape.gathered else 0,
         activations=config.n_layers * shape.tokens * kept,
-        loss=logits * 2 * master + head * master + 2 * shape.tokens * config.dim * item,
+        loss=logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item,
         block=block + head * item + (block_parameters * item if shape.gathered and shape.reshard_after_forward else 0),
     )
 

@@ -47,7 +47,7 @@ def test_llama_8b_at_256k_on_four() -> None:
     assert estimate.optimizer == 2 * parameters
     assert estimate.gathered == 2 * (2 * 128256 * 4096 + 4096)
     assert estimate.activations == 32 * tokens * (2 * 4096 * 2 + 4 * 32)
-    assert estimate.loss == 2048 * 128256 * 8 + 128256 * 4096 * 4 + 2 * tokens * 4096 * 2
+    assert estimate.loss == 2048 * 128256 * 6 + 128256 * 4096 * 4 + 2 * tokens * 4096 * 2
     block = tokens * (4096 + 2 * 14336) * 2 + 128256 * 4096 * 2 + 218_112_000 * 2
     assert estimate.block == block
     assert estimate.total == 3 * parameters + estimate.gathered + estimate.activations + block
