@@ -14,6 +14,12 @@ from ringflash.train.linear_loss import chunk_rows, linear_token_loss
 from tests.accuracy import rms_of
 
 VOCAB, DIM = 19, 8
+
+# torch 2.11's own, when its compiler is imported, and what it says of GPUs.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="products that widen are CUDA's")
 
 

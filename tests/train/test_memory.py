@@ -117,7 +117,8 @@ def test_a_module_knows_its_data_and_ranks() -> None:
     assert module.memory_estimate() == estimate_memory(MODEL, replace(shape, tokens=1280))
 
 
-# torch 2.11's own, when its compiler is imported and when it looks at the input of the second block.
+# torch 2.11's own: when its compiler is imported, when that looks at the input of the second block, and of GPUs.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @NEEDS_GPU
