@@ -58,9 +58,9 @@ def why_whole_logits(model: Any) -> str | None:
 
 
 def states_loss(model: Any, input_ids: Tensor, labels: Tensor, **given: Any) -> TokenLosses:
-    """`token_losses(model(input_ids, **given).logits, labels)` where `why_whole_logits` is None; logits are never whole.
+    """`token_losses(model(input_ids, **given).logits, labels)` where `why_whole_logits` is None, without whole logits.
 
-    Under FSDP inside a forward method of `model`, which alone has the head's weight whole.
+    Under FSDP it runs in a forward method of `model`, where the head's weight is whole.
 
     Args:
         model: whose `base_model` and head are called.
