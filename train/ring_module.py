@@ -273,7 +273,6 @@ class RingModule(pl.LightningModule, ABC):
                 got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
                 remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
             )
-
         if self.activation_offload and strategy.root_device.type == "cpu":
             raise ConfigError(
                 "activation_offload",

@@ -48,6 +48,7 @@ class Run:
     tied: bool = True
     dtype: ComputeDtype = "float32"
     compile_blocks: bool = False
+    validate: bool = False
     epochs: int | None = None  # None is a single step
     layout: str = "zigzag"
     masked: str = "some"
@@ -131,6 +132,10 @@ def train(run: Run) -> Outcome:
     module = Recorded(run, outcome)
     loader: DataLoader[Any] = DataLoader(cast("Any", rows(run)), batch_size=2)
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    if run.validate:
+        outcome.logged["val/loss"] = []
+        trainer.limit_val_batches = 1
+        trainer.validate(module, loader, verbose=False)
     if run.save is not None:
         trainer.save_checkpoint(run.save)
     if run.export is not None:
@@ -147,6 +152,7 @@ def _all_runs(folder: str) -> dict[str, Outcome]:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
         outcomes = {name: train(run) for name, run in RUNS.items()}
+    outcomes["validated"] = train(Run(validate=True))
     outcomes["first half"] = train(Run(epochs=1, save=f"{folder}/half", export=f"{folder}/exported"))
     outcomes["resumed"] = train(Run(epochs=2, resume=f"{folder}/half"))
     outcomes["straight"] = train(Run(epochs=2))
@@ -178,7 +184,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, O
     return folder, run_ranks(2, _all_runs, str(folder))[0]
 
 
-def reference(run: Run, seed: int) -> tuple[float, dict[str, Tensor]]:
+def reference(run: Run, seed: int = 0, weights: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the first step, from a whole model on its own attention.
 
     With dropout, and for Gemma 2, which transformers has no fused attention for, on that of one device.
@@ -190,6 +196,8 @@ def reference(run: Run, seed: int) -> tuple[float, dict[str, Tensor]]:
     attention = rf.hf.NAME if run.dropout or run.family == "Gemma2" else "sdpa"
     model: Any = AutoModelForCausalLM.from_config(config_of(run), attn_implementation=attention).train()
     model.to(torch.float64 if run.dtype == "float64" else torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)  # tied ones have one name
     batch = {name: torch.stack([row[name] for row in rows(run)[:2]]) for name in ("input_ids", "labels")}
     keywords = {"ring_dropout_seed": seed} if run.dropout else {}
     cuts = CUTS if run.packed else [0, SEQLEN]
@@ -217,6 +225,14 @@ def test_logits_are_whole_only_where_the_model_changes_them(
     calls = trained[1][name].extra["logits"]
     assert len(calls) == (RUNS[name].family in CHANGING)
     assert all(tokens >= 2 * (SEQLEN // 2) for tokens in calls)  # all that a rank has of two sequences
+
+
+def test_validates_after_training(trained: tuple[Path, dict[str, Outcome]]) -> None:
+    outcome = trained[1]["validated"]
+    loss, _ = reference(Run(), weights=outcome.weights)
+    assert outcome.logged["val/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert loss < outcome.logged["train/loss"][0]
+    assert outcome.extra["logits"] == []
 
 
 def dropout_seed() -> int:
