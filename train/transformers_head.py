@@ -51,7 +51,7 @@ def why_whole_logits(model: Any) -> str | None:
         for hook in hooks:
             hook.remove()
     if len(inputs) != 1 or not all(_same(inputs[0], x) for x in states) or len(states) != 2:
-        return "has something between its last layer and its head"
+        return "gives its head something else than its last hidden state"
     if not torch.equal(logits.to(inputs[0].dtype), _stand_in(logits.to(inputs[0].dtype))):
         return "changes its logits after its head"
     return None

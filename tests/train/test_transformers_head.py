@@ -37,7 +37,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "granite with a scale of 1": ("Granite", {"logits_scaling": 1.0}),
     "gemma 2 without a cap": ("Gemma2", {"final_logit_softcapping": None}),
 }
-AFTER, BETWEEN = "changes its logits after its head", "has something between its last layer and its head"
+AFTER, BETWEEN = "changes its logits after its head", "gives its head something else than its last hidden state"
 OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
     "a cap": ("Gemma2", {"final_logit_softcapping": 30.0}, AFTER),
     "division": ("Granite", {"logits_scaling": 8.0}, AFTER),
