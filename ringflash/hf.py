@@ -17,9 +17,9 @@ from ringflash.attention import AttentionOptions, flash_attention, ring_attentio
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
-from ringflash.hf_mask import REMEDY, Asked, describe
+from ringflash.hf_mask import REMEDY, Asked, Settled, describe
 from ringflash.hf_positions import resolve_mask
-from ringflash.masks import Documents
+from ringflash.masks import Documents, Mask
 
 NAME = "ring_attention"  # a name with "flash" in it is taken for one of transformers' own
 # What transformers passes on to attention along with the rest, and says nothing about attention, or nothing new.
@@ -69,7 +69,7 @@ class Keywords:
         output_attentions: whether weights are wanted.
         ring_context: the ranks that share the sequence.
         ring_documents: packed documents, of the whole sequence.
-        ring_dropout_seed: the same on all ranks of the context, another one at each forward.
+        ring_dropout_seed: the same on all ranks of the context, another one at each forward; of a tensor, each layer.
         others: keywords of other names, that are not None or False.
     """
 
@@ -87,20 +87,22 @@ class Keywords:
     output_attentions: bool | None = None
     ring_context: ContextParallel | Witness | None = None
     ring_documents: Documents | None = None
-    ring_dropout_seed: int | None = None
+    ring_dropout_seed: int | Tensor | None = None
     others: tuple[str, ...] = ()
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Keywords:
         """The keywords of one call, by name."""
-        names = {f.name for f in fields(Keywords)} - {"others"}
-        others = (n for n, x in given.items() if n not in names | OF_OTHERS and x is not None and x is not False)
-        return Keywords(**{n: x for n, x in given.items() if n in names}, others=tuple(others))
+        others = [n for n, x in given.items() if n not in KNOWN | OF_OTHERS and x is not None and x is not False]
+        return Keywords(**{n: x for n, x in given.items() if n in KNOWN}, others=tuple(others))
 
     @property
     def documents(self) -> Documents | None:
         """The packed documents that the caller names."""
         return self.ring_documents if self.cu_seq_lens_q is None else Documents(self.cu_seq_lens_q)
+
+
+KNOWN = {f.name for f in fields(Keywords)} - {"others"}
 
 
 @dataclass
@@ -146,10 +148,9 @@ def attention(
             starts = torch.zeros(1, query.shape[2], dtype=torch.bool, device=query.device)
             window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
             seqlen_k = query.shape[2] if causal else key.shape[2]  # where others begin is not said
-            attention_mask = Asked(query.shape[2], seqlen_k, 0, causal, window, starts)
+            attention_mask = Asked(causal, window, query.shape[2], seqlen_k, 0, starts)
         asked = _check_asked(attention_mask, query, key, call)
-        given = (context, call.position_ids, call.ring_documents, call.cu_seq_lens_q)
-        mask = asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))
+        mask = asked.mask if isinstance(asked, Settled) else _resolve(asked, call, context)
         options = AttentionOptions(sinks=call.s_aux, deterministic=call.deterministic or None)
         modes: dict[str, Any] = {"mask": mask, "softmax_scale": call.scaling, "softcap": call.softcap or 0.0}
         modes |= {"dropout": _dropout(module, call, context), "options": options}
@@ -161,6 +162,41 @@ def attention(
     out = flash_attention(q, k, v, **modes) if context is None else ring_attention(q, k, v, context, **modes)
     assert isinstance(out, Tensor)
     return out, None
+
+
+def settle(
+    layer: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a layer's forward, with which `torch.compile` traces its attention in one piece.
+
+    Masks are resolved, which looks at positions, and dropout's seed is this layer's, in a tensor: a number would be
+    compiled in.
+
+    Args:
+        layer: of a transformers model, with the attention.
+        args: that its forward is called with.
+        keywords: that its forward is called with, without cache.
+
+    Raises:
+        ArgumentError: as `attention`, about masks and positions.
+    """
+    call = Keywords.of(keywords)
+    context = call.ring_context if isinstance(call.ring_context, ContextParallel) else None
+
+    def settled(x: object) -> object:
+        return Settled(x.causal, x.window, _resolve(x, call, context)) if isinstance(x, Asked) else x
+
+    try:
+        args, named = tuple(map(settled, args)), {name: settled(x) for name, x in keywords.items()}
+    except Exception as error:
+        if context is not None:
+            context.announce_failure(error)
+        raise
+    if isinstance(call.ring_dropout_seed, int):
+        indices = (getattr(module, "layer_idx", None) for module in layer.modules())
+        index = next((x for x in indices if isinstance(x, int)), None)
+        named["ring_dropout_seed"] = None if index is None else torch.tensor(_layer_seed(call.ring_dropout_seed, index))
+    return args, named
 
 
 def check_model(model: nn.Module) -> None:
@@ -227,12 +263,17 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
         raise ArgumentError("cu_seq_lens_q", expected="None with ring_documents", got=q, remedy=remedy)
 
 
-def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords) -> Asked:
-    if not isinstance(asked, Asked):
+def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> Mask | None:
+    given = (context, call.position_ids, call.ring_documents, call.cu_seq_lens_q)
+    return asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))
+
+
+def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords) -> Asked | Settled:
+    if not isinstance(asked, Asked | Settled):
         remedy = "Leave it out: masks follow from the model, position_ids and ring_documents."
         raise ArgumentError("attention_mask", expected="None or all ones", got=type(asked).__name__, remedy=remedy)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    if (asked.seqlen_q, asked.seqlen_k) != (seqlen_q, seqlen_k):
+    if isinstance(asked, Asked) and (asked.seqlen_q, asked.seqlen_k) != (seqlen_q, seqlen_k):
         got = f"{seqlen_q} queries and {seqlen_k} keys"
         expected = f"{asked.seqlen_q} queries and {asked.seqlen_k} keys, as in the mask"
         raise ArgumentError("past_key_values", expected=expected, got=got, remedy="Pass a DynamicCache, or none.")
@@ -243,7 +284,7 @@ def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords) -> A
         got = f"{call.sliding_window} keys, own one included"
         expected = f"the mask's window, {asked.left} keys before the own one"
         raise ArgumentError("sliding_window", expected=expected, got=got, remedy=REMEDY)
-    if call.ring_context is not None and asked.seqlen_q != asked.seqlen_k:
+    if call.ring_context is not None and seqlen_q != seqlen_k:
         remedy = "Pass no past_key_values, and shards of one sequence."
         raise ArgumentError("key", expected=f"{seqlen_q} rows, as query", got=seqlen_k, remedy=remedy)
     if isinstance(call.ring_context, ContextParallel) and asked.window is not None and call.sliding_window is None:
@@ -260,8 +301,14 @@ def _dropout(module: nn.Module, call: Keywords, context: ContextParallel | None)
             return Dropout(call.dropout)
         remedy = "Pass ring_dropout_seed, the same on all ranks and another at each forward, or set attention_dropout."
         raise ArgumentError("dropout", expected="0 or a ring_dropout_seed", got=call.dropout, remedy=remedy)
+    if isinstance(call.ring_dropout_seed, Tensor):
+        return Dropout(call.dropout, call.ring_dropout_seed)
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         remedy = "Set the model's attention dropout to 0."
         raise ArgumentError("ring_dropout_seed", expected="layers with a layer_idx", got=type(module), remedy=remedy)
-    return Dropout(call.dropout, (call.ring_dropout_seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63)
+    return Dropout(call.dropout, _layer_seed(call.ring_dropout_seed, layer))
+
+
+def _layer_seed(seed: int, layer: int) -> int:
+    return (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63

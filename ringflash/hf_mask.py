@@ -17,17 +17,35 @@ REMEDY = 'Leave it out, or choose attn_implementation="sdpa" for this model.'
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """The mask of one forward, as the model describes it: causal or not, in a window or not, in documents or not.
+class Form:
+    """Of a mask: causal or not, in a window or not.
+
+    Args:
+        causal: whether rows see no later key.
+        window: keys that a row sees, its own included, if causal; else keys to either side. None is all.
+    """
+
+    causal: bool
+    window: int | None
+
+    @property
+    def left(self) -> int | None:
+        """Keys before its own that a row sees; None is all."""
+        return self.window if self.window is None or not self.causal else self.window - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Asked(Form):
+    """The mask of one forward, as the model describes it: its form, and documents or not.
 
     Under a context rows and keys are the shard's, and so are the documents: a jump in the positions looks like one.
 
     Args:
+        causal: as in `Form`.
+        window: as in `Form`.
         seqlen_q: rows.
         seqlen_k: keys; more than rows where a cache holds earlier ones.
         first: index of the first row in the sequence.
-        causal: whether rows see no later key.
-        window: keys that a row sees, its own included, if causal; else keys to either side. None is all.
         starts: bool (batch | 1, seqlen_q), rows that do not see the row before them.
         resolved: masks of `resolve`, found once a forward instead of once a layer.
     """
@@ -35,8 +53,6 @@ class Asked:
     seqlen_q: int
     seqlen_k: int
     first: int
-    causal: bool
-    window: int | None
     starts: Tensor
     resolved: list[tuple[tuple[object, ...], Mask | None]] = field(default_factory=list)
 
@@ -46,11 +62,6 @@ class Asked:
         expected, remedy = "models that use transformers' attention interface", "Choose another attn_implementation."
         raise ArgumentError("attn_implementation", expected=expected, got=f"mask in {function}", remedy=remedy)
 
-    @property
-    def left(self) -> int | None:
-        """Keys before its own that a row sees; None is all."""
-        return self.window if self.window is None or not self.causal else self.window - 1
-
     def resolve(self, given: tuple[object, ...], find: Callable[[], Mask | None]) -> Mask | None:
         """`find()`, or what it said when `given` were the same objects."""
         for known, mask in self.resolved:
@@ -59,6 +70,13 @@ class Asked:
         mask = find()
         self.resolved.append((given, mask))
         return mask
+
+
+@dataclass(frozen=True, eq=False)
+class Settled(Form):
+    """What has been resolved, without what tracing cannot follow: the form, and the mask over the whole sequence."""
+
+    mask: Mask | None
 
 
 def base_mask(causal: bool, left: int | None) -> Mask | None:
@@ -131,4 +149,4 @@ def describe(
             continue
         expected = "causal or full, in a window or not, in documents or not"
         raise ArgumentError("attention_mask", expected=expected, got="a mask of another form", remedy=REMEDY)
-    return Asked(q_length, kv_length, begin, causal, local_size, starts)
+    return Asked(causal, local_size, q_length, kv_length, begin, starts)

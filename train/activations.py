@@ -15,6 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ringflash.errors import ConfigError
+
 ActivationCheckpointing = Literal["none", "block"]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -24,6 +26,17 @@ MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
 AHEAD_BYTES = (
     2**30
 )  # on their way back to the GPU before a backward asks for them: 20 ms of its link, one tensor or more
+
+
+def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None:
+    """Raises ConfigError for `offload` without "block"."""
+    if offload and checkpointing == "none":
+        raise ConfigError(
+            "activation_offload",
+            expected='activation_checkpointing="block" with it',
+            got=checkpointing,
+            remedy="Offloading all activations would take longer than to compute them again.",
+        )
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:

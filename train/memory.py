@@ -29,7 +29,7 @@ class TrainingShape:
         offload: whether what "block" keeps is in the host's memory.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
         gathered: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
-        compiled: whether blocks are: their backward then computes gate and up again piece by piece.
+        in_pieces: whether a block's backward computes gate and up again piece by piece, as a compiled Decoder's.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class TrainingShape:
     offload: bool = False
     reshard_after_forward: bool = True
     gathered: bool = True
-    compiled: bool = False
+    in_pieces: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     kept = (config.dim + q_dim) * item + master * config.n_heads
     gate_and_up = 2 * config.ffn_dim * item
     block = shape.tokens * config.dim * item
-    block += (feed_forward_rows(shape.tokens) if shape.compiled else shape.tokens) * gate_and_up
+    block += (feed_forward_rows(shape.tokens) if shape.in_pieces else shape.tokens) * gate_and_up
     if shape.checkpointing == "none":
         kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
     elif shape.offload:

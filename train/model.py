@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ringflash as rf
-from ringflash.errors import ArgumentError, ConfigError
-from ringflash.train.activations import ActivationCheckpointing, HostMemory, recompute
+from ringflash.errors import ArgumentError
+from ringflash.train.activations import ActivationCheckpointing, HostMemory, check_offload, recompute
 from ringflash.train.cache import KVCache
 from ringflash.train.linear_loss import linear_token_loss
 from ringflash.train.loss import TokenLosses
@@ -282,13 +282,7 @@ class Decoder(nn.Module):
         Raises:
             ConfigError: `offload` without "block".
         """
-        if offload and checkpointing == "none":
-            raise ConfigError(
-                "activation_offload",
-                expected='activation_checkpointing="block" with it',
-                got=checkpointing,
-                remedy="Offloading all activations would take longer than to compute them again.",
-            )
+        check_offload(checkpointing, offload)
         host_memory = HostMemory() if offload else None
         for block in self._blocks():
             block.checkpointing, block.host_memory = checkpointing, host_memory

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ringflash.errors import ConfigError
@@ -14,7 +13,6 @@ from ringflash.train.activations import ActivationCheckpointing
 from ringflash.train.batch import check_tokens, documents_of, positions_of
 from ringflash.train.huggingface import read_config
 from ringflash.train.loss import TokenLosses, count_valid
-from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite
@@ -35,17 +33,19 @@ class LanguageModel(RingModule):
         optimizer: as in `RingModule`.
         compute_dtype: as in `RingModule`.
         activation_checkpointing: as in `RingModule`.
-        activation_offload: what "block" keeps lies in the host's memory meanwhile.
-        compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
+        activation_offload: as in `RingModule`.
+        compile_blocks: as in `RingModule`.
         reshard_after_forward: as in `RingModule`.
         seed: of the initial weights.
         nonfinite: as in `RingModule`.
         init_from: folder of transformers', with config.json and safetensors, whose weights to begin with.
 
     Raises:
-        ConfigError: neither a model nor a folder, or a folder of another kind of model.
+        ConfigError: neither a model nor a folder, a folder of another kind of model, or as in `RingModule`.
         CheckpointError: a folder without a model.
     """
+
+    in_pieces = True
 
     def __init__(
         self,
@@ -60,12 +60,20 @@ class LanguageModel(RingModule):
         nonfinite: NonFinite | None = None,
         init_from: str | None = None,
     ) -> None:
-        super().__init__(optimizer, compute_dtype, activation_checkpointing, reshard_after_forward, seed, nonfinite)
+        super().__init__(
+            optimizer,
+            compute_dtype,
+            activation_checkpointing,
+            reshard_after_forward,
+            seed,
+            nonfinite,
+            activation_offload,
+            compile_blocks,
+        )
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
         self.model_config = read_config(str(init_from)) if model is None else model
         self.weights = None if init_from is None else Weights(init_from)
-        self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
 
     @property
     def decoder(self) -> Decoder:
@@ -76,6 +84,11 @@ class LanguageModel(RingModule):
     def vocab_size(self) -> int:
         """Token ids that the model has."""
         return self.model_config.vocab_size
+
+    @property
+    def estimated_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model_config
 
     def model_fields(self) -> dict[str, Any]:
         """The model's shape."""
@@ -92,20 +105,8 @@ class LanguageModel(RingModule):
             return
         strategy = self.trainer.strategy
         self._check_strategy()
-        if self.activation_offload and strategy.root_device.type == "cpu":
-            raise ConfigError(
-                "activation_offload",
-                expected="False on a CPU",
-                got=True,
-                remedy="Activations are in the host's memory already.",
-            )
         compute = self._resolved_dtype(strategy.root_device)
-        if strategy.root_device.type == "cuda" and self.trainer.state.fn == TrainerFn.FITTING:
-            estimate = self.memory_estimate()
-            available = torch.cuda.get_device_properties(strategy.root_device).total_memory
-            if self.trainer.is_global_zero:
-                print(f"Memory: {estimate}, of {available / GIB:.2f}", flush=True)
-            check_memory(estimate, available)
+        self._check_memory()
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
@@ -117,31 +118,6 @@ class LanguageModel(RingModule):
         else:
             decoder.materialise(strategy.root_device)
         self._decoder = decoder
-
-    def memory_estimate(self) -> MemoryEstimate:
-        """What training under the Trainer's strategy takes at least, on one GPU.
-
-        Activations are counted where the data module has `context_length` and `batch_size`, as TextDataModule.
-        """
-        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        compute = self._resolved_dtype(strategy.root_device)
-        context, data_parallel, shard, gathered = 1, 1, 1, False
-        if isinstance(strategy, RingAttentionStrategy):
-            context, shard = strategy.context.world_size, strategy.shard_size
-            data_parallel = strategy.world_size // context
-            gathered = shard > 1 or compute == torch.bfloat16
-        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
-        shape = TrainingShape(
-            tokens=(seqlen // context) * (batch_size // data_parallel),
-            shard_size=shard,
-            compute_dtype=compute,
-            checkpointing=self.activation_checkpointing,
-            offload=self.activation_offload,
-            reshard_after_forward=self.reshard_after_forward,
-            gathered=gathered,
-            compiled=self.compile_blocks,
-        )
-        return estimate_memory(self.model_config, shape)
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]

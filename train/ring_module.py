@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.activations import ActivationCheckpointing
+from ringflash.train.activations import ActivationCheckpointing, check_offload
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.loss import TokenLosses
+from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite, NonFiniteError
 from ringflash.train.observe import gathered
 from ringflash.train.optimizer import OptimizerConfig, make_adamw
@@ -57,7 +60,14 @@ class RingModule(pl.LightningModule, ABC):
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
         seed: of the initial weights.
         nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
+        activation_offload: what "block" keeps lies in the host's memory meanwhile.
+        compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
+
+    Raises:
+        ConfigError: another activation_checkpointing, or activation_offload without "block".
     """
+
+    in_pieces = False  # whether feed-forward layers take their tokens in pieces
 
     def __init__(
         self,
@@ -67,6 +77,8 @@ class RingModule(pl.LightningModule, ABC):
         reshard_after_forward: bool,
         seed: int,
         nonfinite: NonFinite | None,
+        activation_offload: bool,
+        compile_blocks: bool,
     ) -> None:
         super().__init__()
         self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
@@ -79,7 +91,9 @@ class RingModule(pl.LightningModule, ABC):
                 got=repr(activation_checkpointing),
                 remedy="Choose one of these.",
             )
+        check_offload(activation_checkpointing, activation_offload)
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
         self.reshard_after_forward = reshard_after_forward
         self.seed = seed
         self._decoder: Any = None
@@ -111,6 +125,38 @@ class RingModule(pl.LightningModule, ABC):
         """The ring the sequence runs over; None under a single-device strategy."""
         strategy = self.trainer.strategy
         return strategy.context if isinstance(strategy, RingAttentionStrategy) else None
+
+    @property
+    def estimated_config(self) -> ModelConfig | None:
+        """The decoder whose memory is the model's; None where that is not known."""
+        return None
+
+    def memory_estimate(self) -> MemoryEstimate | None:
+        """What training under the Trainer's strategy takes at least, on one GPU; None without `estimated_config`.
+
+        Activations are counted where the data module has `context_length` and `batch_size`, as TextDataModule.
+        """
+        if (config := self.estimated_config) is None:
+            return None
+        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        compute = self._resolved_dtype(strategy.root_device)
+        context, data_parallel, shard, gathered = 1, 1, 1, False
+        if isinstance(strategy, RingAttentionStrategy):
+            context, shard = strategy.context.world_size, strategy.shard_size
+            data_parallel = strategy.world_size // context
+            gathered = shard > 1 or compute == torch.bfloat16
+        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
+        shape = TrainingShape(
+            tokens=(seqlen // context) * (batch_size // data_parallel),
+            shard_size=shard,
+            compute_dtype=compute,
+            checkpointing=self.activation_checkpointing,
+            offload=self.activation_offload,
+            reshard_after_forward=self.reshard_after_forward,
+            gathered=gathered,
+            in_pieces=self.compile_blocks and self.in_pieces,
+        )
+        return estimate_memory(config, shape)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW, fused on CUDA, and its schedule by optimizer step."""
@@ -230,6 +276,24 @@ class RingModule(pl.LightningModule, ABC):
                 got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
                 remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
             )
+        if self.activation_offload and strategy.root_device.type == "cpu":
+            raise ConfigError(
+                "activation_offload",
+                expected="False on a CPU",
+                got=True,
+                remedy="Activations are in the host's memory already.",
+            )
+
+    def _check_memory(self) -> None:
+        """Says what training takes at least on a GPU; raises ConfigError when there is less."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if (estimate := self.memory_estimate()) is not None:
+            available = torch.cuda.get_device_properties(device).total_memory
+            if self.trainer.is_global_zero:
+                print(f"Memory: {estimate}, of {available / GIB:.2f}", flush=True)
+            check_memory(estimate, available)
 
     def _shard(self, model: nn.Module, blocks: Iterable[nn.Module], strategy: RingAttentionStrategy) -> None:
         """FSDP over `model`, block by block."""

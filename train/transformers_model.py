@@ -12,29 +12,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.activations import ActivationCheckpointing, recompute
+from ringflash.train.activations import ActivationCheckpointing, HostMemory
 from ringflash.train.batch import check_tokens, documents_of, positions_of
+from ringflash.train.huggingface import from_transformers
 from ringflash.train.loss import TokenLosses, count_valid, token_losses
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite
 from ringflash.train.optimizer import OptimizerConfig
 from ringflash.train.ring_module import ComputeDtype, RingModule
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.transformers_head import states_loss, why_whole_logits
+from ringflash.train.transformers_layers import TrainedLayer, layers_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  # not of the model itself
+CHUNKED_LOSS = "chunked_loss"  # the model's method, beside its forward, that FSDP gathers the head for
 
 
 class TransformersModel(RingModule):
     """Next-token training of any `AutoModelForCausalLM` whose layers hand keywords down to attention.
 
     Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss is of the
-    logits alone: a mixture of experts is trained without the auxiliary loss of its router.
+    logits alone: a mixture of experts is trained without the auxiliary loss of its router. The logits are never whole,
+    unless the model changes what its head gives, which one line says.
 
     Each rank holds the whole model on its CPU before it keeps its shard.
 
@@ -46,6 +53,11 @@ class TransformersModel(RingModule):
         reshard_after_forward: as in `RingModule`.
         seed: of new weights, and of dropout in attention.
         nonfinite: as in `RingModule`.
+        activation_offload: as in `RingModule`.
+        compile_blocks: as in `RingModule`.
+
+    Raises:
+        ConfigError: as in `RingModule`.
     """
 
     def __init__(
@@ -57,10 +69,21 @@ class TransformersModel(RingModule):
         reshard_after_forward: bool = True,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
+        activation_offload: bool = False,
+        compile_blocks: bool = False,
     ) -> None:
         from transformers import AutoConfig
 
-        super().__init__(optimizer, compute_dtype, activation_checkpointing, reshard_after_forward, seed, nonfinite)
+        super().__init__(
+            optimizer,
+            compute_dtype,
+            activation_checkpointing,
+            reshard_after_forward,
+            seed,
+            nonfinite,
+            activation_offload,
+            compile_blocks,
+        )
         self._folder = str(model) if isinstance(model, str | Path) else None
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
 
@@ -76,15 +99,20 @@ class TransformersModel(RingModule):
         strategy = self.trainer.strategy
         self._check_strategy()
         compute = self._resolved_dtype(strategy.root_device)
+        self._check_memory()
         model = self._build()
         rf.hf.check_model(model)
         model.to(torch.float64 if compute == torch.float64 else torch.float32).train()
-        if self.activation_checkpointing == "block":
-            for layer in layers_of(model):
-                # Its forward alone: FSDP's hooks wrap the checkpoint and gather the weights once for its re-run.
-                layer.forward = partial(recompute, layer.forward)
+        if (why := why_whole_logits(model)) is None:
+            setattr(model, CHUNKED_LOSS, partial(states_loss, model))
+        elif self.trainer.is_global_zero:
+            print(f"Loss: of whole logits, since {type(model).__name__} {why}", flush=True)
+        layers = layers_of(model)
+        self._prepare(layers)
         if isinstance(strategy, RingAttentionStrategy):
-            self._shard(model, layers_of(model), strategy)
+            self._shard(model, layers, strategy)
+            if why is None:
+                register_fsdp_forward_method(model, CHUNKED_LOSS)
         else:
             model.to(strategy.root_device)
         self._decoder = model
@@ -109,10 +137,29 @@ class TransformersModel(RingModule):
             torch.manual_seed(self.seed)  # the same weights on every rank
             return AutoModelForCausalLM.from_config(self.config, **options)
 
+    def _prepare(self, layers: Sequence[nn.Module]) -> None:
+        """Puts what training asks for in the place of the layers' forwards."""
+        if self.activation_checkpointing == "none" and not self.compile_blocks:
+            return
+        host_memory = HostMemory() if self.activation_offload else None
+        for layer in layers:
+            trained: Any = TrainedLayer(layer, self.activation_checkpointing, host_memory)
+            layer.forward = trained
+            if self.compile_blocks:
+                trained.compile()
+
     @property
     def vocab_size(self) -> int | None:
         """Token ids that the model has."""
         return getattr(self.config.get_text_config(), "vocab_size", None)
+
+    @property
+    def estimated_config(self) -> ModelConfig | None:
+        """The decoder of this shape, for Llama, Mistral, Qwen 2 and Qwen 3."""
+        try:
+            return from_transformers(self.config.to_dict())
+        except ConfigError:
+            return None
 
     def model_fields(self) -> dict[str, Any]:
         """The configuration, without what may differ between versions and places of one model."""
@@ -128,9 +175,13 @@ class TransformersModel(RingModule):
         if (documents := documents_of(batch)) is not None:
             keywords["ring_documents"] = documents
         model: Any = self.decoder
+        keywords |= {"position_ids": position_ids, "use_cache": False}
         with self._autocast():
-            logits = model(input_ids, position_ids=position_ids, use_cache=False, **keywords).logits
-        return token_losses(logits, labels), count_valid(labels) if num_valid is None else num_valid
+            if (chunked_loss := getattr(model, CHUNKED_LOSS, None)) is not None:
+                losses = chunked_loss(input_ids, labels, **keywords)
+            else:
+                losses = token_losses(model(input_ids, **keywords).logits, labels)
+        return losses, count_valid(labels) if num_valid is None else num_valid
 
     def _dropout_seed(self) -> int:
         """The same on all ranks that share a sequence, another one at every micro-batch."""
@@ -138,22 +189,3 @@ class TransformersModel(RingModule):
         data_rank = strategy.distributed_sampler_kwargs["rank"] if isinstance(strategy, RingAttentionStrategy) else 0
         words = f"{self.seed}/{self.trainer.fit_loop.total_batch_idx}/{data_rank}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
-
-
-def layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a transformers model that are checkpointed, and so sharded, one by one.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            "model",
-            expected="layers of transformers' GradientCheckpointingLayer",
-            got=f"none in {type(model).__name__}",
-            remedy="Shard it in a LightningModule of your own, and call it with ring_context.",
-        )
-    return layers

@@ -141,5 +141,5 @@ def test_a_gpu_allocates_no_less_than_estimated(mode: Any, compiled: bool) -> No
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, gathered=False, compiled=compiled))
+    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, gathered=False, in_pieces=compiled))
     assert 0.5 * measured <= estimate.total <= measured

@@ -6,8 +6,10 @@ import hashlib
 import itertools
 import warnings
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -16,10 +18,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import ringflash as rf
+from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing
 from ringflash.train.loss import count_valid, token_loss
+from ringflash.train.memory import TrainingShape, estimate_memory
+from ringflash.train.model_config import ModelConfig
 from ringflash.train.optimizer import OptimizerConfig
+from ringflash.train.ring_module import ComputeDtype
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.transformers_layers import TrainedLayer
 from ringflash.train.transformers_model import TransformersModel
 from tests.distributed import run_ranks
 from tests.train.runs import SEQLEN, Outcome, sequences, whole
@@ -35,8 +42,13 @@ SEED = 4
 
 @dataclass(frozen=True)
 class Run:
-    """One run of `TransformersModel` on a tiny Qwen 3."""
+    """One run of `TransformersModel` on a tiny model, of `family`."""
 
+    family: str = "Qwen3"
+    tied: bool = True
+    dtype: ComputeDtype = "float32"
+    compile_blocks: bool = False
+    validate: bool = False
     epochs: int | None = None  # None is a single step
     layout: str = "zigzag"
     masked: str = "some"
@@ -49,10 +61,13 @@ class Run:
     export: str | None = None
 
 
-def qwen3(dropout: float = 0.0) -> Any:
-    from transformers import Qwen3Config
+CHANGING = {"Gemma2": {"final_logit_softcapping": 2.0}, "Granite": {"logits_scaling": 8.0}}  # what their heads give
 
-    return Qwen3Config(
+
+def config_of(run: Run) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{run.family}Config")(
         vocab_size=61,
         hidden_size=64,
         intermediate_size=96,
@@ -60,9 +75,10 @@ def qwen3(dropout: float = 0.0) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        attention_dropout=dropout,
+        attention_dropout=run.dropout,
         initializer_range=0.1,
-        tie_word_embeddings=True,
+        tie_word_embeddings=run.tied,
+        **CHANGING.get(run.family, {}),
     )
 
 
@@ -72,13 +88,19 @@ def rows(run: Run) -> list[dict[str, Tensor]]:
 
 
 class Recorded(TransformersModel):
-    """Keeps the first step's gradients, and losses unrounded."""
+    """Keeps the first step's gradients, losses unrounded, and of how many tokens the head gave logits."""
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         optimizer = OptimizerConfig(lr=3e-3, warmup_steps=1, max_steps=20)
-        model = run.folder or qwen3(run.dropout)
-        super().__init__(model, optimizer, "float32", activation_checkpointing=run.checkpointing, seed=SEED)
+        options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
+        super().__init__(run.folder or config_of(run), optimizer, run.dtype, seed=SEED, **options)
         self.outcome = outcome
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        calls = self.outcome.extra.setdefault("logits", [])
+        head = self.decoder.get_output_embeddings()
+        head.register_forward_hook(lambda _module, _args, logits: calls.append(logits.shape[:-1].numel()))
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.outcome.logged.setdefault(name, []).append(float(value))
@@ -110,6 +132,10 @@ def train(run: Run) -> Outcome:
     module = Recorded(run, outcome)
     loader: DataLoader[Any] = DataLoader(cast("Any", rows(run)), batch_size=2)
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    if run.validate:
+        outcome.logged["val/loss"] = []
+        trainer.limit_val_batches = 1
+        trainer.validate(module, loader, verbose=False)
     if run.save is not None:
         trainer.save_checkpoint(run.save)
     if run.export is not None:
@@ -121,7 +147,12 @@ def train(run: Run) -> Outcome:
 def _all_runs(folder: str) -> dict[str, Outcome]:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-    outcomes = {name: train(run) for name, run in RUNS.items()}
+    # torch's own, when its compiler is imported, and when that looks at the input of the second block
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
+        outcomes = {name: train(run) for name, run in RUNS.items()}
+    outcomes["validated"] = train(Run(validate=True))
     outcomes["first half"] = train(Run(epochs=1, save=f"{folder}/half", export=f"{folder}/exported"))
     outcomes["resumed"] = train(Run(epochs=2, resume=f"{folder}/half"))
     outcomes["straight"] = train(Run(epochs=2))
@@ -136,6 +167,14 @@ RUNS = {
     "packed contiguous": Run(packed=True, layout="contiguous", masked="tail"),
     "activation checkpointing": Run(checkpointing="block"),
     "dropout": Run(dropout=0.3, checkpointing="block"),
+    "tied float64": Run(dtype="float64"),
+    "untied": Run(family="Llama", tied=False),
+    "untied float64": Run(family="Llama", tied=False, dtype="float64", checkpointing="block"),
+    "capped": Run(family="Gemma2"),
+    "scaled float64": Run(family="Granite", dtype="float64"),
+    "compiled": Run(checkpointing="block", compile_blocks=True, dtype="float64"),
+    "compiled packed": Run(packed=True, compile_blocks=True, dtype="float64"),
+    "compiled dropout": Run(dropout=0.3, checkpointing="block", compile_blocks=True),
 }
 
 
@@ -145,14 +184,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, O
     return folder, run_ranks(2, _all_runs, str(folder))[0]
 
 
-def reference(run: Run, seed: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the first step, from a whole model on its own attention; with dropout on one device's."""
+def reference(run: Run, seed: int = 0, weights: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the first step, from a whole model on its own attention.
+
+    With dropout, and for Gemma 2, which transformers has no fused attention for, on that of one device.
+    """
     from transformers import AutoModelForCausalLM
 
     rf.hf.register()
     torch.manual_seed(SEED)
-    attention = rf.hf.NAME if run.dropout else "sdpa"
-    model: Any = AutoModelForCausalLM.from_config(qwen3(run.dropout), attn_implementation=attention).train()
+    attention = rf.hf.NAME if run.dropout or run.family == "Gemma2" else "sdpa"
+    model: Any = AutoModelForCausalLM.from_config(config_of(run), attn_implementation=attention).train()
+    model.to(torch.float64 if run.dtype == "float64" else torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)  # tied ones have one name
     batch = {name: torch.stack([row[name] for row in rows(run)[:2]]) for name in ("input_ids", "labels")}
     keywords = {"ring_dropout_seed": seed} if run.dropout else {}
     cuts = CUTS if run.packed else [0, SEQLEN]
@@ -166,10 +211,28 @@ def reference(run: Run, seed: int) -> tuple[float, dict[str, Tensor]]:
 def test_gradients_are_an_unsharded_model_s(trained: tuple[Path, dict[str, Outcome]], name: str) -> None:
     outcome = trained[1][name]
     loss, gradients = reference(RUNS[name], dropout_seed())
-    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-6)
+    exact = RUNS[name].dtype == "float64"
+    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-13 if exact else 1e-6)
     assert outcome.gradients.keys() == gradients.keys()
     for n, expected in gradients.items():
-        assert (outcome.gradients[n] - expected).norm() <= 3e-6 * expected.norm(), n
+        assert (outcome.gradients[n] - expected).norm() <= (1e-12 if exact else 3e-6) * expected.norm(), n
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_logits_are_whole_only_where_the_model_changes_them(
+    trained: tuple[Path, dict[str, Outcome]], name: str
+) -> None:
+    calls = trained[1][name].extra["logits"]
+    assert len(calls) == (RUNS[name].family in CHANGING)
+    assert all(tokens >= 2 * (SEQLEN // 2) for tokens in calls)  # all that a rank has of two sequences
+
+
+def test_validates_after_training(trained: tuple[Path, dict[str, Outcome]]) -> None:
+    outcome = trained[1]["validated"]
+    loss, _ = reference(Run(), weights=outcome.weights)
+    assert outcome.logged["val/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert loss < outcome.logged["train/loss"][0]
+    assert outcome.extra["logits"] == []
 
 
 def dropout_seed() -> int:
@@ -191,3 +254,50 @@ def test_exports_and_starts_from_a_folder(trained: tuple[Path, dict[str, Outcome
     for name, weight in model.named_parameters():
         assert torch.equal(weight, outcomes["first half"].weights[name])
     assert outcomes["from a folder"].logged["train/loss"][0] < outcomes["zigzag"].logged["train/loss"][0]
+
+
+def configured(**options: Any) -> TransformersModel:
+    """On one device of the CPU, with the model made."""
+    module = TransformersModel(options.pop("model", config_of(Run())), compute_dtype="float32", **options)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module.trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
+    module.configure_model()
+    return module
+
+
+def test_one_line_says_that_logits_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    configured()
+    assert capsys.readouterr().out == ""
+    configured(model=config_of(Run(family="Gemma2")))
+    assert capsys.readouterr().out == (
+        "Loss: of whole logits, since Gemma2ForCausalLM changes its logits after its head\n"
+    )
+
+
+def test_offloading_is_refused_where_it_is_of_no_use() -> None:
+    with pytest.raises(ConfigError, match='activation_offload: expected activation_checkpointing="block" with it'):
+        TransformersModel(config_of(Run()), activation_offload=True)
+    with pytest.raises(ConfigError, match="activation_offload: expected False on a CPU"):
+        configured(activation_offload=True, activation_checkpointing="block")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_memory_is_estimated_for_models_of_a_known_shape(family: str) -> None:
+    module = configured(model=config_of(Run(family=family)), activation_checkpointing="block")
+    config = ModelConfig(
+        vocab_size=61,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=96,
+        tie_embeddings=True,
+        qkv_bias=family == "Qwen2",
+        qk_norm=family == "Qwen3",
+    )
+    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", gathered=False)
+    estimate = module.memory_estimate()
+    assert estimate == estimate_memory(config, shape)
+    assert estimate is not None
+    assert estimate.weights == 4 * sum(p.numel() for p in module.decoder.parameters())
+    assert configured(model=config_of(Run(family="Gemma2"))).memory_estimate() is None
