@@ -163,7 +163,7 @@ def _call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = options.deterministic
-    out, lse = autograd.attention(
+    out, lse = autograd.attend(
         q,
         k,
         v,
