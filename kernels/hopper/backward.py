@@ -45,6 +45,7 @@ from ringflash.kernels.hopper.pipeline import (
     Work,
     bounds_of,
     buffer_of,
+    constants,
     draw,
     fill,
     filled,
@@ -474,5 +475,5 @@ def backward(
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
         None if dq is None else tile_view(dq, 64, 64), dk, dv,
         minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
-        Kind(*map(gl.constexpr, kind)), num_warps=4,
+        constants(kind), num_warps=4,
     )  # fmt: skip
