@@ -244,7 +244,8 @@ def attention_backward(
             ]
         )
         dqs, dks, dvs, dsinks = zip(*results, strict=True)
-        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), torch.stack(dsinks).sum(0)
+        total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
+        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
 
     with backends.kernels_of(q):
         return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
@@ -313,7 +314,11 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
+        if torch.is_grad_enabled():  # of this gradient nobody may want one: the operator says that it has none
+            of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
         return *of_tensors, *[None] * (len(ctx.needs_input_grad) - _DIFFERENTIABLE)
 
 

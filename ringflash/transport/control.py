@@ -19,7 +19,7 @@ from ringflash.transport.faults import Faults
 Field = int | float | str
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
 _CALLS = 4096  # of which what ranks agreed on is remembered
-_KEPT = 256  # calls whose words are
+_KEPT = 256  # calls whose words are, and messages of words
 _WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 
 
@@ -94,6 +94,7 @@ class ControlPlane:
     ) -> None:
         self._data, self._group, self.faults, self._runs_ahead = group, gloo, faults, runs_ahead
         self._calls: dict[tuple[object, ...], _Call] = {}
+        self._messages: dict[tuple[int, ...], Tensor] = {}
         self._agreed: dict[tuple[int, ...], list[int]] = {}
         self._unsettled: tuple[_Call, _UnderWay] | None = None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -124,9 +125,9 @@ class ControlPlane:
         call = self._call(fields, free)
         known = self._agreed.get(call.words) if self._runs_ahead else None
         if known is not None:
-            self._unsettled = call, self._said([_AHEAD, *call.words, _word(str(known))])
+            self._unsettled = call, self._said((_AHEAD, *call.words, _word(str(known))))
             return known
-        result = self._checked(call, self._said([_OK, *call.words]))
+        result = self._checked(call, self._said((_OK, *call.words)))
         if self._runs_ahead:
             if len(self._agreed) == _CALLS:
                 self._agreed.clear()
@@ -226,15 +227,22 @@ class ControlPlane:
         dist.all_reduce(total, group=self._data)
         return total
 
-    def _exchange(self, words: list[int]) -> list[list[int]]:
+    def _exchange(self, words: Sequence[int]) -> list[list[int]]:
         under_way = self._said(words)
         self.faults.wait_for(under_way.work)
         return under_way.everyone.tolist()
 
-    def _said(self, words: list[int]) -> _UnderWay:
+    def _said(self, words: Sequence[int]) -> _UnderWay:
         """An exchange of words."""
         assert len(words) <= _WIDTH
-        return self._posted(torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64, device="cpu"))
+        key = tuple(words)
+        mine = self._messages.get(key)
+        if mine is None:
+            if len(self._messages) == _KEPT:
+                self._messages.clear()
+            padding = (0,) * (_WIDTH - len(key))
+            mine = self._messages[key] = torch.tensor(key + padding, dtype=torch.int64, device="cpu")
+        return self._posted(mine)
 
     def _posted(self, mine: Tensor) -> _UnderWay:
         everyone = mine.new_empty(self.world_size, *mine.shape)
