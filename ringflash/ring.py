@@ -7,7 +7,8 @@ local transport runs those of all virtual ranks in lockstep.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,16 @@ _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 @dataclass(frozen=True)
 class Tiles:
-    """How each hop is computed: the kernels, and what is the same for every hop."""
+    """How each hop of a pass is computed: the kernels, and what is the same for every hop, or kept for the next."""
 
     kernels: TileKernels
     scoring: Scoring
     deterministic: bool
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def meeting(self, plan: Plan, hop: Hop) -> Meeting:
         """Who meets whom at `hop`."""
-        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring)
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
         """Whether one kernel computes all of a backward, adding dq up in any order."""
