@@ -248,6 +248,8 @@ def _validate(
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:
+    if options.sinks is None and options.alibi_slopes is None:
+        return
     batch, _, nheads, _ = q.shape
     shapes = {"sinks": [(nheads,)], "alibi_slopes": [(nheads,), (batch, nheads)]}
     for name, allowed in shapes.items():

@@ -42,13 +42,24 @@ def vector_view(x: Tensor, rows: int) -> TensorDescriptor:
     return _View(x, [x.numel()], [1], [rows], vector_layout(x.itemsize * 8))
 
 
+class _Layout(gl.NVMMASharedLayout):
+    """A layout that is put into words once: Triton asks for them at every launch, to know the kernel."""
+
+    def __init__(self, layout: gl.NVMMASharedLayout) -> None:
+        vars(self).update(vars(layout), words=repr(layout))
+
+    def __repr__(self) -> str:
+        return vars(self)["words"]
+
+
 @cache
 def vector_layout(bits: int) -> gl.NVMMASharedLayout:
     """How a vector of numbers of so many bits lies in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=1)
+    return _Layout(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=1))
 
 
 @cache
 def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile lies in shared memory: swizzled for the tensor cores."""
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _TYPES[dtype])  # pyright: ignore[reportReturnType]
+    default = gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _TYPES[dtype])
+    return _Layout(default)  # pyright: ignore[reportArgumentType]
