@@ -314,7 +314,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # of this gradient nobody may want one: the operator says that it has none
+        # Where a gradient of this gradient is asked for, the operator says that it has none.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
         else:
             with torch._C._AutoDispatchBelowAutograd():
