@@ -96,8 +96,12 @@ class TileKernels(Protocol):
 @contextmanager
 def kernels_of(x: Tensor) -> Generator[None, None, None]:
     """Where kernels run: on the device of `x`, and without autocast, so that their own matmuls keep their dtype."""
-    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
-        yield
+    with torch.cuda.device_of(x):
+        if not torch.is_autocast_enabled(x.device.type):  # to end what is not on would take longer than to ask
+            yield
+            return
+        with torch.autocast(x.device.type, enabled=False):
+            yield
 
 
 def choose(name: str, q: Tensor) -> TileKernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,9 +94,11 @@ class Meeting:
         k_chunks: where the rows of k and v stand.
         mask: which keys a query sees.
         scoring: what becomes of q k^T.
+        kept: what kernels keep from one hop of a pass for the next, if there are several.
     """
 
     q_chunks: tuple[Chunk, ...]
     k_chunks: tuple[Chunk, ...]
     mask: Mask
     scoring: Scoring
+    kept: dict[str, Any] | None = None

@@ -163,7 +163,7 @@ def _call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = options.deterministic
-    out, lse = autograd.attention(
+    out, lse = autograd.attend(
         q,
         k,
         v,
@@ -248,6 +248,8 @@ def _validate(
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:
+    if options.sinks is None and options.alibi_slopes is None:
+        return
     batch, _, nheads, _ = q.shape
     shapes = {"sinks": [(nheads,)], "alibi_slopes": [(nheads,), (batch, nheads)]}
     for name, allowed in shapes.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from ringflash.ulysses import Group
 
 T = TypeVar("T")
 R = TypeVar("R", bound=tuple[Tensor, ...])
+
+_DIFFERENTIABLE = 4  # of the inputs of attention: q, k, v and sinks, which come first
 
 
 class _Ranks:
@@ -242,7 +244,8 @@ def attention_backward(
             ]
         )
         dqs, dks, dvs, dsinks = zip(*results, strict=True)
-        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), torch.stack(dsinks).sum(0)
+        total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
+        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
 
     with backends.kernels_of(q):
         return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
@@ -293,3 +296,34 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 attention.register_autograd(_backward, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator and its gradient as an eager call takes them.
+
+    What `register_autograd` makes of the same two functions flattens and checks all arguments by their schema, which
+    takes the host as long as a launch, in every call and again in its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = attention(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # Where a gradient of this gradient is asked for, the operator says that it has none.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
+        return *of_tensors, *[None] * (len(ctx.needs_input_grad) - _DIFFERENTIABLE)
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`attention` of the same inputs, differentiable, by the shortest way to it."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return attention(*inputs) if traced else cast("tuple[Tensor, Tensor]", _Eager.apply(*inputs))

@@ -7,7 +7,8 @@ local transport runs those of all virtual ranks in lockstep.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,16 @@ _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 @dataclass(frozen=True)
 class Tiles:
-    """How each hop is computed: the kernels, and what is the same for every hop."""
+    """How each hop of a pass is computed: the kernels, and what is the same for every hop, or kept for the next."""
 
     kernels: TileKernels
     scoring: Scoring
     deterministic: bool
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def meeting(self, plan: Plan, hop: Hop) -> Meeting:
         """Who meets whom at `hop`."""
-        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring)
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
         """Whether one kernel computes all of a backward, adding dq up in any order."""
@@ -51,11 +53,12 @@ class _PairBuffer:
         transport: Transport | None = None,
         slot: tuple[int, int] = (0, 0),
     ) -> None:
-        self._batch = like[0].shape[0]
-        self._heads = [x.shape[2:] for x in like]
-        self._rows = [self._batch * heads.numel() for heads in self._heads]
-        self._row = sum(self._rows)
-        numel = max_rows * self._row
+        batch, _, *first = like[0].shape
+        second = like[1].shape[2:]
+        self._batch, self._heads = batch, (tuple(first), tuple(second))
+        self._widths = batch * first[0] * first[1], batch * second[0] * second[1]
+        self._rows = max_rows
+        numel = max_rows * sum(self._widths)
         if transport is None:  # nothing is sent from it
             self._storage = like[0].new_empty(numel, dtype=dtype)
         else:
@@ -71,12 +74,19 @@ class _PairBuffer:
         return self._of(rows)[1]
 
     def _of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if rows not in self._views:
-            message = self._storage[: rows * self._row]
-            parts = message.split_with_sizes([rows * row for row in self._rows])
-            first, second = (x.view(self._batch, rows, *heads) for x, heads in zip(parts, self._heads, strict=True))
-            self._views[rows] = message, (first, second)
-        return self._views[rows]
+        views = self._views.get(rows)
+        if views is None:
+            start, (first, second) = int(self._storage.storage_offset()), self._widths
+            message = self._storage if rows == self._rows else self._storage[: rows * (first + second)]
+            pair = self._view(rows, 0, start), self._view(rows, 1, start + rows * first)
+            views = self._views[rows] = message, pair
+        return views
+
+    def _view(self, rows: int, which: int, start: int) -> Tensor:
+        """One of the tensors, in a single step: each one more is felt where sequences are short."""
+        nheads, headdim = self._heads[which]
+        row = nheads * headdim
+        return self._storage.as_strided((self._batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start)
 
 
 class _KVRing:

@@ -45,6 +45,7 @@ from ringflash.kernels.hopper.pipeline import (
     Work,
     bounds_of,
     buffer_of,
+    constants,
     draw,
     fill,
     filled,
@@ -419,13 +420,21 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, 
     tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
 
 
-def _vectors(lse: Tensor, delta: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability."""
+def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
+    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
+
+    All hops of a pass have the same.
+    """
+    given = {} if kept is None else kept
+    of, known = given.get("vectors", (None, None))
+    if of is not None and of[0] is lse and of[1] is delta and of[2] == factor:
+        return known
     batch, nheads, seqlen = lse.shape
     padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
     _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
+    given["vectors"] = (lse, delta, factor), (minus_lse, minus_delta)
     return minus_lse, minus_delta
 
 
@@ -452,7 +461,7 @@ def backward(
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
     factor = -1.0 / meeting.scoring.softmax_scale if config.preloaded else -LOG2E
-    minus_lse, minus_delta = _vectors(lse, delta, factor)
+    minus_lse, minus_delta = _vectors(lse, delta, factor, meeting.kept)
     kind = Kind(
         MASKED=known.masked,
         BELOW=known.below,
@@ -474,5 +483,5 @@ def backward(
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
         None if dq is None else tile_view(dq, 64, 64), dk, dv,
         minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
-        Kind(*map(gl.constexpr, kind)), num_warps=4,
+        constants(kind), num_warps=4,
     )  # fmt: skip

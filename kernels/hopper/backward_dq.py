@@ -31,6 +31,7 @@ from ringflash.kernels.hopper.pipeline import (
     arrived,
     bounds_of,
     carried,
+    constants,
     draw,
     fill,
     filled,
@@ -303,5 +304,5 @@ def backward_dq(
         *(tile_view(x, ROWS, config.block_d) for x in (q, dout)),
         *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
         lse, delta, dq, seqlen_q, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
-        Kind(*map(gl.constexpr, kind)), num_warps=4,
+        constants(kind), num_warps=4,
     )  # fmt: skip

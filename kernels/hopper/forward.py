@@ -38,6 +38,7 @@ from ringflash.kernels.hopper.pipeline import (
     bounds_of,
     buffer_of,
     carried,
+    constants,
     draw,
     fill,
     filled,
@@ -385,6 +386,6 @@ def forward(
         tile_view(q, ROWS, config.block_d),
         *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
         *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
-        m, l, lse, seqlen_q, meeting.scoring.to_base2, tables, *sizes, Kind(*map(gl.constexpr, kind)),
+        m, l, lse, seqlen_q, meeting.scoring.to_base2, tables, *sizes, constants(kind),
         num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ this one ends. A warp of its own draws the numbers of tiles from a counter in me
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ringflash.kernels.config import processors
 from ringflash.kernels.hopper.intervals import Intervals
+
+K = TypeVar("K", bound=tuple[Any, ...])
 
 TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
 TOGETHER_WAVES = 2  # of their tiles, at the least, so that the last heads' longest tiles do not begin at the end
@@ -422,6 +424,12 @@ def reduce_add(descriptor, place, source, _semantic=None):
     """Adds a tile of shared memory to memory, asynchronously as a store; Triton 3.6 has no name for it."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, source.handle)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def constants(kind: K) -> K:
+    """What a kernel is compiled for, as it takes it: the same objects again, which Triton then finds sooner."""
+    return type(kind)(*map(gl.constexpr, kind))
 
 
 def work_arguments(

@@ -9,6 +9,8 @@ ALIGNMENT = 16  # bytes, of the accelerator's addresses and strides
 
 def is_viewable(x: Tensor) -> bool:
     """Whether `tile_view` takes (batch, seqlen, nheads, headdim) as it lies in memory."""
-    steps = [stride * x.itemsize for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
-    aligned = all(step > 0 and step % ALIGNMENT == 0 for step in steps) and x.data_ptr() % ALIGNMENT == 0
-    return aligned and x.stride(3) == 1 and x.numel() > 0
+    itemsize = x.itemsize
+    for stride, size in zip(x.stride(), x.shape[:3], strict=False):
+        if size > 1 and (stride <= 0 or stride * itemsize % ALIGNMENT):
+            return False
+    return x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0 and x.numel() > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -15,6 +16,16 @@ _TABLES = {kind.word: kind for kind in (KeyPadding, PrefixLM)}
 
 def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
     """The mask with this `.spec`: how a mask crosses a custom op's boundary."""
+    return _made(words, tensors) if tensors else _of_words(words)
+
+
+@lru_cache(maxsize=256)
+def _of_words(words: str) -> Mask:
+    """One without tensors, of which the same few are asked for in every call."""
+    return _made(words, ())
+
+
+def _made(words: str, tensors: Sequence[Tensor]) -> Mask:
     remaining = iter(tensors)
     mask: Mask = Full()
     for part in filter(None, words.split(" & ")):

@@ -18,7 +18,8 @@ from ringflash.transport.faults import Faults
 
 Field = int | float | str
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
-_CALLS = 4096  # that are remembered
+_CALLS = 4096  # of which what ranks agreed on is remembered
+_KEPT = 256  # calls whose words are, and messages of words
 _WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 
 
@@ -52,14 +53,29 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Call:
-    """A call whose agreement is under way: its fields, and where all ranks' words arrive."""
+    """What a rank says of a call, the same in every one like it.
+
+    Args:
+        fields: as `agree` is given them.
+        free: likewise.
+        words: a number for each field.
+        agreed: what all ranks said of it when they last agreed (ranks, words), and what that comes to.
+    """
 
     fields: Mapping[str, Field]
     free: str
+    words: tuple[int, ...]
+    agreed: tuple[Tensor, list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """An exchange of words, and where those of all ranks arrive: (ranks, words)."""
+
     work: dist.Work
-    everyone: list[Tensor]
+    everyone: Tensor
 
 
 class ControlPlane:
@@ -77,8 +93,10 @@ class ControlPlane:
         self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, runs_ahead: bool = False
     ) -> None:
         self._data, self._group, self.faults, self._runs_ahead = group, gloo, faults, runs_ahead
+        self._calls: dict[tuple[object, ...], _Call] = {}
+        self._messages: dict[tuple[int, ...], Tensor] = {}
         self._agreed: dict[tuple[int, ...], list[int]] = {}
-        self._unsettled: _Call | None = None
+        self._unsettled: tuple[_Call, _UnderWay] | None = None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def check_alive(self) -> None:
@@ -104,34 +122,47 @@ class ControlPlane:
         """
         self.check_alive()
         self._settle()
-        words = tuple(_word(value) for value in fields.values())
-        known = self._agreed.get(words) if self._runs_ahead else None
-        said = [_OK, *words] if known is None else [_AHEAD, *words, _word(str(known))]
-        call = _Call(fields, free, *self._said(said))
+        call = self._call(fields, free)
+        known = self._agreed.get(call.words) if self._runs_ahead else None
         if known is not None:
-            self._unsettled = call
+            self._unsettled = call, self._said((_AHEAD, *call.words, _word(str(known))))
             return known
-        result = self._checked(call)
+        result = self._checked(call, self._said((_OK, *call.words)))
         if self._runs_ahead:
             if len(self._agreed) == _CALLS:
                 self._agreed.clear()
-            self._agreed[words] = result
+            self._agreed[call.words] = result
         return result
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
         self._agreed.clear()
 
+    def _call(self, fields: Mapping[str, Field], free: str) -> _Call:
+        """That of these fields, which most calls have in common with one before."""
+        key = (free, *fields, *fields.values())
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) == _KEPT:
+                self._calls.clear()
+            call = self._calls[key] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
+        return call
+
     def _settle(self) -> None:
         """Looks at the agreement on the last call, which went on without."""
-        call, self._unsettled = self._unsettled, None
-        if call is not None:
-            self._checked(call)
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            self._checked(*unsettled)
 
-    def _checked(self, call: _Call) -> list[int]:
+    def _checked(self, call: _Call, under_way: _UnderWay) -> list[int]:
         """What `agree` returns, once all ranks have said their words."""
-        self.faults.wait_for(call.work)
-        table = [row.tolist() for row in call.everyone]
+        self.faults.wait_for(under_way.work)
+        if call.agreed is None or not torch.equal(under_way.everyone, call.agreed[0]):
+            call.agreed = under_way.everyone, self._compared(call, under_way.everyone.tolist())
+        return call.agreed[1]
+
+    def _compared(self, call: _Call, table: list[list[int]]) -> list[int]:
+        """What `agree` returns, of all ranks' words."""
         ahead = any(row[0] == _AHEAD for row in table)  # such a rank hears of it in its next call, or from its watch
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
@@ -200,27 +231,33 @@ class ControlPlane:
         dist.all_reduce(total, group=self._data)
         return total
 
-    def _exchange(self, words: list[int]) -> list[list[int]]:
-        work, everyone = self._said(words)
-        self.faults.wait_for(work)
-        return [row.tolist() for row in everyone]
+    def _exchange(self, words: Sequence[int]) -> list[list[int]]:
+        under_way = self._said(words)
+        self.faults.wait_for(under_way.work)
+        return under_way.everyone.tolist()
 
-    def _said(self, words: list[int]) -> tuple[dist.Work, list[Tensor]]:
-        """An exchange of words under way, and where those of all ranks arrive."""
+    def _said(self, words: Sequence[int]) -> _UnderWay:
+        """An exchange of words."""
         assert len(words) <= _WIDTH
-        return self._posted(torch.tensor(words + [0] * (_WIDTH - len(words)), dtype=torch.int64, device="cpu"))
+        key = tuple(words)
+        mine = self._messages.get(key)
+        if mine is None:
+            if len(self._messages) == _KEPT:
+                self._messages.clear()
+            padding = (0,) * (_WIDTH - len(key))
+            mine = self._messages[key] = torch.tensor(key + padding, dtype=torch.int64, device="cpu")
+        return self._posted(mine)
 
-    def _posted(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
-        everyone = list(mine.new_empty(self.world_size, *mine.shape).unbind(0))
-        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
-        assert work is not None
-        return work, everyone
+    def _posted(self, mine: Tensor) -> _UnderWay:
+        everyone = mine.new_empty(self.world_size, *mine.shape)
+        # The group's own call: that of torch.distributed looks at its arguments for as long as this takes.
+        return _UnderWay(self._group.allgather([list(everyone.unbind(0))], [mine]), everyone)
 
     def _texts(self, text: str) -> list[str]:
         words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
         lengths = [row[0] for row in self._exchange([len(words)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(words)] = words
-        work, everyone = self._posted(mine)
-        self.faults.wait_for(work)
-        return [bytes(row.tolist()).partition(b"\0")[0].decode() for row in everyone]
+        under_way = self._posted(mine)
+        self.faults.wait_for(under_way.work)
+        return [bytes(row).partition(b"\0")[0].decode() for row in under_way.everyone.tolist()]

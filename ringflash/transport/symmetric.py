@@ -32,6 +32,7 @@ _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
 _PAGE = 2**21  # bytes, what memory is mapped in
 _GROWTH = 1.25
+_PARTS = 64  # of a region that are kept
 
 T = TypeVar("T")
 
@@ -58,8 +59,11 @@ class _Region:
         # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
         # All ranks have memory before it is exchanged: a rank that has none could not break that off.
         make = partial(_SymmetricMemory.empty_strided_p2p, (self.nbytes,), (1,), torch.uint8, device)
-        self.own = _together(control, make)
-        self._handle, self.of = _together(control, partial(self._exchange, group))
+        with torch.inference_mode(False):  # it outlives the call that it is made in
+            self.own = _together(control, make)
+            self._handle, self.of = _together(control, partial(self._exchange, group))
+        self._rank, self._start = control.rank, self.own.data_ptr()
+        self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def _exchange(self, group: dist.ProcessGroup) -> tuple[_SymmetricMemory, list[Tensor]]:
         """What keeps the peers' memory mapped, and every rank's bytes."""
@@ -68,10 +72,22 @@ class _Region:
         ranks = range(dist.get_world_size(group))
         return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
 
-    def offset(self, x: Tensor) -> int | None:
-        """Where `x` starts in this rank's bytes; None if it is not of them."""
-        offset = x.data_ptr() - self.own.data_ptr()
+    def offset(self, address: int) -> int | None:
+        """Where an address lies in this rank's bytes; None if it does not."""
+        offset = address - self._start
         return offset if 0 <= offset < self.nbytes else None
+
+    def part(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector in the bytes of `rank`; most are asked for again in every call."""
+        key = rank, offset, numel, dtype
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) == _PARTS:
+                self._parts.clear()
+            whole = self.own if rank == self._rank else self.of[rank]
+            with torch.inference_mode(False):  # else only inference could write to it
+                found = self._parts[key] = whole[offset : offset + numel * dtype.itemsize].view(dtype)
+        return found
 
 
 @contextmanager
@@ -144,11 +160,13 @@ class SymmetricTransport:
         if self._last is not None and self._last != current and not capturing:
             current.wait_stream(self._last)  # the pass before may still be computing from these bytes
         self._last = current
-        return region.own[:nbytes].view(dtype)
+        return region.part(self._rank, 0, numel, dtype)
 
     def start(self, messages: Sequence[Message]) -> list[torch.cuda.Event]:
         """Queues all messages, each channel's on a stream of its own."""
         self._faults.check()
+        if not messages:
+            return []
         current = torch.cuda.current_stream(self._device)
         by_channel: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
@@ -175,18 +193,22 @@ class SymmetricTransport:
 
     def finish(self, handle: list[torch.cuda.Event]) -> None:
         """Makes the current stream wait for the messages."""
+        if not handle:
+            return
         current = torch.cuda.current_stream(self._device)
         for done in handle:
             current.wait_event(done)
 
     def _pull(self, stream: torch.cuda.Stream, message: Message) -> None:
-        target = message.buffer.view(torch.uint8)
+        target = message.buffer
         assert message.mirror is not None, "a receiver names its own counterpart of what is sent"
+        address = message.mirror.data_ptr()
         for region in self._regions.values():
-            offset = region.offset(message.mirror)
+            offset = region.offset(address)
             if offset is not None:
+                source = region.part(message.peer, offset, target.numel(), target.dtype)
                 with torch.cuda.stream(stream):
-                    target.copy_(region.of[message.peer][offset : offset + target.numel()], non_blocking=True)
+                    target.copy_(source, non_blocking=True)
                 return
         raise AssertionError("what is sent is not of allocate()")
 

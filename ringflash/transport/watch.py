@@ -45,7 +45,8 @@ class Watch:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._pending.append(_Pending(done, hop, list(peers)))
-        self._wake.set()
+        if not self._wake.is_set():  # which is sooner asked than set
+            self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ringflash-watch", daemon=True)
             self._thread.start()

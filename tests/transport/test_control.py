@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ringflash.errors import RingflashError
 from ringflash.transport.connect import _introduce, _own_gloo
-from ringflash.transport.control import ControlPlane
+from ringflash.transport.control import _KEPT, ControlPlane
 from tests.distributed import run_ranks
 
 CALL = {"operation": "attention", "seqlen": 8}
 
 
-def _control() -> ControlPlane:
+def _control(ranks: Sequence[int] = (0, 1)) -> ControlPlane:
     group = dist.group.WORLD
     assert group is not None
-    gloo, faults = _own_gloo([0, 1], [group], timedelta(seconds=20))
+    gloo, faults = _own_gloo(ranks, [group], timedelta(seconds=20))
     control = ControlPlane(group, gloo, faults, runs_ahead=True)
     _introduce(control)
     return control
@@ -88,3 +89,18 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
     assert second[4] == "failed"
     assert first[4].startswith("PeerFailed: ranks [1] raised")
     assert first[5:] == second[5:] == ["[5, 6]", "[5, 5]"]
+
+
+def _many_calls() -> tuple[int, int]:
+    """How many calls and messages are kept after more than that."""
+    control = _control([0])
+    for number in range(_KEPT + 3):
+        for _ in range(2):  # the second finds what the first left
+            assert control.agree({**CALL, "number": number}, free="seqlen") == [8]
+    return len(control._calls), len(control._messages)
+
+
+def test_what_is_kept_of_calls_is_bounded() -> None:
+    ((calls, messages),) = run_ranks(1, _many_calls)
+    assert 0 < calls <= _KEPT
+    assert 0 < messages <= _KEPT
