@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -375,7 +376,9 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
         failed = False
     except Preempted as ended:
         failed = False  # the other processes have come to the same end
-        return int(ended.code or 0)
+        # The Trainer kills its own process when one that it started ends with a code, even if both are at their ends.
+        started_by_trainer = local_rank() > 0 and not dist.is_torchelastic_launched()
+        return 0 if started_by_trainer else int(ended.code or 0)
     except (RingflashError, MisconfigurationException) as error:
         if debug:
             raise
