@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,9 +24,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
-AHEAD_BYTES = (
-    2**30
-)  # on their way back to the GPU before a backward asks for them: 20 ms of its link, one tensor or more
+AHEAD_BYTES = 2**30  # on their way at a time: 20 ms of a GPU's link
+AT_LEAST = 2  # tensors: a block's input and attention's result, however large
 
 
 def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None:
@@ -54,77 +54,100 @@ def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory |
 
 @dataclass(eq=False)
 class Packed:
-    """A tensor's copy in the host's memory, when it is there, and where it is once it is on its way back, and when."""
+    """A tensor's copy in the host's memory.
+
+    Args:
+        host: the copy.
+        device: where the tensor was, and is wanted again.
+        copied: when `host` is written; None on a CPU, at once.
+        here: the tensor on its device, before it is let go and when it comes back.
+        arrived: when `here` is written, if it comes back.
+    """
 
     host: Tensor
     device: torch.device
     copied: torch.cuda.Event | None
-    back: Tensor | None = None
+    here: Tensor | None
     arrived: torch.cuda.Event | None = None
 
 
 class HostMemory:
     """Takes tensors to pinned memory of the host and back.
 
-    Copies run beside the computation, on a stream of their own. A backward asks for tensors in the reverse order, so
-    those before the one that it asks for are then on their way back already, `AHEAD_BYTES` of them.
+    Copies run beside the computation, on a stream of their own, `AHEAD_BYTES` of them. A forward lets a tensor go when
+    as many bytes have been taken since, and then waits for its copy. A backward asks for tensors in the reverse order,
+    so those before the one that it asks for are then on their way back already. Waiting on the stream that computes,
+    instead of telling the allocator of the other one, is what frees memory in the order of the computation: the host
+    runs ahead of it, and would find none of the copies made.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._away: list[weakref.ref[Packed]] = []  # in the order in which they were taken
+        self._leaving: deque[Packed] = deque()  # of these, the last, whose tensors are still here
+        self._coming: list[Packed] = []  # and those on their way back
 
     def pack(self, x: Tensor) -> Tensor | Packed:
         """Starts the copy; `x` must not be written to any more. Small tensors stay where they are."""
         if x.nbytes < MIN_OFFLOADED_BYTES:
             return x.detach()  # not `x`, which may refer to what keeps this
-        packed = self._taken(x) if x.is_cuda else Packed(x.detach().clone(), x.device, None)
-        self._away.append(weakref.ref(packed))
+        for unwanted in self._coming:  # of a backward that did not go on
+            _let_go(unwanted, unwanted.arrived)
+        self._coming.clear()
+        packed = self._taken(x.detach())
+        self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
+        self._leaving.append(packed)
+        while len(self._leaving) > AT_LEAST and sum(each.host.nbytes for each in self._leaving) > AHEAD_BYTES:
+            gone = self._leaving.popleft()
+            _let_go(gone, gone.copied)
         return packed
-
-    def _taken(self, x: Tensor) -> Packed:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(x.device)
-        self._stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(x.detach(), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
-        x.record_stream(self._stream)  # its memory may be used again when the copy is made, not before
-        return Packed(host, x.device, copied)
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
         """The tensor, on its device again; waits on the device, not on the host."""
         if isinstance(packed, Tensor):
             return packed
-        x = self._bring(packed)
-        if packed.arrived is not None:
-            torch.cuda.current_stream(packed.device).wait_event(packed.arrived)
-        packed.back = packed.arrived = None
+        x = self._brought(packed)
+        _let_go(packed, packed.arrived)
+        for underway in (self._leaving, self._coming):
+            if packed in underway:
+                underway.remove(packed)
         away = [each for each in (ref() for ref in self._away) if each is not None and each is not packed]
         self._away = [weakref.ref(each) for each in away]
-        coming = 0
-        while away and coming < AHEAD_BYTES:
-            coming += self._bring(away.pop()).nbytes
+        ahead = 0
+        for number, each in enumerate(reversed(away)):
+            if number >= AT_LEAST and ahead >= AHEAD_BYTES:
+                break
+            ahead += self._brought(each).nbytes
         return x
 
-    def _bring(self, packed: Packed) -> Tensor:
-        """The tensor on its device, on its way there unless it is already."""
-        if packed.back is None:
-            packed.back = torch.empty_like(packed.host, device=packed.device)
-            if packed.copied is None:
-                packed.back.copy_(packed.host)
-                return packed.back
-            assert self._stream is not None
-            self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # which may still use this memory
-            self._stream.wait_event(packed.copied)
-            with torch.cuda.stream(self._stream):
-                packed.back.copy_(packed.host, non_blocking=True)
-                packed.arrived = torch.cuda.Event()
-                packed.arrived.record(self._stream)
-            packed.back.record_stream(self._stream)
-        return packed.back
+    def _taken(self, x: Tensor) -> Packed:
+        if not x.is_cuda:
+            return Packed(x.clone(), x.device, None, x)
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(x, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return Packed(host, x.device, copied, x)
+
+    def _brought(self, packed: Packed) -> Tensor:
+        """The tensor on its device, on its way there unless it is there already."""
+        if packed.here is not None:
+            return packed.here
+        packed.here = torch.empty_like(packed.host, device=packed.device)
+        self._coming.append(packed)
+        if packed.copied is None:
+            return packed.here.copy_(packed.host)
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # which may still use this memory
+        with torch.cuda.stream(self._stream):
+            packed.here.copy_(packed.host, non_blocking=True)
+            packed.arrived = torch.cuda.Event()
+            packed.arrived.record(self._stream)
+        return packed.here
 
     def hooks(self, staying: Iterable[Tensor]) -> saved_tensors_hooks:
         """A context in which what autograd saves is packed, except what shares memory with `staying`.
@@ -137,6 +160,13 @@ class HostMemory:
             return x.detach() if x.untyped_storage().data_ptr() in stay else self.pack(x)
 
         return saved_tensors_hooks(pack, self.unpack)
+
+
+def _let_go(packed: Packed, copied: torch.cuda.Event | None) -> None:
+    """Leaves the tensor to who else has it; what computes after that waits for a copy from it or to it."""
+    if packed.here is not None and copied is not None:
+        torch.cuda.current_stream(packed.device).wait_event(copied)
+    packed.here = packed.arrived = None
 
 
 def _offloading_contexts(memory: HostMemory) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -149,24 +149,33 @@ def test_host_memory_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(memory.unpack(packed), x)
 
 
-def test_what_comes_next_is_on_its_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_leave_behind_and_come_back_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(activations, "MIN_OFFLOADED_BYTES", 64)
-    monkeypatch.setattr(activations, "AHEAD_BYTES", 64)
+    for name, value in {"MIN_OFFLOADED_BYTES": 64, "AHEAD_BYTES": 64, "AT_LEAST": 1}.items():
+        monkeypatch.setattr(activations, name, value)
     memory, xs = HostMemory(), [torch.randn(100 + i, device=device) for i in range(4)]
     packed = [memory.pack(x) for x in xs]
     dropped = packed.pop(1)  # of a graph whose backward never runs
     del dropped
 
-    def coming() -> list[bool]:
-        return [isinstance(each, Packed) and each.back is not None for each in packed]
+    def here() -> list[bool]:
+        return [isinstance(each, Packed) and each.here is not None for each in packed]
 
+    assert here() == [False, False, True]
     assert torch.equal(memory.unpack(packed[2]), xs[3])
-    assert coming() == [False, True, False]
+    assert here() == [False, True, False]
     for each, x in zip(reversed(packed[:2]), (xs[2], xs[0]), strict=True):
         assert torch.equal(memory.unpack(each), x)
     assert torch.equal(memory.unpack(packed[2]), xs[3])  # once more, for retain_graph
-    assert not any(coming())
+    assert not any(here())
+    more = [memory.pack(x) for x in xs]
+    assert torch.equal(memory.unpack(more[3]), xs[3])
+    assert isinstance(more[2], Packed)
+    assert more[2].here is not None
+    last = memory.pack(xs[0])  # of another forward: the backward has not gone on
+    assert more[2].here is None
+    assert torch.equal(memory.unpack(more[2]), xs[2])
+    assert torch.equal(memory.unpack(last), xs[0])
 
 
 def test_offloading_everything_is_refused() -> None:
