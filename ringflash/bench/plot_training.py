@@ -15,7 +15,6 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
     from matplotlib.figure import Figure
 
     shapes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "name"))
-    contexts = sorted({row["context"] for row in rows})
     figure = Figure(figsize=(1.0 + 5.0 * len(shapes), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for ax, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
@@ -28,11 +27,13 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
                 if "mfu" in row:
                     at = row["context"], row["tokens_per_second_per_gpu"]
                     ax.annotate(f"{row['mfu']:.0%}", at, (0, 5), textcoords="offset points", fontsize=7, ha="center")
+        contexts = sorted({row["context"] for row in rows if row["shape"] == shape})
         ax.set_title(f"{shape} shape", fontsize=10)
         ax.set_xscale("log", base=2)
         ax.set_xticks(contexts, [short(context) for context in contexts], fontsize=8)
         ax.set_xlabel("tokens of context, over all GPUs")
         ax.set_ylabel("tokens/s a GPU")
+        ax.margins(0.1, 0.15)  # for the labels
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
         if ax.get_legend_handles_labels()[0]:
