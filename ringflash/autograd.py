@@ -46,7 +46,6 @@ class _Ranks:
             self._lengths = [q.shape[1]]
         else:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
-            mask.validate(seqlen)
             ranks = self._context.local_ranks
             row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize
             self.plans = [self._context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in ranks]

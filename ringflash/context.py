@@ -240,9 +240,11 @@ class ContextParallel:
                 "auto" groups hops or does not.
 
         Raises:
-            ArgumentError: a context with hops="auto" is not given `row_bytes`; or as `make_layout`.
+            ArgumentError: a mask of another sequence; a context with hops="auto" is not given `row_bytes`; or as
+                `make_layout`.
         """
         mask = as_mask(mask)
+        mask.validate(seqlen)
         place, _ = self.grid.places[self.rank if rank is None else rank]
         return self._plan_at(place, self._ring_cut(seqlen, mask), mask, self._groups(seqlen, row_bytes))
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash as rf
+from ringflash.errors import ArgumentError
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.plan import Plan, single_device_plan
@@ -148,6 +149,14 @@ def test_nothing_is_seen(layout: str) -> None:
     for plan in plans_of(3, layout, rf.KeyPadding([0, 0])):
         assert (plan.rows_sent, plan.balance, plan.share, plan.flops(2, 1, 1)) == (0, 1, 1 / 3, 0)
         assert [hop.meets for hop in plan.hops] == [False]
+
+
+@pytest.mark.parametrize(
+    "mask", [rf.Documents([0, 5]), rf.KeyPadding([38]), block_sparse(64, 8, seed=0, density=1.0), rf.Tree([-1] * 38)]
+)
+def test_a_mask_of_another_sequence(mask: Mask) -> None:
+    with pytest.raises(ArgumentError, match="37"):
+        rf.ContextParallel.local(2).plan(mask, SEQLEN)
 
 
 def test_a_plan_prints_its_hops() -> None:
