@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -369,16 +368,15 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
         quieten()
     trainers: list[pl.Trainer] = []
     # Ranks meet once more when they exit. This one waits for its children after that: the first registered runs last.
-    atexit.register(stop_children, trainers, at_once=False)
+    children: list[subprocess.Popen[bytes]] = []
+    atexit.register(stop_children, children, at_once=False)
     failed = True
     try:
         cli([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
         failed = False
     except Preempted as ended:
         failed = False  # the other processes have come to the same end
-        # The Trainer kills its own process when one that it started ends with a code, even if both are at their ends.
-        started_by_trainer = local_rank() > 0 and not dist.is_torchelastic_launched()
-        return 0 if started_by_trainer else int(ended.code or 0)
+        return int(ended.code or 0)
     except (RingflashError, MisconfigurationException) as error:
         if debug:
             raise
@@ -388,18 +386,30 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
         print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ArgumentError | MisconfigurationException) else 1
     finally:
+        children += take_children(trainers)
         if failed:
-            stop_children(trainers, at_once=True)
+            stop_children(children, at_once=True)
     return 0
 
 
-def stop_children(trainers: Sequence[pl.Trainer], *, at_once: bool) -> None:
-    """Waits until the processes that Lightning launched have ended, or ends them."""
-    deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
-    processes: list[subprocess.Popen[bytes]] = []
+def take_children(trainers: Sequence[pl.Trainer]) -> list[subprocess.Popen[bytes]]:
+    """The processes that Lightning launched, which it does not watch any more.
+
+    When one of them has ended with a code, the thread that watches them kills this process, which may be about to end
+    with the same.
+    """
+    taken: list[subprocess.Popen[bytes]] = []
     for trainer in trainers:
-        processes += getattr(trainer.strategy.launcher, "procs", [])
-    for process in processes:
+        launched = getattr(trainer.strategy.launcher, "procs", [])  # the thread looks at the same list
+        taken += launched
+        launched.clear()
+    return taken
+
+
+def stop_children(children: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """Waits until they have ended, or ends them."""
+    deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
+    for process in children:
         try:
             process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
