@@ -93,7 +93,7 @@ class Keywords:
     @staticmethod
     def of(given: Mapping[str, Any]) -> Keywords:
         """The keywords of one call, by name."""
-        others = [n for n, x in given.items() if n not in KNOWN | OF_OTHERS and x is not None and x is not False]
+        others = [n for n, x in given.items() if n not in KNOWN_OR_OTHERS and x is not None and x is not False]
         return Keywords(**{n: x for n, x in given.items() if n in KNOWN}, others=tuple(others))
 
     @property
@@ -103,6 +103,7 @@ class Keywords:
 
 
 KNOWN = {f.name for f in fields(Keywords)} - {"others"}
+KNOWN_OR_OTHERS = KNOWN | OF_OTHERS
 
 
 @dataclass

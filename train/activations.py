@@ -92,14 +92,13 @@ class HostMemory:
         if x.nbytes < MIN_OFFLOADED_BYTES:
             return x.detach()  # not `x`, which may refer to what keeps this
         for unwanted in self._coming:  # of a backward that did not go on
-            _let_go(unwanted, unwanted.arrived)
+            _let_go(unwanted)
         self._coming.clear()
         packed = self._taken(x.detach())
         self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
         self._leaving.append(packed)
         while len(self._leaving) > AT_LEAST and sum(each.host.nbytes for each in self._leaving) > AHEAD_BYTES:
-            gone = self._leaving.popleft()
-            _let_go(gone, gone.copied)
+            _let_go(self._leaving.popleft())
         return packed
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
@@ -107,7 +106,7 @@ class HostMemory:
         if isinstance(packed, Tensor):
             return packed
         x = self._brought(packed)
-        _let_go(packed, packed.arrived)
+        _let_go(packed)
         for underway in (self._leaving, self._coming):
             if packed in underway:
                 underway.remove(packed)
@@ -126,6 +125,8 @@ class HostMemory:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
+            # Memory that is still written to when this goes must not be given to who computes.
+            weakref.finalize(self, _join, self._stream).atexit = False
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             host.copy_(x, non_blocking=True)
@@ -162,8 +163,14 @@ class HostMemory:
         return saved_tensors_hooks(pack, self.unpack)
 
 
-def _let_go(packed: Packed, copied: torch.cuda.Event | None) -> None:
-    """Leaves the tensor to who else has it; what computes after that waits for a copy from it or to it."""
+def _join(stream: torch.cuda.Stream) -> None:
+    """What computes from now on waits for what `stream` has been given."""
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def _let_go(packed: Packed) -> None:
+    """Leaves the tensor to who else has it; what computes after that waits for the copy from it or to it."""
+    copied = packed.arrived or packed.copied
     if packed.here is not None and copied is not None:
         torch.cuda.current_stream(packed.device).wait_event(copied)
     packed.here = packed.arrived = None
@@ -198,5 +205,7 @@ class _Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in KEPT:
+            if not self.kept:
+                raise RuntimeError("What a checkpointed block kept is used up by its backward: run its forward again.")
             return tuple(self.memory.unpack(x) for x in self.kept.pop(0))
         return func(*args, **(kwargs or {}))

@@ -111,8 +111,12 @@ def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) ->
 
 @cache
 def _fused_cross_entropy() -> Callable[[Tensor, Tensor, torch.dtype | None], tuple[Tensor, Tensor | None]]:
-    """The same in two passes over the logits, and without further tensors of their size."""
-    return torch.compile(_cross_entropy, fullgraph=True)
+    """The same in two passes over the logits, and without further tensors of their size.
+
+    One for all: what is compiled is found by the function. Of more kinds of calls than the compiler takes, the rest run
+    as they are.
+    """
+    return torch.compile(_cross_entropy)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

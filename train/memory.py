@@ -12,9 +12,9 @@ from ringflash.train.linear_loss import chunk_rows
 from ringflash.train.model_config import ModelConfig
 
 GIB = 2.0**30
-# A block's feed-forward takes its tokens in pieces: of no fewer, which would not fill a GPU, and in no more of them,
-# since each is a part of the graph that is compiled.
-FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 8192, 8
+# A block's feed-forward takes so many tokens and more in pieces. Their number is one of two, since each is a graph to
+# compile, of which torch.compile makes 8 for all lengths and kinds of blocks.
+FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 8
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,12 @@ class MemoryEstimate:
         return f"at least {self.total / GIB:.2f} GiB a GPU ({parts})"
 
 
-def feed_forward_rows(tokens: int) -> int:
-    """Tokens in a piece, of `tokens` of a micro-batch on this rank."""
-    pieces = max(1, min(FEED_FORWARD_PIECES, tokens // FEED_FORWARD_ROWS))
-    return -(-tokens // pieces)
+def feed_forward_pieces(tokens: int) -> list[int]:
+    """Tokens in each piece, of `tokens` of a micro-batch on this rank."""
+    if tokens < FEED_FORWARD_ROWS:
+        return [tokens]
+    piece = tokens // FEED_FORWARD_PIECES
+    return [*[piece] * (FEED_FORWARD_PIECES - 1), tokens - piece * (FEED_FORWARD_PIECES - 1)]
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
@@ -107,7 +109,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     kept = (config.dim + q_dim) * item + master * config.n_heads
     gate_and_up = 2 * config.ffn_dim * item
     block = shape.tokens * config.dim * item
-    block += (feed_forward_rows(shape.tokens) if shape.in_pieces else shape.tokens) * gate_and_up
+    block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
     if shape.checkpointing == "none":
         kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
     elif shape.offload:

@@ -19,7 +19,7 @@ from ringflash.train.activations import ActivationCheckpointing, HostMemory, che
 from ringflash.train.cache import KVCache
 from ringflash.train.linear_loss import linear_token_loss
 from ringflash.train.loss import TokenLosses
-from ringflash.train.memory import feed_forward_rows
+from ringflash.train.memory import feed_forward_pieces
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.weights import Weights
@@ -184,12 +184,12 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(config.ffn_dim, config.dim, Init(f"{name}.down_proj", seed, residual_std))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim), `feed_forward_rows` tokens after one another.
+        """(..., dim) -> (..., dim), `feed_forward_pieces` after one another.
 
         So a compiled backward that computes gate and up again holds those of one piece, not of all tokens.
         """
         rows = x.flatten(0, -2)
-        pieces = [self.whole(piece) for piece in rows.split(feed_forward_rows(rows.shape[0]))]
+        pieces = [self.whole(piece) for piece in rows.split(feed_forward_pieces(rows.shape[0]))]
         return pieces[0].view(x.shape) if len(pieces) == 1 else torch.cat(pieces).view(x.shape)
 
     def whole(self, x: Tensor) -> Tensor:

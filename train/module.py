@@ -61,14 +61,14 @@ class LanguageModel(RingModule):
         init_from: str | None = None,
     ) -> None:
         super().__init__(
-            optimizer,
-            compute_dtype,
-            activation_checkpointing,
-            reshard_after_forward,
-            seed,
-            nonfinite,
-            activation_offload,
-            compile_blocks,
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            seed=seed,
+            nonfinite=nonfinite,
+            activation_offload=activation_offload,
+            compile_blocks=compile_blocks,
         )
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")

@@ -84,7 +84,6 @@ class RingAttentionStrategy(ShardedStrategy):
         self._transport = transport
         self._cuda_graphs = cuda_graphs
         self._context: rf.ContextParallel | None = None
-        self._seqlens: dict[int, int] = {}  # of whole sequences, by rows of this rank's shard
         self._replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
@@ -93,7 +92,10 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def context(self) -> rf.ContextParallel:
-        """The context-parallel group and layout; there once the processes have met."""
+        """The context-parallel group and layout; there once the processes have met.
+
+        Calls of one's own, of sequences of another length than the batch's, need `context.forget_lengths()` before.
+        """
         if self._context is None:
             raise RuntimeError("The context exists only after the strategy has set up its environment.")
         return self._context
@@ -146,7 +148,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 self._device_mesh[CONTEXT],
                 layout=self._layout,
                 transport=self._transport,
-                fixed_lengths=True,  # `batch_to_device` says where they change
+                fixed_lengths=True,  # within a batch: see `batch_to_device`
                 cuda_graphs=self._cuda_graphs,
             )
         assert self.lightning_module is not None
@@ -198,9 +200,7 @@ class RingAttentionStrategy(ShardedStrategy):
         seqlen = moved["input_ids"].shape[1]
         for name in ("input_ids", "labels"):
             moved[name] = self.context.shard(moved[name], dim=1)
-        if self._seqlens.setdefault(rows := moved["input_ids"].shape[1], seqlen) != seqlen:
-            self._seqlens[rows] = seqlen
-            self.context.forget_lengths()
+        self.context.forget_lengths()
         if cu_seqlens is None:
             moved["position_ids"] = self.context.positions(seqlen, device=device)
         else:

@@ -40,7 +40,7 @@ def why_whole_logits(model: Any) -> str | None:
 
     tokens = torch.arange(2, device=head.weight.device)[None]
     given: dict[str, Any] = {"position_ids": tokens, "use_cache": False, "ring_dropout_seed": 0}
-    hooks = [base.register_forward_hook(note_states), head.register_forward_hook(replace)]
+    hooks = [base.register_forward_hook(note_states), head.register_forward_hook(replace, prepend=True)]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of dropout, the same in both

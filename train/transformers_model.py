@@ -75,14 +75,14 @@ class TransformersModel(RingModule):
         from transformers import AutoConfig
 
         super().__init__(
-            optimizer,
-            compute_dtype,
-            activation_checkpointing,
-            reshard_after_forward,
-            seed,
-            nonfinite,
-            activation_offload,
-            compile_blocks,
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            seed=seed,
+            nonfinite=nonfinite,
+            activation_offload=activation_offload,
+            compile_blocks=compile_blocks,
         )
         self._folder = str(model) if isinstance(model, str | Path) else None
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model

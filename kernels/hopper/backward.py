@@ -425,16 +425,17 @@ def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | N
 
     All hops of a pass have the same.
     """
-    given = {} if kept is None else kept
-    of, known = given.get("vectors", (None, None))
-    if of is not None and of[0] is lse and of[1] is delta and of[2] == factor:
-        return known
+    if kept is not None and "vectors" in kept:
+        of, known = kept["vectors"]
+        if of[0] is lse and of[1] is delta and of[2] == factor:
+            return known
     batch, nheads, seqlen = lse.shape
     padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
     _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
-    given["vectors"] = (lse, delta, factor), (minus_lse, minus_delta)
+    if kept is not None:
+        kept["vectors"] = (lse, delta, factor), (minus_lse, minus_delta)
     return minus_lse, minus_delta
 
 

@@ -2,7 +2,7 @@
 
 Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in what
 they do about attention: the ring keeps each block's (out, lse) when it checkpoints; torch's is computed again, takes KV
-repeated to the query heads, and is left out of what is compiled.
+repeated to the query heads, and is left out of what is compiled. Its feed-forward layers take all tokens at once.
 """
 
 from __future__ import annotations

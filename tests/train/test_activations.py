@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ringflash import ring
 from ringflash.errors import ConfigError
 from ringflash.train import activations
 from ringflash.train.activations import HostMemory, Packed
-from ringflash.train.memory import feed_forward_rows
+from ringflash.train.memory import feed_forward_pieces
 from ringflash.train.model import Decoder, Step
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.rotary import rotary_angles
@@ -61,8 +62,8 @@ def gradients(decoder: Decoder) -> tuple[float, list[Tensor]]:
 
 
 def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringflash.train.memory.FEED_FORWARD_ROWS", 5)
-    assert feed_forward_rows(SEQLEN) == 5
+    monkeypatch.setattr("ringflash.train.memory.FEED_FORWARD_ROWS", SEQLEN)
+    assert feed_forward_pieces(SEQLEN) == [2] * 7 + [6]
     held: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -81,7 +82,19 @@ def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pyte
     decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=count))
     gradients(decoder)
     assert min(held) > 0
-    assert max(held) <= 6 * 5  # of all tokens the same would be 6 * SEQLEN
+    assert max(held) <= 6 * 6  # of all tokens the same would be 6 * SEQLEN
+
+
+def test_any_number_of_lengths_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.train.memory.FEED_FORWARD_ROWS", 64)
+    frames, lengths = CompileCounterWithBackend("aot_eager"), [20, 40, 57, 64, 70, 100, 130, 200, 260, 300, 400]
+    decoder = Decoder(replace(CONFIG, sliding_layers=(0,), sliding_window=8))  # two kinds of blocks
+    decoder.keep_activations("block")
+    decoder.compile_blocks(frames)
+    for seqlen in lengths:
+        x = (torch.arange(seqlen) % CONFIG.vocab_size)[None]
+        decoder(x, torch.arange(seqlen), labels=x).total.backward()
+    assert frames.frame_count <= 8
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -176,6 +189,16 @@ def test_tensors_leave_behind_and_come_back_ahead(monkeypatch: pytest.MonkeyPatc
     assert more[2].here is None
     assert torch.equal(memory.unpack(more[2]), xs[2])
     assert torch.equal(memory.unpack(last), xs[0])
+
+
+def test_a_second_backward_is_refused() -> None:
+    decoder = Decoder(CONFIG)
+    decoder.keep_activations("block", offload=True)
+    x = torch.arange(SEQLEN)[None]
+    total = decoder(x, x[0], labels=x).total
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run its forward again"):
+        total.backward()
 
 
 def test_offloading_everything_is_refused() -> None:
