@@ -105,8 +105,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) ->
     if dtype is None:
         return losses, None
     chosen = torch.arange(logits.shape[1], device=logits.device) == index
-    dlogits = torch.where(chosen, picked.expm1(), log_p.exp())  # p - 1 where p is close to 1
-    return losses, dlogits.masked_fill(~valid, 0).to(dtype)
+    dlogits = torch.where(chosen, picked.expm1(), log_p.exp_())  # p - 1 where p is close to 1
+    return losses, dlogits.masked_fill_(~valid, 0).to(dtype)
 
 
 @cache
