@@ -91,6 +91,7 @@ class Worlds:
         return self.ranks[world_size][0]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
