@@ -7,6 +7,7 @@ The empty name is no context, a single device.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -314,11 +315,9 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         # Where a gradient of this gradient is asked for, the operator says that it has none.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        with nullcontext() if differentiable else torch._C._AutoDispatchBelowAutograd():
             of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
         return *of_tensors, *[None] * (len(ctx.needs_input_grad) - _DIFFERENTIABLE)
 
 

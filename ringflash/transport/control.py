@@ -18,8 +18,7 @@ from ringflash.transport.faults import Faults
 
 Field = int | float | str
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
-_CALLS = 4096  # of which what ranks agreed on is remembered
-_KEPT = 256  # calls whose words are, and messages of words
+_KEPT = 4096  # calls that are remembered, and messages of words
 _WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 
 
@@ -95,7 +94,6 @@ class ControlPlane:
         self._data, self._group, self.faults, self._runs_ahead = group, gloo, faults, runs_ahead
         self._calls: dict[tuple[object, ...], _Call] = {}
         self._messages: dict[tuple[int, ...], Tensor] = {}
-        self._agreed: dict[tuple[int, ...], list[int]] = {}
         self._unsettled: tuple[_Call, _UnderWay] | None = None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -123,20 +121,15 @@ class ControlPlane:
         self.check_alive()
         self._settle()
         call = self._call(fields, free)
-        known = self._agreed.get(call.words) if self._runs_ahead else None
-        if known is not None:
+        if self._runs_ahead and call.agreed is not None:
+            known = call.agreed[1]
             self._unsettled = call, self._said((_AHEAD, *call.words, _word(str(known))))
             return known
-        result = self._checked(call, self._said((_OK, *call.words)))
-        if self._runs_ahead:
-            if len(self._agreed) == _CALLS:
-                self._agreed.clear()
-            self._agreed[call.words] = result
-        return result
+        return self._checked(call, self._said((_OK, *call.words)))
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
-        self._agreed.clear()
+        self._calls.clear()  # and not what they hold: that of a call which is not settled yet would be there again
 
     def _call(self, fields: Mapping[str, Field], free: str) -> _Call:
         """That of these fields, which most calls have in common with one before."""
