@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.kernels import eager
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
@@ -28,6 +29,10 @@ class TileKernels(Protocol):
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
+        ...
+
+    def new_dq(self, q: Tensor) -> DqSum:
+        """Where `backward_dkdv` is to add its share of dq."""
         ...
 
     def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
@@ -83,11 +88,11 @@ class TileKernels(Protocol):
         meeting: Meeting,
         *,
         accumulate: bool,
-        dq: Tensor | None = None,
+        dq: DqSum | None = None,
     ) -> None:
         """Writes dk and dv over these queries, or adds them when `accumulate`.
 
-        With `dq`, in `state_dtype`, its share of these keys is added to it in the same pass, in any order: only where
+        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order: only where
         `has_single_pass`.
         """
         ...

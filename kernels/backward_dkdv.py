@@ -23,6 +23,7 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made a
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringflash.kernels.config import TileConfig, dkdv_config, single_pass_config
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.scores import Seed, capped, kind_argument, load_lse, scored, scores_argument, slope_of, weighed
 from ringflash.kernels.spans import bounds_of, keys_read, place_of, schedule, sees, span_of, visit
@@ -194,10 +195,11 @@ def _dkdv_kernel(
     store_rows(dv_pointers, dv_acc, left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
 
 
-def _dq_argument(dq: Tensor | None, config: TileConfig) -> tuple[int, object]:
+def _dq_argument(given: DqSum | None, config: TileConfig) -> tuple[int, object]:
     """How dq is added up, and where: 0 not at all, 1 by element, 2 by tile, with the tensor memory accelerator."""
-    if dq is None:
+    if given is None:
         return 0, None
+    dq = given.rows()
     if knobs.runtime.interpret or capability() < 90 or dq.shape[3] % 4:  # its strides are multiples of 16 bytes
         return 1, dq
     return 2, TensorDescriptor(dq, list(dq.shape), list(dq.stride()), [1, config.block_m, 1, config.block_d])
@@ -215,9 +217,9 @@ def backward_dkdv(
     meeting: Meeting,
     *,
     accumulate: bool,
-    dq: Tensor | None = None,
+    dq: DqSum | None = None,
 ) -> None:
-    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse, delta and dq are contiguous."""
+    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
     config = choose(call_of(q, v, meeting))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringflash.dropout import kept
 from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
 from ringflash.state import LOG2E, AttentionState
@@ -139,6 +140,11 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
+def new_dq(q: Tensor) -> DqSum:
+    """Where `backward_dkdv` is to add its share of dq."""
+    return DqSum(q, state_dtype(q.dtype))
+
+
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
     """Always: it has fewer matmuls, and here the sums have one order all the same."""
     return True
@@ -221,7 +227,7 @@ def backward_dkdv(
     meeting: Meeting,
     *,
     accumulate: bool,
-    dq: Tensor | None = None,
+    dq: DqSum | None = None,
 ) -> None:
     """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written.
 
@@ -246,7 +252,7 @@ def backward_dkdv(
             dk_acc[:, :, seen] += ds.transpose(-1, -2) @ rows.q
             if dq is not None:
                 part = ds @ sees.rows(k, keys) * meeting.scoring.softmax_scale
-                dq[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
+                dq.rows()[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
         for total, acc in ((dk, dk_acc * meeting.scoring.softmax_scale), (dv, dv_acc)):
             target = total[:, block.begin : block.end]
             update = acc.transpose(1, 2)

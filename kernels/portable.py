@@ -11,12 +11,22 @@ from ringflash.kernels import config
 from ringflash.kernels.backward_dkdv import backward_dkdv
 from ringflash.kernels.backward_dq import backward_dq
 from ringflash.kernels.delta import delta
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.forward import forward
 from ringflash.kernels.meeting import Scoring
 from ringflash.kernels.visibility import has_short_spans
 from ringflash.masks import Mask
 
-__all__ = ["backward_dkdv", "backward_dq", "check_supported", "delta", "forward", "has_single_pass", "state_dtype"]
+__all__ = [
+    "backward_dkdv",
+    "backward_dq",
+    "check_supported",
+    "delta",
+    "forward",
+    "has_single_pass",
+    "new_dq",
+    "state_dtype",
+]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
@@ -26,6 +36,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for every dtype these kernels know."""
     assert dtype in DTYPES
     return torch.float32
+
+
+def new_dq(q: Tensor) -> DqSum:
+    """See `TileKernels.new_dq`."""
+    return DqSum(q, state_dtype(q.dtype))
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:

@@ -140,8 +140,9 @@ def backward_from_delta(
     if not plan.hops[0].meets:
         dq = q.new_zeros(q.shape)
     elif tiles.single_pass(q, v, plan):
-        dq = q.new_zeros(q.shape, dtype=wide)
-        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq)
+        dq_sum = kernels.new_dq(q)
+        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq_sum)
+        dq = dq_sum.finish()
     else:
         dq = q.new_empty(q.shape)
         kernels.backward_dq(*inputs, dq, meeting, accumulate=False)
@@ -149,7 +150,7 @@ def backward_from_delta(
     totals = yield from _returned(dk, dv, plan, transport)
     dtype = wide if wide_kv else k.dtype
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in totals)
-    return dq.to(q.dtype), dk, dv
+    return dq, dk, dv
 
 
 def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Generator[None, None, tuple[Tensor, Tensor]]:

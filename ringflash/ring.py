@@ -302,11 +302,10 @@ def backward_from_delta(
     wide = kernels.state_dtype(q.dtype)
     single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    dq = q.new_empty(q.shape, dtype=dtype) if not single_pass else q.new_zeros(q.shape, dtype=wide)
+    dq_sum, dq = kernels.new_dq(q), None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None
-    dq_written = single_pass
     for hop in plan.hops:
         if hop.index > 0:
             moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
@@ -314,11 +313,11 @@ def backward_from_delta(
         inputs, meeting = (dout, q, *kv.visiting(hop), lse, delta), tiles.meeting(plan, hop)
         shares: tuple[Tensor, ...] = ()
         if hop.meets and not single_pass:
-            kernels.backward_dq(*inputs, dq, meeting, accumulate=dq_written)
-            dq_written = True
+            accumulate, dq = dq is not None, q.new_empty(q.shape, dtype=dtype) if dq is None else dq
+            kernels.backward_dq(*inputs, dq, meeting, accumulate=accumulate)
         elif hop.meets:
             shares = gradients.beside(hop)
-            kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq)
+            kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq_sum)
         if hop.index > 0:
             yield
             gradients.finish(hop, moving_gradients)
@@ -335,9 +334,8 @@ def backward_from_delta(
     moving_gradients = gradients.start_after(plan.hops[-1])
     yield
     gradients.finish(None, moving_gradients)
-    if not dq_written:
-        dq.zero_()
-    return dq.to(q.dtype), *gradients.own(wide if wide_kv else k.dtype)
+    dq = dq_sum.finish() if dq is None else dq.to(q.dtype)
+    return dq, *gradients.own(wide if wide_kv else k.dtype)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ringflash.kernels import decode, portable
 from ringflash.kernels.config import LONG_KEYS, has_single_pass
 from ringflash.kernels.decode_step import Step, sight_of
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Full, Mask, SlidingWindow, Tree
@@ -216,13 +217,13 @@ def _dq(x: _Inputs) -> None:
     portable.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
 
 
-def _dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
+def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
     portable.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
 
 
 def _single_pass(x: _Inputs) -> None:
-    _dkdv(x, dq=x.keys(NHEADS, torch.float32))
+    _dkdv(x, dq=portable.new_dq(x.q))
 
 
 def _delta(x: _Inputs) -> None:
@@ -245,7 +246,7 @@ def _hopper_forward(x: _Inputs) -> None:
     forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), first=first, last=last)
 
 
-def _hopper_dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
+def _hopper_dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     from ringflash.kernels.hopper.backward import backward
 
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
@@ -253,7 +254,11 @@ def _hopper_dkdv(x: _Inputs, dq: Tensor | None = None) -> None:
 
 
 def _hopper_backward(x: _Inputs) -> None:
-    _hopper_dkdv(x, dq=x.keys(NHEADS, torch.float32))
+    from ringflash.kernels.hopper.dq_sum import ArrangedSum
+
+    total = ArrangedSum(x.q)
+    _hopper_dkdv(x, dq=total)
+    total.finish()
 
 
 def _hopper_dq(x: _Inputs) -> None:

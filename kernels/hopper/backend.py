@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from ringflash.kernels import portable
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import KEYS
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
@@ -21,7 +22,7 @@ from ringflash.kernels.visibility import row_bounds
 from ringflash.masks import KeyPadding, Mask
 from ringflash.state import AttentionState
 
-__all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "state_dtype", "why_not"]
+__all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "new_dq", "state_dtype", "why_not"]
 
 TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,6 +43,13 @@ def why_not(device: torch.device) -> str | None:
     return (
         "Triton's interpreter, which TRITON_INTERPRET asks for, does not run them" if knobs.runtime.interpret else None
     )
+
+
+def new_dq(q: Tensor) -> DqSum:
+    """See `TileKernels.new_dq`."""
+    from ringflash.kernels.hopper.dq_sum import ArrangedSum
+
+    return ArrangedSum(q)
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
@@ -107,7 +115,7 @@ def backward_dkdv(
     meeting: Meeting,
     *,
     accumulate: bool,
-    dq: Tensor | None = None,
+    dq: DqSum | None = None,
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
     if not _knows_backward(dout, q, k, v, meeting):

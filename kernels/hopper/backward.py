@@ -37,7 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
+from ringflash.kernels.hopper.dq_sum import HALF, ArrangedSum, arranged
 from ringflash.kernels.hopper.intervals import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
@@ -70,7 +72,7 @@ from ringflash.kernels.hopper.pipeline import (
     where_seen,
     work_arguments,
 )
-from ringflash.kernels.hopper.views import tile_view, vector_view
+from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.meeting import Meeting
 from ringflash.state import LOG2E
 
@@ -183,7 +185,7 @@ def _produce(inputs, shared, pace, heads, kind):
 
 
 @gluon.jit
-def _reduce(view, shared, kind):
+def _reduce(view, shared, heads, padded, kind):
     """Another warp's role: adds the tiles of dq to memory, each in two halves."""
     queries = 0
     taken = 0
@@ -192,12 +194,11 @@ def _reduce(view, shared, kind):
         total = (place.end - place.begin) * kind.GROUP
         for i in range(total):
             n, member = visit(place, i, kind.GROUP, kind.FROM_END)
+            head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
+            row = (head * padded + n * kind.BLOCK_M) // (256 // kind.BLOCK_D)
             for c in gl.static_range(2):
                 wait_full(shared.dq, (queries + i) * 2 + c)
-                row, column = n * kind.BLOCK_M, c * 64
-                if kind.BLOCK_D == 64:
-                    row, column = row + c * 64, 0
-                reduce_add(view, [place.batch, row, place.head * kind.GROUP + member, column], buffer_of(shared.dq, c))
+                reduce_add(view, [row + c * 16, 0], buffer_of(shared.dq, c))
             tma.store_wait(0)
             for c in gl.static_range(2):
                 leave(shared.dq, c)
@@ -224,10 +225,10 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 
 
 @gluon.jit
-def _pass_dq(C: gl.constexpr, dq, i, ring, softmax_scale):
+def _pass_dq(C: gl.constexpr, dq, i, ring):
     """Hands it to the warp that adds it to memory."""
     wait_empty(ring, i * 2 + C)
-    buffer_of(ring, C).reshape([64, 64]).store(dq * softmax_scale)
+    buffer_of(ring, C).store(arranged(dq))
     fence_async_shared()
     mbarrier.arrive(full_barrier(ring, C), count=1)
 
@@ -287,7 +288,7 @@ def _step(
         dv = warpgroup_mma_wait(3, deps=[dv])
         leave(shared.dout, i)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        _pass_dq(C, dq, i - 1, shared.dq, gradients.softmax_scale)
+        _pass_dq(C, dq, i - 1, shared.dq)
     else:
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
@@ -342,7 +343,7 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
                 wait_full(shared.ds, end - 1)
                 dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
                 _leave_keys(shared.k)
-                _pass_dq(C, dq, end - 1, shared.dq, gradients.softmax_scale)
+                _pass_dq(C, dq, end - 1, shared.dq)
             else:
                 _leave_keys(shared.k)
         else:
@@ -388,7 +389,7 @@ def _backward_kernel(
                 (_consume, (1, shared, gradients, bounds, kind)),
                 (_produce, (inputs, shared, pace, heads, kind)),
                 (draw, (work, mailbox, pace)),
-                (_reduce, (dq, shared, kind)),
+                (_reduce, (dq, shared, heads, padded, kind)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
@@ -425,9 +426,10 @@ def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | N
 
     All hops of a pass have the same.
     """
-    if kept is not None and "vectors" in kept:
-        of, known = kept["vectors"]
-        if of[0] is lse and of[1] is delta and of[2] == factor:
+    name = f"vectors of {factor}"
+    if kept is not None and name in kept:
+        of, known = kept[name]
+        if of[0] is lse and of[1] is delta:
             return known
     batch, nheads, seqlen = lse.shape
     padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
@@ -435,7 +437,7 @@ def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | N
     grid = (batch * nheads, triton.cdiv(padded, 1024))
     _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
     if kept is not None:
-        kept["vectors"] = (lse, delta, factor), (minus_lse, minus_delta)
+        kept[name] = (lse, delta), (minus_lse, minus_delta)
     return minus_lse, minus_delta
 
 
@@ -451,9 +453,9 @@ def backward(
     meeting: Meeting,
     *,
     accumulate: bool,
-    dq: Tensor | None = None,
+    dq: DqSum | None = None,
 ) -> None:
-    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse, delta and dq are contiguous."""
+    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
     config = backward_config(headdim, with_dq=dq is not None)
@@ -461,8 +463,13 @@ def backward(
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
-    factor = -1.0 / meeting.scoring.softmax_scale if config.preloaded else -LOG2E
+    preloaded = config.preloaded_masked if known.masked else config.preloaded
+    factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
     minus_lse, minus_delta = _vectors(lse, delta, factor, meeting.kept)
+    view = None
+    if dq is not None:
+        assert isinstance(dq, ArrangedSum)
+        view = rows_view(dq.tiles(meeting.scoring.softmax_scale), *HALF)
     kind = Kind(
         MASKED=known.masked,
         BELOW=known.below,
@@ -471,7 +478,7 @@ def backward(
         ACCUMULATE=accumulate,
         GROUP=group,
         FROM_END=config.from_end,
-        PRELOADED=config.preloaded,
+        PRELOADED=preloaded,
         HEADDIM=headdim,
         BLOCK_D=config.block_d,
         BLOCK_M=config.block_m,
@@ -482,7 +489,7 @@ def backward(
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
-        None if dq is None else tile_view(dq, 64, 64), dk, dv,
+        view, dk, dv,
         minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
         constants(kind), num_warps=4,
     )  # fmt: skip

@@ -65,6 +65,7 @@ class BackwardConfig:
             then read the same queries at about the same time.
         preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
             fewer registers, but the matmuls begin later.
+        preloaded_masked: the same where some tiles need a mask.
     """
 
     block_d: int
@@ -72,12 +73,13 @@ class BackwardConfig:
     ds_stages: int
     from_end: bool
     preloaded: bool
+    preloaded_masked: bool
 
 
-_BACKWARD = {64: BackwardConfig(64, 128, 3, False, False), 128: BackwardConfig(128, 64, 4, True, True)}
+_BACKWARD = {64: BackwardConfig(64, 128, 3, False, True, False), 128: BackwardConfig(128, 64, 4, True, True, True)}
 
 
-_DKDV = {64: BackwardConfig(64, 64, 0, False, True), 128: BackwardConfig(128, 64, 0, True, True)}
+_DKDV = {64: BackwardConfig(64, 64, 0, False, True, True), 128: BackwardConfig(128, 64, 0, True, True, True)}
 
 
 def backward_config(headdim: int, *, with_dq: bool) -> BackwardConfig:

@@ -42,6 +42,12 @@ def vector_view(x: Tensor, rows: int) -> TensorDescriptor:
     return _View(x, [x.numel()], [1], [rows], vector_layout(x.itemsize * 8))
 
 
+def rows_view(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A contiguous tensor as a matrix with so many columns, in tiles of so many rows, that lie as in memory."""
+    shape = [x.numel() // columns, columns]
+    return _View(x, shape, [columns, 1], [rows, columns], rows_layout(x.itemsize * 8))
+
+
 class _Layout(gl.NVMMASharedLayout):
     """A layout that is put into words once: Triton asks for them at every launch, to know the kernel."""
 
@@ -56,6 +62,12 @@ class _Layout(gl.NVMMASharedLayout):
 def vector_layout(bits: int) -> gl.NVMMASharedLayout:
     """How a vector of numbers of so many bits lies in shared memory."""
     return _Layout(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=1))
+
+
+@cache
+def rows_layout(bits: int) -> gl.NVMMASharedLayout:
+    """How rows of numbers of so many bits lie in shared memory: one after the other."""
+    return _Layout(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2))
 
 
 @cache

@@ -71,8 +71,8 @@ def run_forward(given: Call) -> None:
 def run_backward(given: Call) -> None:
     (q, k, v), meeting, carried = given
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=dq)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=backend.new_dq(q))
 
 
 def innermost(x: Tensor) -> Tensor:
