@@ -72,7 +72,8 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     assert isinstance(group, dist.ProcessGroup)
     assert isinstance(control, dist.ProcessGroup)
     ring = DeviceMesh.from_group(group, mesh.device_type)
-    name, dtype = ranks.device_name(mesh), torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    machine = f"{mesh.size()} x {ranks.device_name(mesh)}"
     program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench training"
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
@@ -89,23 +90,24 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 options.cuda_graphs,
                 options.offload,
             )
-            cell = {contender: _row(contender, shape, training, dtype) for contender in contenders}
+            before, cell = rows, dict[str, dict[str, Any]]()
             for contender in turns(list(contenders), number):
+                row = cell[contender] = _row(contender, shape, training, dtype)
                 if contender in full:
-                    cell[contender]["failed"] = f"not tried: out of memory at {full[contender]}"
-                    continue
-                cell[contender] |= _measure(contenders[contender], training, options, control)
-                if cell[contender].get("failed", "").startswith("OutOfMemoryError"):
+                    row["failed"] = f"not tried: out of memory at {full[contender]}"
+                else:
+                    row |= _measure(contenders[contender], training, options, control)
+                if row.get("failed", "").startswith("OutOfMemoryError"):
                     full[contender] = seqlen
-            rows += _compared(list(cell.values()))
-            if dist.get_rank() == 0 and options.json is not None:
-                record.write(options.json, record.command(program, arguments), f"{mesh.size()} x {name}", rows)
+                rows = [*before, *_compared([cell[each] for each in contenders if each in cell])]
+                if dist.get_rank() == 0 and options.json is not None:
+                    record.write(options.json, record.command(program, arguments), machine, rows)
     if dist.get_rank() == 0:
-        _print(rows, f"{mesh.size()} x {name}")
+        _print(rows, machine)
         if options.png is not None:
             from ringflash.bench.plot_training import draw
 
-            draw(options.png, rows, f"{mesh.size()} x {name}")
+            draw(options.png, rows, machine)
     return rows
 
 
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
     parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every context")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
     parser.add_argument("--png", type=Path, help="where to draw them")
     return parser
 
