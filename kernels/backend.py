@@ -32,7 +32,7 @@ class TileKernels(Protocol):
         ...
 
     def new_dq(self, q: Tensor) -> DqSum:
-        """Where `backward_dkdv` is to add its share of dq."""
+        """Zeros to which `backward_dkdv` adds dq's share of each hop; in the end its `finish` gives dq."""
         ...
 
     def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:

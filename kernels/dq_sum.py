@@ -10,15 +10,16 @@ class DqSum:
     """A sum of gradients of q (batch, seqlen_q, nheads, headdim) in `dtype`, which `finish` rounds to that of q."""
 
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
-        self._q, self._dtype = q, dtype
+        self.q, self._dtype = q, dtype
         self._rows: Tensor | None = None
 
     def rows(self) -> Tensor:
-        """What to add to, as q, in `dtype`: zeros at first."""
+        """What to add to, contiguous and of q's shape, in `dtype`: zeros at first."""
         if self._rows is None:
-            self._rows = self._q.new_zeros(self._q.shape, dtype=self._dtype)
+            self._rows = self.q.new_zeros(self.q.shape, dtype=self._dtype)
         return self._rows
 
     def finish(self) -> Tensor:
-        """The sum, as q; zeros where nothing was added."""
-        return torch.zeros_like(self._q) if self._rows is None else self._rows.to(self._q.dtype)
+        """The sum, contiguous and of q's shape and dtype, zeros where nothing was added; it is forgotten here."""
+        total, self._rows = self._rows, None
+        return self.q.new_zeros(self.q.shape) if total is None else total.to(self.q.dtype)

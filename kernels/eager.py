@@ -141,7 +141,7 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def new_dq(q: Tensor) -> DqSum:
-    """Where `backward_dkdv` is to add its share of dq."""
+    """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype))
 
 

@@ -302,7 +302,7 @@ def backward_from_delta(
     wide = kernels.state_dtype(q.dtype)
     single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    dq_sum, dq = kernels.new_dq(q), None
+    dq_sum, dq = kernels.new_dq(q) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None
@@ -313,7 +313,9 @@ def backward_from_delta(
         inputs, meeting = (dout, q, *kv.visiting(hop), lse, delta), tiles.meeting(plan, hop)
         shares: tuple[Tensor, ...] = ()
         if hop.meets and not single_pass:
-            accumulate, dq = dq is not None, q.new_empty(q.shape, dtype=dtype) if dq is None else dq
+            accumulate = dq is not None
+            if dq is None:
+                dq = q.new_empty(q.shape, dtype=dtype)
             kernels.backward_dq(*inputs, dq, meeting, accumulate=accumulate)
         elif hop.meets:
             shares = gradients.beside(hop)
@@ -332,9 +334,14 @@ def backward_from_delta(
         yield
         kv.finish(hop, moving_kv)
     moving_gradients = gradients.start_after(plan.hops[-1])
+    if dq_sum is not None:
+        dq = dq_sum.finish()
+    elif dq is not None:
+        dq = dq.to(q.dtype)
+    else:
+        dq = q.new_zeros(q.shape)
     yield
     gradients.finish(None, moving_gradients)
-    dq = dq_sum.finish() if dq is None else dq.to(q.dtype)
     return dq, *gradients.own(wide if wide_kv else k.dtype)
 
 

@@ -28,7 +28,7 @@ class TrainingShape:
         checkpointing: what blocks keep.
         offload: whether what "block" keeps is in the host's memory.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
-        gathered: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
+        copied: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
         in_pieces: whether a block's backward computes gate and up again piece by piece, as a compiled Decoder's.
     """
 
@@ -38,7 +38,7 @@ class TrainingShape:
     checkpointing: ActivationCheckpointing = "none"
     offload: bool = False
     reshard_after_forward: bool = True
-    gathered: bool = True
+    copied: bool = True
     in_pieces: bool = False
 
 
@@ -121,10 +121,10 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         weights=weights,
         optimizer=2 * weights,
         gradients=weights,
-        gathered=gathered * item if shape.gathered else 0,
+        gathered=gathered * item if shape.copied else 0,
         activations=config.n_layers * shape.tokens * kept,
         loss=logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item,
-        block=block + head * item + (block_parameters * item if shape.gathered and shape.reshard_after_forward else 0),
+        block=block + head * item + (block_parameters * item if shape.copied and shape.reshard_after_forward else 0),
     )
 
 

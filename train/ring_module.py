@@ -140,11 +140,11 @@ class RingModule(pl.LightningModule, ABC):
             return None
         strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         compute = self._resolved_dtype(strategy.root_device)
-        context, data_parallel, shard, in_copies = 1, 1, 1, False
+        context, data_parallel, shard, copied = 1, 1, 1, False
         if isinstance(strategy, RingAttentionStrategy):
             context, shard = strategy.context.world_size, strategy.shard_size
             data_parallel = strategy.world_size // context
-            in_copies = shard > 1 or compute == torch.bfloat16
+            copied = shard > 1 or compute == torch.bfloat16
         seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
         shape = TrainingShape(
             tokens=(seqlen // context) * (batch_size // data_parallel),
@@ -153,7 +153,7 @@ class RingModule(pl.LightningModule, ABC):
             checkpointing=self.activation_checkpointing,
             offload=self.activation_offload,
             reshard_after_forward=self.reshard_after_forward,
-            gathered=in_copies,
+            copied=copied,
             in_pieces=self.compile_blocks and self.in_pieces,
         )
         return estimate_memory(config, shape)

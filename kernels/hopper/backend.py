@@ -13,7 +13,7 @@ from triton import knobs
 
 from ringflash.kernels import portable
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import KEYS
+from ringflash.kernels.hopper.config import KEYS, backward_config, padded_rows
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
 from ringflash.kernels.meeting import Meeting, Scoring
@@ -27,6 +27,7 @@ __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass"
 TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, WIDEST_BACKWARD = 256, 128
+MOST_PADDING = 2**26  # numbers of dq's sum, where most of it is padding: a quarter of a GiB
 MOST_ROWS = 2**30  # in all heads and sequences: bounds, two numbers a row, are indexed with 32 bits
 
 
@@ -118,7 +119,7 @@ def backward_dkdv(
     dq: DqSum | None = None,
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
-    if not _knows_backward(dout, q, k, v, meeting):
+    if not _knows_backward(dout, q, k, v, meeting) or (dq is not None and _is_mostly_padding(q)):
         return portable.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, meeting, accumulate=accumulate, dq=dq)
     from ringflash.kernels.hopper.backward import backward
 
@@ -141,6 +142,13 @@ def _knows(q: Tensor, v: Tensor, mask: Mask, widest: int) -> bool:
 def _knows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting) -> bool:
     known = _is_plain(meeting.scoring) and _knows(q, v, meeting.mask, WIDEST_BACKWARD)
     return known and _are_tiled(meeting, dout, q, k, v)
+
+
+def _is_mostly_padding(q: Tensor) -> bool:
+    """Whether dq's sum, of whole tiles, would waste memory: that of many short sequences, or of narrow heads."""
+    batch, seqlen, nheads, headdim = q.shape
+    size = batch * nheads * padded_rows(seqlen) * backward_config(headdim, with_dq=True).block_d
+    return size > 2 * q.numel() and size > MOST_PADDING
 
 
 def _are_tiled(meeting: Meeting, *tensors: Tensor) -> bool:

@@ -4,9 +4,10 @@ A program owns 128 keys of one KV head at a time, 64 for each of two warpgroups,
 of all heads of the group: first the tiles that need a mask. Without dQ nothing is added in memory, and every run gives
 the same bits.
 
-Shapes: q, dq (batch, seqlen_q, nheads, headdim), dout as q; k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse,
-delta (batch, nheads, seqlen_q). Scores are computed transposed, S^T = k q^T - lse / softmax_scale, and likewise
-dP^T = v dout^T - delta, where the matmuls' accumulators begin with the last terms, or these are added after:
+Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
+(batch, nheads, seqlen_q); dq is summed as `dq_sum.py` says, and there multiplied by softmax_scale. Scores are computed
+transposed, S^T = k q^T - lse / softmax_scale, and likewise dP^T = v dout^T - delta, where the matmuls' accumulators
+begin with the last terms, or these are added after:
 
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
@@ -38,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, padded_rows
 from ringflash.kernels.hopper.dq_sum import HALF, ArrangedSum, arranged
 from ringflash.kernels.hopper.intervals import intervals
 from ringflash.kernels.hopper.pipeline import (
@@ -78,7 +79,7 @@ from ringflash.state import LOG2E
 
 
 class Inputs(NamedTuple):
-    """What is copied: views of tensors, and vectors of a number for each row of q, `padded` of them for each head."""
+    """What is copied: views of tensors, and vectors of a number for each row of q, of which a head has `padded`."""
 
     q: Any
     dout: Any
@@ -187,6 +188,8 @@ def _produce(inputs, shared, pace, heads, kind):
 @gluon.jit
 def _reduce(view, shared, heads, padded, kind):
     """Another warp's role: adds the tiles of dq to memory, each in two halves."""
+    ROWS: gl.constexpr = view.block_type.shape[0]  # of a half
+    COLUMNS: gl.constexpr = view.block_type.shape[1]
     queries = 0
     taken = 0
     place = hear(shared.mailbox, 0)
@@ -195,10 +198,10 @@ def _reduce(view, shared, heads, padded, kind):
         for i in range(total):
             n, member = visit(place, i, kind.GROUP, kind.FROM_END)
             head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
-            row = (head * padded + n * kind.BLOCK_M) // (256 // kind.BLOCK_D)
+            row = (head * padded + n * kind.BLOCK_M) // (COLUMNS // kind.BLOCK_D)  # of the sum: it has `padded` too
             for c in gl.static_range(2):
                 wait_full(shared.dq, (queries + i) * 2 + c)
-                reduce_add(view, [row + c * 16, 0], buffer_of(shared.dq, c))
+                reduce_add(view, [row + c * ROWS, 0], buffer_of(shared.dq, c))
             tma.store_wait(0)
             for c in gl.static_range(2):
                 leave(shared.dq, c)
@@ -424,7 +427,7 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, 
 def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
     """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
 
-    All hops of a pass have the same.
+    Hops of a pass with the same factor have the same.
     """
     name = f"vectors of {factor}"
     if kept is not None and name in kept:
@@ -432,7 +435,7 @@ def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | N
         if of[0] is lse and of[1] is delta:
             return known
     batch, nheads, seqlen = lse.shape
-    padded = triton.cdiv(seqlen, KEYS) * KEYS  # which also aligns every tile
+    padded = padded_rows(seqlen)
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
     _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)

@@ -8,6 +8,11 @@ ROWS = 64  # of a warpgroup's matmul
 KEYS = 2 * ROWS  # that a program of the backward owns
 
 
+def padded_rows(seqlen: int) -> int:
+    """Rows of what the backward has of a sequence of queries: of whole tiles, which also aligns each of them."""
+    return -(-seqlen // KEYS) * KEYS
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """How the forward is tiled.

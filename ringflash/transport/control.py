@@ -18,7 +18,7 @@ from ringflash.transport.faults import Faults
 
 Field = int | float | str
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
-_KEPT = 4096  # calls that are remembered, and messages of words
+_KEPT = 256  # calls that are remembered, and messages of words
 _WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 
 
@@ -129,7 +129,7 @@ class ControlPlane:
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
-        self._calls.clear()  # and not what they hold: that of a call which is not settled yet would be there again
+        self._calls.clear()  # entries, not their `agreed`: settling the call under way would fill it again
 
     def _call(self, fields: Mapping[str, Field], free: str) -> _Call:
         """That of these fields, which most calls have in common with one before."""

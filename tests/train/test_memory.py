@@ -111,7 +111,7 @@ def test_a_module_knows_its_data_and_ranks() -> None:
     module = LanguageModel(MODEL, compute_dtype="float32", activation_checkpointing="block")
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
-    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", gathered=False)
+    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False)
     assert module.memory_estimate() == estimate_memory(MODEL, shape)
     module.trainer.datamodule = Data()  # pyright: ignore[reportAttributeAccessIssue]
     assert module.memory_estimate() == estimate_memory(MODEL, replace(shape, tokens=1280))
@@ -141,5 +141,5 @@ def test_a_gpu_allocates_no_less_than_estimated(mode: Any, compiled: bool) -> No
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, gathered=False, in_pieces=compiled))
+    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, copied=False, in_pieces=compiled))
     assert 0.5 * measured <= estimate.total <= measured

@@ -295,7 +295,7 @@ def test_memory_is_estimated_for_models_of_a_known_shape(family: str) -> None:
         qkv_bias=family == "Qwen2",
         qk_norm=family == "Qwen3",
     )
-    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", gathered=False)
+    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False)
     estimate = module.memory_estimate()
     assert estimate == estimate_memory(config, shape)
     assert estimate is not None

@@ -144,6 +144,15 @@ def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
     assert [kernels for kernels, _, _ in calls] == ["portable"]
 
 
+def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short sequences would each be padded to a tile: only large sums are worth the other kernels."""
+    given = call(headdim=16)
+    run_backward(given)
+    monkeypatch.setattr(backend, "MOST_PADDING", 0)
+    run_backward(given)
+    assert [kernels for kernels, _, _ in calls] == ["hopper", "portable"]
+
+
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: str) -> None:
     (q, _, v), meeting, _ = given = (KNOWN | UNKNOWN)[name]
