@@ -6,6 +6,8 @@ any mask of intervals. Softcap, ALiBi, sinks, dropout and bitmaps go to the port
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -13,7 +15,7 @@ from triton import knobs
 
 from ringflash.kernels import portable
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import KEYS, backward_config, padded_rows
+from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
 from ringflash.kernels.meeting import Meeting, Scoring
@@ -146,8 +148,7 @@ def _knows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, meeting: Meet
 
 def _is_mostly_padding(q: Tensor) -> bool:
     """Whether dq's sum, of whole tiles, would waste memory: that of many short sequences, or of narrow heads."""
-    batch, seqlen, nheads, headdim = q.shape
-    size = batch * nheads * padded_rows(seqlen) * backward_config(headdim, with_dq=True).block_d
+    size = math.prod(dq_sum_shape(q))
     return size > 2 * q.numel() and size > MOST_PADDING
 
 

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, padded_rows
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
 from ringflash.kernels.hopper.dq_sum import HALF, ArrangedSum, arranged
 from ringflash.kernels.hopper.intervals import intervals
 from ringflash.kernels.hopper.pipeline import (
@@ -73,6 +71,7 @@ from ringflash.kernels.hopper.pipeline import (
     where_seen,
     work_arguments,
 )
+from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.meeting import Meeting
 from ringflash.state import LOG2E
@@ -150,12 +149,19 @@ def _fill_with(ring, i, descriptor, at, numbers, vector, number):
 
 
 @gluon.jit
+def _number(place, member, row, heads, padded, kind):
+    """Of a row of one of the heads that share keys, among the `padded` rows of each head."""
+    head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
+    return head * padded + row
+
+
+@gluon.jit
 def _copy_queries(inputs, shared, place, i, use, heads, kind):
     """The `i`-th tile of queries that is visited."""
     n, member = visit(place, i, kind.GROUP, kind.FROM_END)
     head = place.head * kind.GROUP + member
     row = n * kind.BLOCK_M
-    number = (place.batch * heads * kind.GROUP + head) * inputs.padded + row
+    number = _number(place, member, row, heads, inputs.padded, kind)
     at = [place.batch, row, head, 0]
     _fill_with(shared.q, use, inputs.q, at, shared.numbers, inputs.minus_lse, number)
     _fill_with(shared.dout, use, inputs.dout, at, shared.numbers, inputs.minus_delta, number)
@@ -197,8 +203,8 @@ def _reduce(view, shared, heads, padded, kind):
         total = (place.end - place.begin) * kind.GROUP
         for i in range(total):
             n, member = visit(place, i, kind.GROUP, kind.FROM_END)
-            head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
-            row = (head * padded + n * kind.BLOCK_M) // (COLUMNS // kind.BLOCK_D)  # of the sum: it has `padded` too
+            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
+            row = number // (COLUMNS // kind.BLOCK_D)
             for c in gl.static_range(2):
                 wait_full(shared.dq, (queries + i) * 2 + c)
                 reduce_add(view, [row + c * ROWS, 0], buffer_of(shared.dq, c))
@@ -413,37 +419,6 @@ def _backward_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["seqlen", "padded"])
-def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < seqlen
-    of_lse = tl.load(lse + head * seqlen + rows, mask=inside, other=float("inf"))
-    of_delta = tl.load(delta + head * seqlen + rows, mask=inside, other=0.0)
-    tl.store(minus_lse + head * padded + rows, of_lse * factor, mask=rows < padded)
-    tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
-
-
-def _vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
-
-    Hops of a pass with the same factor have the same.
-    """
-    name = f"vectors of {factor}"
-    if kept is not None and name in kept:
-        of, known = kept[name]
-        if of[0] is lse and of[1] is delta:
-            return known
-    batch, nheads, seqlen = lse.shape
-    padded = padded_rows(seqlen)
-    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
-    grid = (batch * nheads, triton.cdiv(padded, 1024))
-    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
-    if kept is not None:
-        kept[name] = (lse, delta), (minus_lse, minus_delta)
-    return minus_lse, minus_delta
-
-
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -468,7 +443,7 @@ def backward(
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta = _vectors(lse, delta, factor, meeting.kept)
+    minus_lse, minus_delta = vectors(lse, delta, factor, meeting.kept)
     view = None
     if dq is not None:
         assert isinstance(dq, ArrangedSum)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 ROWS = 64  # of a warpgroup's matmul
 KEYS = 2 * ROWS  # that a program of the backward owns
 
@@ -91,6 +93,12 @@ def backward_config(headdim: int, *, with_dq: bool) -> BackwardConfig:
     """For any headdim up to 128."""
     table = _BACKWARD if with_dq else _DKDV
     return table[next(block for block in table if headdim <= block)]
+
+
+def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
+    """Of the sum of gradients of q (batch, seqlen_q, nheads, headdim): (batch, nheads, rows, columns), whole tiles."""
+    batch, seqlen, nheads, headdim = q.shape
+    return batch, nheads, padded_rows(seqlen), backward_config(headdim, with_dq=True).block_d
 
 
 @dataclass(frozen=True)

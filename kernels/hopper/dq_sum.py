@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import backward_config, padded_rows
+from ringflash.kernels.hopper.config import dq_sum_shape
 
 HALF = (16, 256)  # of a tile, as the copy engine takes it
 
@@ -46,9 +46,7 @@ class ArrangedSum(DqSum):
         """What to add tiles to: zeros at first. In the end their sum is multiplied by `scale`, always the same."""
         total = self._arranged
         if total is None:
-            batch, seqlen, nheads, headdim = self.q.shape
-            columns = backward_config(headdim, with_dq=True).block_d
-            total = self.q.new_zeros((batch, nheads, padded_rows(seqlen), columns), dtype=torch.float32)
+            total = self.q.new_zeros(dq_sum_shape(self.q), dtype=torch.float32)
             self._arranged, self._scale = total, scale
         assert scale == self._scale
         return total

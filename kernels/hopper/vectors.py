@@ -1,0 +1,48 @@
+"""What the backward takes of each row of queries: lse and delta, as its matmuls and exponentials begin with them.
+
+Shapes: lse, delta (batch, nheads, seqlen_q).
+"""
+
+# Triton's DSL is not Python to a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringflash.kernels.hopper.config import padded_rows
+
+
+@triton.jit(do_not_specialize=["seqlen", "padded"])
+def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < seqlen
+    of_lse = tl.load(lse + head * seqlen + rows, mask=inside, other=float("inf"))
+    of_delta = tl.load(delta + head * seqlen + rows, mask=inside, other=0.0)
+    tl.store(minus_lse + head * padded + rows, of_lse * factor, mask=rows < padded)
+    tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
+
+
+def vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
+    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
+
+    Hops of a pass with the same factor have the same.
+    """
+    name = f"vectors of {factor}"
+    if kept is not None and name in kept:
+        of, known = kept[name]
+        if of[0] is lse and of[1] is delta:
+            return known
+    batch, nheads, seqlen = lse.shape
+    padded = padded_rows(seqlen)
+    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
+    grid = (batch * nheads, triton.cdiv(padded, 1024))
+    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
+    if kept is not None:
+        kept[name] = (lse, delta), (minus_lse, minus_delta)
+    return minus_lse, minus_delta
