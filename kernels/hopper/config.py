@@ -26,6 +26,7 @@ class ForwardConfig:
         consumers: warpgroups, of 64 queries each.
         registers: of a consumer's thread.
         out_in_q: whether the result leaves through the buffers of q, for want of others.
+        turns: whether consumers take turns at issuing matmuls.
     """
 
     block_d: int
@@ -34,6 +35,7 @@ class ForwardConfig:
     consumers: int
     registers: int
     out_in_q: bool = False
+    turns: bool = False
 
 
 _FORWARD = {
@@ -44,7 +46,7 @@ _FORWARD = {
 
 
 # A third warpgroup keeps the tensor cores busier; but the tile is longer, and of a diagonal's tiles more is wasted.
-_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160)}
+_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160, turns=True)}
 LONG_VISITS = 24
 
 

@@ -5,8 +5,9 @@ and lse (batch, nheads, seqlen_q); o of the state as q, float32. A program owns 
 time, and visits the tiles of keys that it sees: those that need a mask before those that do not.
 
 A consumer issues S(i) = q k^T and P(i-1) v, waits for S(i), makes P(i) of it, and only then waits for the output: the
-softmax runs while the tensor cores do. Source: FlashAttention-3 (Shah et al. 2024), algorithm 2, where the online
-softmax is as in `ringflash.kernels.forward`.
+softmax runs while the tensor cores do. Three consumers also take turns at issuing matmuls, so that one's softmax runs
+while another's do. Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2, where the online softmax
+is as in `ringflash.kernels.forward`.
 """
 
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -35,6 +36,7 @@ from ringflash.kernels.hopper.pipeline import (
     Sizes,
     Work,
     arrived,
+    await_turn,
     bounds_of,
     buffer_of,
     carried,
@@ -51,6 +53,7 @@ from ringflash.kernels.hopper.pipeline import (
     make_ring,
     make_tiles,
     masked_visits,
+    pass_turn,
     visit,
     where_seen,
     work_arguments,
@@ -98,6 +101,7 @@ class Kind(NamedTuple):
     CONSUMERS: Any
     REGISTERS: Any
     OUT_IN_Q: Any
+    TURNS: Any
     ROWS: Any
 
 
@@ -155,16 +159,20 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
 
 
 @gluon.jit
-def _step(q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.constexpr, kind):  # noqa: E741
+def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.constexpr, kind):  # noqa: E741
     """Scores of the tile that is number `keys`, and the output of the one before: see above."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
+    if kind.TURNS:
+        await_turn(C)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
     acc = warpgroup_mma(arrived(p, q.dtype, OPERAND), v, acc, is_async=True)
+    if kind.TURNS:
+        pass_turn(C, kind.CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s])
     leave(rings.k, keys)
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
@@ -174,7 +182,7 @@ def _step(q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.cons
 
 
 @gluon.jit
-def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  # noqa: E741
+def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  # noqa: E741
     """Takes all tiles of keys that are visited into (acc, m, l)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
@@ -196,9 +204,9 @@ def _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  #
         for i in range(1, begin_full):
             n, _ = visit(place, i)
             row = n * kind.BLOCK_N
-            p, acc, m, l = _step(q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
+            p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
     for i in range(gl.maximum(begin_full, 1), total):
-        p, acc, m, l = _step(q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
+        p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
     keys += total
     if not kind.OUT_IN_Q:
         leave(rings.q, use)
@@ -228,6 +236,8 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     keys = 0
     taken = 0
+    if kind.TURNS and C == kind.CONSUMERS - 1:
+        pass_turn(C, kind.CONSUMERS)  # to the first, whom nobody has come before
     place = hear(mailbox, 0)
     row, queries, first, stop = _rows_of(C, place, rows, bounds, kind)
     while place.tile >= 0:
@@ -244,7 +254,7 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
             acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
-            acc, m, l, keys = _attend(q, acc, m, l, keys, use, place, first, stop, scale, rings, kind)  # noqa: E741
+            acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, scale, rings, kind)  # noqa: E741
         elif not kind.OUT_IN_Q:
             leave(rings.q, use)
 
@@ -380,6 +390,7 @@ def forward(
         CONSUMERS=config.consumers,
         REGISTERS=config.registers,
         OUT_IN_Q=config.out_in_q,
+        TURNS=config.turns,
         ROWS=ROWS,
     )
     _forward_kernel[(programs,)](

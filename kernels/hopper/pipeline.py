@@ -405,6 +405,23 @@ def arrived(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return x
 
 
+TURN = gl.constexpr(9)  # the first of the hardware's named barriers that Gluon leaves free here
+
+
+@gluon.jit
+def await_turn(C: gl.constexpr):
+    """Holds consumer `C` until the one before it has passed its turn."""
+    ASM: gl.constexpr = f"bar.sync {TURN + C}, 256; mov.b32 $0, $1;"  # 256: the threads of both
+    gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The next consumer's turn begins; `C` does not wait for it."""
+    ASM: gl.constexpr = f"bar.arrive {TURN + (C + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def store_rows(target, x, place, C: gl.constexpr, heads, seqlen, kind):
     """Writes a warpgroup's rows of a gradient, (batch, seqlen, heads, headdim) and contiguous, or adds them."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.transport import helpers
 from ringflash.transport.base import Message
 from ringflash.transport.faults import Faults
 from ringflash.transport.nccl import in_order, post
@@ -28,21 +29,20 @@ class _Waiter:
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[dist.Work, timedelta, Future[None]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[dist.Work, timedelta, Future[None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def done(self, work: dist.Work, deadline: timedelta) -> Future[None]:
         """What becomes of `work`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ringflash-gloo", daemon=True)
-            self._thread.start()
+            self._thread = helpers.start(self._run, "ringflash-gloo", lambda: self._jobs.put(None))
         future: Future[None] = Future()
         self._jobs.put((work, deadline, future))
         return future
 
     def _run(self) -> None:
-        while True:
-            work, deadline, future = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            work, deadline, future = job
             try:
                 work.wait(deadline)
             except Exception as error:  # raised by whoever waits

@@ -8,7 +8,6 @@ Every word is 0 again when its message is done: a captured graph may be replayed
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.errors import ArgumentError
+from ringflash.transport import helpers
 from ringflash.transport.base import Message
 from ringflash.transport.control import ControlPlane
 from ringflash.transport.driver import Driver
@@ -33,6 +33,7 @@ _READY, _FREE = range(2)
 _PAGE = 2**21  # bytes, what memory is mapped in
 _GROWTH = 1.25
 _PARTS = 64  # of a region that are kept
+_FAREWELL = 2.0  # seconds that a program at its end goes on to let its GPU go
 
 T = TypeVar("T")
 
@@ -233,9 +234,9 @@ class SymmetricTransport:
         def speak() -> None:
             torch.cuda.set_device(self._device)  # of this thread
             stream, end = torch.cuda.Stream(self._device), time.monotonic() + self._faults.deadline
-            while time.monotonic() < end and not all(query() for query in done):
+            while time.monotonic() < end and not helpers.is_ending(_FAREWELL) and not all(query() for query in done):
                 for place in range(0, 4 * 2 * _CHANNELS * self._world_size, 4):
                     self._driver.write(stream, self._words.own.data_ptr() + place, 1)
                 time.sleep(0.01)
 
-        threading.Thread(target=speak, name="ringflash-release", daemon=True).start()
+        helpers.start(speak, "ringflash-release", lambda: None)

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from ringflash.errors import RingflashError
+from ringflash.transport import helpers
 from ringflash.transport.driver import Driver
 from ringflash.transport.faults import INTERVAL, PATIENCE, Faults, Verdict
 
@@ -48,8 +49,7 @@ class Watch:
         if not self._wake.is_set():  # which is sooner asked than set
             self._wake.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ringflash-watch", daemon=True)
-            self._thread.start()
+            self._thread = helpers.start(self._run, "ringflash-watch", self._wake.set)
 
     def under_way(self) -> list[Callable[[], bool]]:
         """How to tell of each of the messages that are watched whether they are done."""
@@ -60,7 +60,7 @@ class Watch:
             Driver().allow_queries()
         since = asked = time.monotonic()  # when the first of those pending could have come; when others' word was asked
         unasked: _Pending | None = None  # done since then
-        while self._faults.error is None:
+        while self._faults.error is None and not helpers.is_ending():
             if not self._pending:
                 self._wake.wait(None if unasked is None else PATIENCE)
                 self._wake.clear()
