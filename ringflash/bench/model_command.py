@@ -185,10 +185,11 @@ def _splits(world_size: int, options: argparse.Namespace) -> Iterator[Split]:
 
 
 def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our causal rows of a ring benchmark, with what is predicted for them."""
+    """Our causal rows of a ring benchmark, but for its variants', with what is predicted for them."""
     try:
         given = json.loads(options.measured.read_text())
-        rows = [row for row in given["rows"] if row["name"].startswith("ringflash") and "forward_backward_ms" in row]
+        plain = [row for row in given["rows"] if row["name"].startswith("ringflash") and "," not in row["name"]]
+        rows = [row for row in plain if "forward_backward_ms" in row]
         ranks = given["device"].partition(" x ")[0]
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "Pass what `ringflash bench ring --json` wrote."

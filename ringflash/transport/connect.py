@@ -205,10 +205,11 @@ def _own_gloo(
 
 
 def _introduce(control: ControlPlane) -> None:
-    """Tells all ranks where words are left, and which process each is."""
+    """Tells all ranks where words are left, which process each is, and what memory they share."""
     # A name never used before: a store may outlive process groups, and words of earlier rings with it.
     control.faults.store = PrefixStore(control.tell(uuid4().hex)[0], control.faults.store)
     control.faults.identities = control.tell(processes.own_identity())
+    control.share_words()
 
 
 def _symmetric(

@@ -1,11 +1,11 @@
-"""The control plane of a context: small CPU collectives in which ranks agree before any data moves."""
+"""The control plane of a context: small exchanges between CPUs in which ranks agree before any data moves."""
 
 from __future__ import annotations
 
 import struct
 import traceback
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashError
 from ringflash.transport.faults import Faults
+from ringflash.transport.words import GlooWords, Rows, Words, shared
 
 Field = int | float | str
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
-_KEPT = 256  # calls that are remembered, and messages of words
-_WIDTH = 24  # every rank sends the same number of words, whatever it has to say
+_KEPT = 256  # calls that are remembered
 
 
 def _word(value: Field) -> int:
@@ -60,29 +60,22 @@ class _Call:
         fields: as `agree` is given them.
         free: likewise.
         words: a number for each field.
-        agreed: what all ranks said of it when they last agreed (ranks, words), and what that comes to.
+        agreed: what all ranks said of it when they last agreed, and what that comes to.
     """
 
     fields: Mapping[str, Field]
     free: str
     words: tuple[int, ...]
-    agreed: tuple[Tensor, list[int]] | None = None
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """An exchange of words, and where those of all ranks arrive: (ranks, words)."""
-
-    work: dist.Work
-    everyone: Tensor
+    agreed: tuple[Rows, list[int]] | None = None
 
 
 class ControlPlane:
-    """Agreement between the ranks of `group` over gloo.
+    """Agreement between the ranks of `group`.
 
     Args:
         group: the ranks, and what larger tensors travel over.
-        gloo: a gloo group of the same ranks in the same order, for agreement alone.
+        gloo: a gloo group of the same ranks in the same order, for agreement alone; words travel over it until
+            `share_words`, texts always.
         faults: what a wait for a rank that does not come becomes.
         runs_ahead: a call that ranks agreed on before goes on without waiting, as if all said the same as then; that is
             looked at in the next one. For messages that GPUs wait for: launches would else wait for the network.
@@ -91,11 +84,17 @@ class ControlPlane:
     def __init__(
         self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, runs_ahead: bool = False
     ) -> None:
-        self._data, self._group, self.faults, self._runs_ahead = group, gloo, faults, runs_ahead
+        self._data, self.faults, self._runs_ahead = group, faults, runs_ahead
         self._calls: dict[tuple[object, ...], _Call] = {}
-        self._messages: dict[tuple[int, ...], Tensor] = {}
-        self._unsettled: tuple[_Call, _UnderWay] | None = None
+        self._unsettled: tuple[_Call, Callable[[], Rows]] | None = None
+        self._over_gloo = GlooWords(gloo, faults)
+        self._words: Words = self._over_gloo
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share_words(self) -> None:
+        """Has words pass through memory from now on, if all ranks are on one host; a collective."""
+        if self.world_size > 1:
+            self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
 
     def check_alive(self) -> None:
         """The group is as it was when the context was made.
@@ -123,9 +122,9 @@ class ControlPlane:
         call = self._call(fields, free)
         if self._runs_ahead and call.agreed is not None:
             known = call.agreed[1]
-            self._unsettled = call, self._said((_AHEAD, *call.words, _word(str(known))))
+            self._unsettled = call, self._words.post((_AHEAD, *call.words, _word(str(known))))
             return known
-        return self._checked(call, self._said((_OK, *call.words)))
+        return self._checked(call, self._words.post((_OK, *call.words)))
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
@@ -147,14 +146,14 @@ class ControlPlane:
         if unsettled is not None:
             self._checked(*unsettled)
 
-    def _checked(self, call: _Call, under_way: _UnderWay) -> list[int]:
+    def _checked(self, call: _Call, everyone: Callable[[], Rows]) -> list[int]:
         """What `agree` returns, once all ranks have said their words."""
-        self.faults.wait_for(under_way.work)
-        if call.agreed is None or not torch.equal(under_way.everyone, call.agreed[0]):
-            call.agreed = under_way.everyone, self._compared(call, under_way.everyone.tolist())
+        table = everyone()
+        if call.agreed is None or table != call.agreed[0]:
+            call.agreed = table, self._compared(call, table)
         return call.agreed[1]
 
-    def _compared(self, call: _Call, table: list[list[int]]) -> list[int]:
+    def _compared(self, call: _Call, table: Rows) -> list[int]:
         """What `agree` returns, of all ranks' words."""
         ahead = any(row[0] == _AHEAD for row in table)  # such a rank hears of it in its next call, or from its watch
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
@@ -224,33 +223,13 @@ class ControlPlane:
         dist.all_reduce(total, group=self._data)
         return total
 
-    def _exchange(self, words: Sequence[int]) -> list[list[int]]:
-        under_way = self._said(words)
-        self.faults.wait_for(under_way.work)
-        return under_way.everyone.tolist()
-
-    def _said(self, words: Sequence[int]) -> _UnderWay:
-        """An exchange of words."""
-        assert len(words) <= _WIDTH
-        key = tuple(words)
-        mine = self._messages.get(key)
-        if mine is None:
-            if len(self._messages) == _KEPT:
-                self._messages.clear()
-            padding = (0,) * (_WIDTH - len(key))
-            mine = self._messages[key] = torch.tensor(key + padding, dtype=torch.int64, device="cpu")
-        return self._posted(mine)
-
-    def _posted(self, mine: Tensor) -> _UnderWay:
-        everyone = mine.new_empty(self.world_size, *mine.shape)
-        # The group's own call: that of torch.distributed looks at its arguments for as long as this takes.
-        return _UnderWay(self._group.allgather([list(everyone.unbind(0))], [mine]), everyone)
+    def _exchange(self, words: Sequence[int]) -> Rows:
+        return self._words.post(words)()
 
     def _texts(self, text: str) -> list[str]:
         words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
         lengths = [row[0] for row in self._exchange([len(words)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(words)] = words
-        under_way = self._posted(mine)
-        self.faults.wait_for(under_way.work)
-        return [bytes(row).partition(b"\0")[0].decode() for row in under_way.everyone.tolist()]
+        everyone = self._over_gloo.post_tensor(mine)()
+        return [bytes(row).partition(b"\0")[0].decode() for row in everyone.tolist()]

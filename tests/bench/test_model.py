@@ -124,6 +124,14 @@ def test_transports_within_a_host_are_those_measured() -> None:
 SMALL = "bench model --seqlens 8192 65536 --world-sizes 4 16 --choose-at 8 65536"
 
 
+def test_measured_variants_are_left_out(tmp_path: Path) -> None:
+    path, measured = tmp_path / "model.json", RECORDS / "ring-4gpu.json"
+    assert main([*SMALL.split(), "--measured", str(measured), "--json", str(path)]) == 0
+    record, rows = json.loads(path.read_text()), json.loads(measured.read_text())["rows"]
+    plain = {row["seqlen"]: row["forward_ms"] for row in rows if row["name"] == "ringflash zigzag"}
+    assert {row["seqlen"]: row["forward_ms"] for row in record["measured"]} == plain
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.json"
     assert main([*SMALL.split(), "--measured", str(RECORDS / "ring.json"), "--json", str(path)]) == 0

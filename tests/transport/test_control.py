@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ringflash.errors import RingflashError
 from ringflash.transport.connect import _introduce, _own_gloo
 from ringflash.transport.control import _KEPT, ControlPlane
+from ringflash.transport.words import KEPT, GlooWords
 from tests.distributed import run_ranks
 
 CALL = {"operation": "attention", "seqlen": 8}
@@ -97,10 +98,11 @@ def _many_calls() -> tuple[int, int]:
     for number in range(_KEPT + 3):
         for _ in range(2):  # the second finds what the first left
             assert control.agree({**CALL, "number": number}, free="seqlen") == [8]
-    return len(control._calls), len(control._messages)
+    assert isinstance(control._words, GlooWords)  # of one rank
+    return len(control._calls), len(control._words._messages)
 
 
 def test_what_is_kept_of_calls_is_bounded() -> None:
     ((calls, messages),) = run_ranks(1, _many_calls)
     assert 0 < calls <= _KEPT
-    assert 0 < messages <= _KEPT
+    assert 0 < messages <= KEPT
