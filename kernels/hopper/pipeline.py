@@ -405,7 +405,7 @@ def arrived(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return x
 
 
-TURN = gl.constexpr(9)  # the first of the hardware's named barriers that Gluon leaves free here
+TURN = gl.constexpr(9)  # the first of three named barriers: Gluon takes 0, 1, and from 2 on one for each role's warps
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashError
+from ringflash.transport import processes
 from ringflash.transport.faults import Faults
 from ringflash.transport.words import GlooWords, Rows, Words, shared
 
@@ -92,8 +93,11 @@ class ControlPlane:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def share_words(self) -> None:
-        """Has words pass through memory from now on, if all ranks are on one host; a collective."""
-        if self.world_size > 1:
+        """Has words pass through memory from now on, if all ranks are on one host; a collective.
+
+        Only where the end of each process is seen by the others: over memory nobody's connection closes with it.
+        """
+        if self.world_size > 1 and processes.together(self.faults.identities):
             self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
 
     def check_alive(self) -> None:

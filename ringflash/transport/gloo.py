@@ -34,7 +34,7 @@ class _Waiter:
 
     def done(self, work: dist.Work, deadline: timedelta) -> Future[None]:
         """What becomes of `work`."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = helpers.start(self._run, "ringflash-gloo", lambda: self._jobs.put(None))
         future: Future[None] = Future()
         self._jobs.put((work, deadline, future))

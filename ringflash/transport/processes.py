@@ -28,6 +28,11 @@ def ended(identities: Sequence[str]) -> list[int]:
     return result
 
 
+def together(identities: Sequence[str]) -> bool:
+    """Whether all are known, and each of the processes sees the others: those of one host and one container."""
+    return all(identities) and len({identity.rsplit(" ", 2)[0] for identity in identities}) == 1
+
+
 def _start(number: int) -> str:
     """When process `number` started, in clock ticks since boot; empty for one that is dead, though not yet buried."""
     try:

@@ -33,7 +33,7 @@ _READY, _FREE = range(2)
 _PAGE = 2**21  # bytes, what memory is mapped in
 _GROWTH = 1.25
 _PARTS = 64  # of a region that are kept
-_FAREWELL = 2.0  # seconds that a program at its end goes on to let its GPU go
+_FAREWELL = 0.5  # seconds that a program at its end goes on to let its GPU go
 
 T = TypeVar("T")
 

@@ -48,7 +48,7 @@ class Watch:
         self._pending.append(_Pending(done, hop, list(peers)))
         if not self._wake.is_set():  # which is sooner asked than set
             self._wake.set()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = helpers.start(self._run, "ringflash-watch", self._wake.set)
 
     def under_way(self) -> list[Callable[[], bool]]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,8 @@ from ringflash.transport.faults import Faults
 WIDTH = 24  # every rank sends the same number of words, whatever it has to say
 KEPT = 256  # messages that are remembered
 
+_SHARED = Path("/dev/shm")  # files in memory: elsewhere a file may lie on another machine, which sees it late
+
 Rows = list[tuple[int, ...]]  # each rank's words, in rank order
 
 
@@ -33,10 +36,7 @@ class Words(Protocol):
     """What ranks exchange words over. All ranks post in the same order."""
 
     def post(self, words: Sequence[int]) -> Callable[[], Rows]:
-        """Tells the others up to `WIDTH` words; what it returns waits for those of all ranks.
-
-        No more than two exchanges are under way at a time.
-        """
+        """Tells the others up to `WIDTH` words; what it returns waits for those of all ranks, and is called once."""
         ...
 
 
@@ -73,8 +73,8 @@ class GlooWords:
 class SharedWords:
     """Words in memory that the processes of all ranks share.
 
-    A rank's words have a place for each of the last exchanges. It is written once all ranks have read what was there: a
-    rank posts when it has heard all others in the exchange before the last, who had by then read the one before that.
+    A rank's words have a place for each of the last four exchanges. Before it posts in one, it has read all up to the
+    last but one: all have posted there, and have read what lies two before that, where the new words are put.
 
     Args:
         memory: of `nbytes`, the same for all ranks, zeros at first.
@@ -84,14 +84,14 @@ class SharedWords:
     """
 
     _PLACES = 4  # of each rank
-    _NUMBER = struct.Struct("<q")  # of an exchange, from 1 on
-    _WORDS = struct.Struct(f"<q{WIDTH}q")  # after that number
+    _ROW = struct.Struct(f"<q{WIDTH}q")  # the number of an exchange, from 1 on, and words
     _CHECK = struct.Struct("<Q")  # of both: what another process writes may arrive in any order
-    _BYTES = _WORDS.size + _CHECK.size
+    _BYTES = _ROW.size + _CHECK.size
 
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int, faults: Faults) -> None:
         self._memory, self._rank, self._world_size, self._faults = memory, rank, world_size, faults
-        self._posted = 0
+        self._posted = self._read = 0
+        self._unasked: dict[int, Rows] = {}  # read, but not yet asked for, by number
 
     @classmethod
     def nbytes(cls, world_size: int) -> int:
@@ -100,21 +100,33 @@ class SharedWords:
 
     def post(self, words: Sequence[int]) -> Callable[[], Rows]:
         """See `Words`."""
+        self._read_until(self._posted - 1)
         self._posted += 1
-        row = self._WORDS.pack(self._posted, *_padded(words))
+        row = self._ROW.pack(self._posted, *_padded(words))
         start = self._start(self._rank, self._posted)
         self._memory[start : start + self._BYTES] = row + self._CHECK.pack(zlib.crc32(row))
-        return partial(self._gathered, self._posted)
+        return partial(self._take, self._posted)
 
-    def _gathered(self, number: int) -> Rows:
+    def _take(self, number: int) -> Rows:
+        """All ranks' words in an exchange, once."""
+        self._read_until(number)
+        return self._unasked.pop(number)
+
+    def _read_until(self, last: int) -> None:
+        """Waits for the exchanges up to `last`, and keeps their words."""
+        while self._read < last:
+            self._unasked[self._read + 1] = self._wait_for(self._read + 1)
+            self._read += 1
+
+    def _wait_for(self, number: int) -> Rows:
         rows: dict[int, tuple[int, ...]] = {}
 
         def attempt(seconds: float) -> bool:
             began = time.monotonic()
             while True:
                 for rank in range(self._world_size):
-                    if rank not in rows and (words := self._words(rank, number)) is not None:
-                        rows[rank] = words
+                    if rank not in rows and (row := self._row_of(rank, number)) is not None:
+                        rows[rank] = row
                 if len(rows) == self._world_size:
                     return True
                 waited = time.monotonic() - began
@@ -125,49 +137,51 @@ class SharedWords:
         self._faults.wait(attempt, hop=None)
         return [rows[rank] for rank in range(self._world_size)]
 
-    def _words(self, rank: int, number: int) -> tuple[int, ...] | None:
-        """Those of `rank` in exchange `number`, if they are there, whole."""
+    def _row_of(self, rank: int, number: int) -> tuple[int, ...] | None:
+        """The words of `rank` in exchange `number`, if they are there, whole."""
         start = self._start(rank, number)
-        if self._NUMBER.unpack_from(self._memory, start)[0] != number:
-            return None
-        row = self._memory[start : start + self._WORDS.size]
-        if self._CHECK.unpack_from(self._memory, start + self._WORDS.size)[0] != zlib.crc32(row):
-            return None
-        return self._WORDS.unpack(row)[1:]
+        there = self._memory[start : start + self._BYTES]  # looked at once: it may change
+        row = there[: self._ROW.size]
+        found, *words = self._ROW.unpack(row)
+        whole = found == number and self._CHECK.unpack_from(there, self._ROW.size)[0] == zlib.crc32(row)
+        return tuple(words) if whole else None
 
     def _start(self, rank: int, number: int) -> int:
         return (rank * self._PLACES + number % self._PLACES) * self._BYTES
 
 
 def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults: Faults) -> SharedWords | None:
-    """Memory that all ranks share, if they can; a collective, in which each can `tell` all others a text."""
-    path, memory = "", None
-    if rank == 0:
-        path = _file(SharedWords.nbytes(world_size))
-    path = tell(path)[0]
-    if path:
-        memory = _mapped(Path(path))
-        everyone = all(tell("" if memory is None else "there"))
-        if rank == 0:
-            Path(path).unlink(missing_ok=True)  # what is mapped stays
-        if not everyone:
-            memory = None
-    return None if memory is None else SharedWords(memory, rank, world_size, faults)
-
-
-def _file(nbytes: int) -> str:
-    """A new file of zeros in memory; empty where there is no room."""
+    """Memory that all ranks of a host share, if they can; a collective, in which each can `tell` all others a text."""
+    own = _file(SharedWords.nbytes(world_size)) if rank == 0 else None
     try:
-        handle, path = tempfile.mkstemp(prefix="ringflash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        with os.fdopen(handle, "wb") as file:
-            file.write(bytes(nbytes))
-    except OSError:
-        return ""
-    return path
+        path = tell(str(own or ""))[0]
+        memory = _mapped(Path(path)) if path else None
+        everyone = all(tell("" if memory is None else "there"))
+    finally:
+        if own is not None:
+            own.unlink(missing_ok=True)  # what is mapped stays
+    return SharedWords(memory, rank, world_size, faults) if everyone and memory is not None else None
+
+
+def _file(nbytes: int) -> Path | None:
+    """A new file of zeros, if there is room for it in memory."""
+    if not _SHARED.is_dir():
+        return None
+    with suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix="ringflash-", dir=_SHARED)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes(nbytes))
+        except OSError:
+            path.unlink(missing_ok=True)
+        else:
+            return path
+    return None
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
-    """The file in this process's memory; None on another host than that it lies on."""
+    """The file in this process's memory; None where there is no such file."""
     try:
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), 0)

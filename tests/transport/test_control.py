@@ -92,6 +92,22 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
     assert first[5:] == second[5:] == ["[5, 6]", "[5, 5]"]
 
 
+def _between_calls() -> list[str]:
+    """Calls that go on ahead, with exchanges of other kinds before they are looked at."""
+    rank, control = dist.get_rank(), _control()
+    for number in range(40):
+        assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
+        for _ in range(number % 7):
+            control.compare("plan", "the same", "the same")
+        if number % 5 == 4:
+            assert control.tell(str(rank)) == ["0", "1"]
+    return [type(control._words).__name__]
+
+
+def test_calls_ahead_are_looked_at_after_other_exchanges() -> None:
+    assert run_ranks(2, _between_calls) == [["SharedWords"]] * 2
+
+
 def _many_calls() -> tuple[int, int]:
     """How many calls and messages are kept after more than that."""
     control = _control([0])

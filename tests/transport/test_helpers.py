@@ -2,6 +2,12 @@
 
 import subprocess
 import sys
+import threading
+import time
+
+import pytest
+
+from ringflash.transport import helpers
 
 # Nearly always in C++: a thread that is not awaited is there when the interpreter ends, and aborts the process.
 PROGRAM = """
@@ -20,3 +26,24 @@ def test_a_program_ends_while_messages_are_under_way() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert "terminate" not in ended.stderr
+
+
+def test_those_that_do_not_come_are_not_awaited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helpers, "PATIENCE", 0.2)
+    woken, let_go = threading.Event(), threading.Event()
+
+    def wait_for(event: threading.Event) -> None:
+        assert event.wait(10)
+
+    patient = helpers.start(lambda: wait_for(woken), "patient", woken.set)
+    stuck = helpers.start(lambda: wait_for(let_go), "stuck", lambda: None)
+    start = time.monotonic()
+    helpers.end()
+    assert time.monotonic() - start < 2
+    assert (patient.is_alive(), stuck.is_alive()) == (False, True)
+    assert not helpers.is_ending()
+    let_go.set()
+    stuck.join(10)
+    late = helpers.start(lambda: None, "late", lambda: None)  # in what runs after the end, such as another's atexit
+    late.join(10)
+    assert not {patient, stuck, late} & helpers._helpers.keys()

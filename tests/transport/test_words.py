@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,8 @@ from ringflash.transport import words as module
 from ringflash.transport.connect import _introduce, _own_gloo
 from ringflash.transport.control import ControlPlane
 from ringflash.transport.faults import Faults
-from ringflash.transport.words import KEPT, WIDTH, GlooWords, SharedWords, Words
+from ringflash.transport.processes import together
+from ringflash.transport.words import KEPT, WIDTH, GlooWords, Rows, SharedWords, Words
 from tests.distributed import run_ranks
 
 
@@ -30,24 +32,24 @@ def _control() -> ControlPlane:
 
 
 def _exchanges() -> list[str]:
-    """What carries words, after many exchanges over each, one or two under way, with ranks that come late at times."""
+    """What carries words, after many exchanges over each, of which some are left open, with ranks that come late."""
     control, rank, ranks = _control(), dist.get_rank(), range(dist.get_world_size())
     carriers: list[Words] = [control._words, control._over_gloo]
     for carrier in carriers:
-        before = None
+        left: dict[int, Callable[[], Rows]] = {}
         for number in range(3 * KEPT // 2):
             if number % 97 == rank:
                 time.sleep(0.002)
             wait = carrier.post([number, rank - 1, 2**62 + number])
-            if before is not None:
-                assert before()[-1][0] == number - 1
-                before = None
             if number % 3:
                 table = wait()
                 assert [row[:4] for row in table] == [(number, other - 1, 2**62 + number, 0) for other in ranks]
                 assert {len(row) for row in table} == {WIDTH}
             else:
-                before = wait
+                left[number] = wait
+            if number % 10 == 9:
+                assert {each: wait()[-1][0] for each, wait in left.items()} == {each: each for each in left}
+                left.clear()
     return [type(carrier).__name__ for carrier in carriers]
 
 
@@ -59,7 +61,7 @@ def _one_cannot(folder: str) -> str:
     """What carries words where a rank has no such memory."""
     path, mapped = Path(folder), module._mapped
     module._mapped = lambda file: None if dist.get_rank() == 1 else mapped(file)
-    module._file = lambda nbytes: str(path / "words") if (path / "words").write_bytes(bytes(nbytes)) else ""
+    module._SHARED = path
     control = _control()
     assert control.agree({"operation": "attention", "seqlen": dist.get_rank()}, free="seqlen") == [0, 1]
     dist.barrier()
@@ -94,9 +96,35 @@ def test_words_that_are_there_in_part_are_waited_for() -> None:
     for missing in range(8, len(whole), 8):
         memory[place] = whole[:missing] + bytes(len(whole) - missing)
         complete = memory[place] == whole
-        assert (first._words(1, 1) is not None) == complete
+        assert (first._row_of(1, 1) is not None) == complete
     memory[place] = whole
     assert [row[:2] for row in wait()] == [(7, 0), (8, 9)]
+
+
+def test_words_of_a_later_exchange_in_the_same_place_are_not_those() -> None:
+    second = _of_two(1, memory := mmap.mmap(-1, SharedWords.nbytes(2)))
+    second._posted = second._read = 4
+    second.post([5])
+    first = _of_two(0, memory)
+    assert (first._row_of(1, 1), first._row_of(1, 5)) == (None, (5, *[0] * (WIDTH - 1)))
+
+
+def test_a_file_that_has_no_room_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_SHARED", tmp_path)
+    monkeypatch.setattr(module.os, "fdopen", full)
+    assert module._file(100) is None
+    monkeypatch.setattr(module, "_SHARED", tmp_path / "nothing")
+    assert module._file(100) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_processes_that_see_each_other_share() -> None:
+    assert together(["host 1 10 99", "host 1 11 99"])
+    assert not together(["host 1 10 99", "host 2 10 99"])  # of another container
+    assert not together(["host 1 10 99", ""])
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline() -> None:
