@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -73,4 +74,13 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.2, for one, finds an enum's member
+            return _member
         raise damaged(Path(TENSOR_INDEX), f"it names {module}.{name}, which no index of tensors needs")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an enum that the index names, and nothing else that `getattr` could find."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise damaged(Path(TENSOR_INDEX), f"it asks {kind!r} for {name!r}, which no index of tensors needs")

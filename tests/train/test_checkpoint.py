@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -18,10 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from ringflash.errors import CheckpointCorrupt, CheckpointError
 from ringflash.train.checkpoint import load, load_decoder
 from ringflash.train.folder import MANIFEST, STATE, TENSOR_INDEX, locate, verify
+from ringflash.train.reader import _IndexUnpickler
 from ringflash.train.saving import save
 from tests.distributed import run_ranks
 from tests.train.conftest import Worlds
@@ -131,6 +134,27 @@ def test_malicious_index(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="which no index of tensors needs"):
         load_decoder(folder)
     assert not proof.exists()
+
+
+class Found:
+    """Pickled as what `getattr` finds."""
+
+    def __init__(self, *of: object) -> None:
+        self.of = of
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self.of
+
+
+def test_an_index_may_ask_for_members_of_its_enum_alone() -> None:
+    def read(found: Found) -> object:
+        return _IndexUnpickler(io.BytesIO(pickle.dumps(found))).load()
+
+    contiguous = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert read(Found(_MEM_FORMAT_ENCODING, contiguous.name)) is contiguous
+    for of in ((_MEM_FORMAT_ENCODING, "__class__"), (TensorProperties, "__init__"), ("text", "format")):
+        with pytest.raises(CheckpointError, match="which no index of tensors needs"):
+            read(Found(*of))
 
 
 @pytest.mark.parametrize("key", ["model_config", "hyper_parameters"])
