@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,10 +16,11 @@ from tests.distributed import run_ranks
 CALL = {"operation": "attention", "seqlen": 8}
 
 
-def _control(ranks: Sequence[int] = (0, 1)) -> ControlPlane:
+def control_of_all() -> ControlPlane:
+    """Agreement between all ranks, in which known calls do not wait."""
     group = dist.group.WORLD
     assert group is not None
-    gloo, faults = _own_gloo(ranks, [group], timedelta(seconds=20))
+    gloo, faults = _own_gloo(range(dist.get_world_size()), [group], timedelta(seconds=20))
     control = ControlPlane(group, gloo, faults, runs_ahead=True)
     _introduce(control)
     return control
@@ -29,7 +29,7 @@ def _control(ranks: Sequence[int] = (0, 1)) -> ControlPlane:
 def _runs() -> list[str]:
     """What each of some stories comes to on this rank."""
     rank, stories = dist.get_rank(), []
-    control = _control()
+    control = control_of_all()
     for _ in range(3):
         assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
     dist.barrier()
@@ -50,7 +50,7 @@ def _runs() -> list[str]:
 
     changed = {**CALL, "operation": "backward"} if rank == 1 else CALL
     stories.append(told(changed, CALL))  # rank 0 knows the call, and hears of it in the next
-    control = _control()
+    control = control_of_all()
     lengths = {"operation": "attention", "seqlen": 5}
 
     def agreed(seqlen: int) -> str:
@@ -62,14 +62,14 @@ def _runs() -> list[str]:
     assert agreed(5) == "[5, 5]"
     stories.append(agreed(5 + rank))  # rank 0 cannot know
     stories.append(agreed(5))
-    control = _control()
+    control = control_of_all()
     told(CALL)
     if rank == 1:
         control.fail(ValueError("of the arguments"))
         stories.append("failed")
     else:
         stories.append(told(CALL, CALL))
-    control = _control()
+    control = control_of_all()
     assert agreed(5) == "[5, 5]"
     for seqlen in (5 + rank, 5):
         if rank == 0:  # whose shard is as long as before, of another whole
@@ -94,7 +94,7 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
 
 def _between_calls() -> list[str]:
     """Calls that go on ahead, with exchanges of other kinds before they are looked at."""
-    rank, control = dist.get_rank(), _control()
+    rank, control = dist.get_rank(), control_of_all()
     for number in range(40):
         assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
         for _ in range(number % 7):
@@ -110,7 +110,7 @@ def test_calls_ahead_are_looked_at_after_other_exchanges() -> None:
 
 def _many_calls() -> tuple[int, int]:
     """How many calls and messages are kept after more than that."""
-    control = _control([0])
+    control = control_of_all()
     for number in range(_KEPT + 3):
         for _ in range(2):  # the second finds what the first left
             assert control.agree({**CALL, "number": number}, free="seqlen") == [8]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,26 +13,16 @@ import torch.distributed as dist
 
 from ringflash.errors import RingTimeout
 from ringflash.transport import words as module
-from ringflash.transport.connect import _introduce, _own_gloo
-from ringflash.transport.control import ControlPlane
 from ringflash.transport.faults import Faults
 from ringflash.transport.processes import together
 from ringflash.transport.words import KEPT, WIDTH, GlooWords, Rows, SharedWords, Words
 from tests.distributed import run_ranks
-
-
-def _control() -> ControlPlane:
-    group = dist.group.WORLD
-    assert group is not None
-    gloo, faults = _own_gloo(range(dist.get_world_size()), [group], timedelta(seconds=20))
-    control = ControlPlane(group, gloo, faults)
-    _introduce(control)
-    return control
+from tests.transport.test_control import control_of_all
 
 
 def _exchanges() -> list[str]:
     """What carries words, after many exchanges over each, of which some are left open, with ranks that come late."""
-    control, rank, ranks = _control(), dist.get_rank(), range(dist.get_world_size())
+    control, rank, ranks = control_of_all(), dist.get_rank(), range(dist.get_world_size())
     carriers: list[Words] = [control._words, control._over_gloo]
     for carrier in carriers:
         left: dict[int, Callable[[], Rows]] = {}
@@ -62,7 +51,7 @@ def _one_cannot(folder: str) -> str:
     path, mapped = Path(folder), module._mapped
     module._mapped = lambda file: None if dist.get_rank() == 1 else mapped(file)
     module._SHARED = path
-    control = _control()
+    control = control_of_all()
     assert control.agree({"operation": "attention", "seqlen": dist.get_rank()}, free="seqlen") == [0, 1]
     dist.barrier()
     assert not list(path.iterdir())
