@@ -48,7 +48,7 @@ class _Ranks:
         else:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
             ranks = self._context.local_ranks
-            row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize
+            row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize if k.is_cuda else None
             self.plans = [self._context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in ranks]
             lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
             self.groups = [self._group(self._context, lengths, rank) for rank in ranks]

@@ -20,7 +20,7 @@ from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
-from ringflash.plan import Plan, make_grouped_plan, make_plan
+from ringflash.plan import Plan, exchanges, make_grouped_plan, make_plan
 from ringflash.replay import Replays
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
@@ -36,9 +36,9 @@ from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
 from ringflash.transport.heads import HeadsTransport
 
 HOPS = ("ring", "grouped", "auto")
-# KV of a sequence up to which "auto" groups hops: 8192 tokens with 8 heads of 128 in two bytes, from where on a ring of
-# two H200s is as fast; see docs/transports.md. Grouped, a rank holds KV and its float32 gradient twice each.
-GROUPED_BYTES = 2**25
+# KV that a rank receives up to which "auto" groups hops: of 16384 tokens with 8 heads of 128 in two bytes over four
+# ranks, or of a window's keys. To receive more takes longer than a ring's launches; see docs/transports.md.
+GROUPED_BYTES = 48 * 2**20
 
 # Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
 # a value: the same group, layout and transport have the same name, so this stays as small as their number.
@@ -67,8 +67,8 @@ class ContextParallel:
             ranks is on its way over slow links. None is one ring.
         hops: "ring" computes with KV of one rank after another while the next is on its way; "grouped" with that of all
             at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
-            longer than their work; "auto" groups them where the KV of the whole sequence is at most 32 MiB a rank of
-            the heads dimension.
+            longer than their work, and for windows; "auto" groups them on GPUs where no rank receives more than 48 MiB
+            of KV, and there is no inner ring.
         cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
             and replayed from then on, with the same bits: for sequences so short that launches take longer than their
             work. A graph keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds
@@ -91,7 +91,7 @@ class ContextParallel:
         *,
         fixed_lengths: bool = False,
         inner_ring: int | None = None,
-        hops: str = "ring",
+        hops: str = "auto",
         cuda_graphs: bool = False,
     ) -> None:
         if transport not in TRANSPORTS:
@@ -138,7 +138,7 @@ class ContextParallel:
         *,
         heads: int = 1,
         inner_ring: int | None = None,
-        hops: str = "ring",
+        hops: str = "auto",
     ) -> ContextParallel:
         """`world_size` virtual ranks in this process, to run and test ring schedules on one device.
 
@@ -174,7 +174,7 @@ class ContextParallel:
     def _schedule(self) -> str:
         """The layout and what else of the schedule is chosen, in words."""
         inner = "" if self.inner_ring is None else f"inner ring {self.inner_ring}"
-        hops = "" if self.hops == "ring" else f"hops {self.hops}"
+        hops = "" if self.hops == "auto" else f"hops {self.hops}"
         return " ".join(filter(None, (self.layout, str(self.grid), inner, hops)))
 
     def __repr__(self) -> str:
@@ -236,26 +236,17 @@ class ContextParallel:
             mask: as in `ring_attention`.
             seqlen: tokens in the whole sequence.
             rank: whose plan.
-            row_bytes: of a token's keys and values, batch * nheads_kv * (headdim + headdim_v) * itemsize, by which
-                "auto" groups hops or does not.
+            row_bytes: of a token's keys and values on a GPU, batch * nheads_kv * (headdim + headdim_v) * itemsize, by
+                which hops="auto" groups hops or does not; without, it is a ring.
 
         Raises:
-            ArgumentError: a mask of another sequence; a context with hops="auto" is not given `row_bytes`; or as
-                `make_layout`.
+            ArgumentError: a mask of another sequence; or as `make_layout`.
         """
         mask = as_mask(mask)
         mask.validate(seqlen)
         place, _ = self.grid.places[self.rank if rank is None else rank]
-        return self._plan_at(place, self._ring_cut(seqlen, mask), mask, self._groups(seqlen, row_bytes))
-
-    def _groups(self, seqlen: int, row_bytes: int | None) -> bool:
-        """Whether hops are grouped: of numbers that ranks have agreed on."""
-        if self.hops != "auto":
-            return self.hops == "grouped"
-        if row_bytes is None:
-            remedy = "Pass batch * nheads_kv * (headdim + headdim_v) * itemsize."
-            raise ArgumentError("row_bytes", expected='what hops="auto" goes by', got=None, remedy=remedy)
-        return seqlen * row_bytes <= GROUPED_BYTES * self.grid.heads
+        layout = self._ring_cut(seqlen, mask)
+        return self._plan_at(place, layout, mask, self._groups(layout, mask, row_bytes))
 
     def _plan_at(self, place: int, layout: Layout, mask: Mask, groups: bool) -> Plan:
         if groups:
@@ -263,6 +254,13 @@ class ContextParallel:
         if self.inner_ring is None:
             return make_plan(layout, mask, place)
         return make_double_plan(layout, mask, place, self.inner_ring)
+
+    def _groups(self, layout: Layout, mask: Mask, row_bytes: int | None) -> bool:
+        """Whether hops are grouped: of numbers that ranks have agreed on."""
+        if self.hops != "auto" or self.inner_ring is not None or row_bytes is None:
+            return self.hops == "grouped"
+        rows = exchanges(layout, mask)[0].most_received
+        return rows * row_bytes <= GROUPED_BYTES * self.grid.heads
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split."""
@@ -388,9 +386,9 @@ class _Unshard(torch.autograd.Function):
 def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
     if hops not in HOPS:
         raise ArgumentError("hops", expected=f"one of {HOPS}", got=repr(hops), remedy="Choose one of these.")
-    if hops != "ring" and inner_ring is not None:
+    if hops == "grouped" and inner_ring is not None:
         remedy = "Leave out inner_ring, or hops: one is for slow links and long sequences, the other for short ones."
-        raise ArgumentError("hops", expected='"ring" with an inner_ring', got=repr(hops), remedy=remedy)
+        raise ArgumentError("hops", expected="no inner_ring with grouped hops", got=inner_ring, remedy=remedy)
     if inner_ring is not None and (inner_ring < 1 or grid.ring % inner_ring):
         remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
         expected = f"a divisor of the ring's {grid.ring} ranks"

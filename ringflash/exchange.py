@@ -1,17 +1,38 @@
 """Who gives keys and values to whom where hops are grouped: each rank its own, directly to all that see any of them.
 
-A rank keeps its own rows first and behind them those of other owners, by rank, in one memory. Gradients take the same
-places on their way back.
+A rank keeps its own rows first and behind them those that it gets from other owners, by rank, in one memory. Gradients
+take the same places on their way back.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ringflash.cuts import joined
 from ringflash.layout import Chunk, Layout
+from ringflash.masks.area import Area
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one rank's KV that another sees.
+
+    Args:
+        rank: the other end: who owns what is received, who reads what is sent.
+        first: row of the owner's at which they begin.
+        rows: how many.
+        place: where they begin in the reader's memory.
+    """
+
+    rank: int
+    first: int
+    rows: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -19,34 +40,35 @@ class Exchange:
     """One rank's part of it.
 
     Args:
-        owners: other ranks whose KV this one sees, and receives, in rank order.
-        starts: where the rows of each begin in this rank's memory.
-        readers: other ranks that see this one's KV, and receive it, in rank order.
-        places: where this rank's rows begin in the memory of each.
+        received: of other ranks' KV, from the first to the last row that this rank may see, in rank order.
+        sent: of this rank's KV, likewise.
         sees_own: whether this rank sees any of its own KV.
-        chunks: of all KV that this rank sees, in the order of their positions, neighbours joined.
+        held: chunks of the KV that this rank computes with, in the order of its memory.
+        own_rows: rows of this rank's KV.
         rows: in this rank's memory.
         most_rows: in that of any rank.
+        most_received: rows that any rank receives, at the most.
     """
 
-    owners: tuple[int, ...]
-    starts: tuple[int, ...]
-    readers: tuple[int, ...]
-    places: tuple[int, ...]
+    received: tuple[Part, ...]
+    sent: tuple[Part, ...]
     sees_own: bool
-    chunks: tuple[Chunk, ...]
+    held: tuple[Chunk, ...]
+    own_rows: int
     rows: int
     most_rows: int
+    most_received: int
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Of all KV that this rank computes with, in the order of their positions, neighbours joined."""
+        ranges = joined([(chunk.start, chunk.stop) for chunk in self.held])
+        return tuple(Chunk(start, stop - start) for start, stop in ranges)
 
     @property
     def rows_sent(self) -> int:
-        """KV rows that leave, of the first in memory: as many as are this rank's own."""
-        return len(self.readers) * self.own_rows
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of this rank's KV."""
-        return self.starts[0] if self.starts else self.rows
+        """KV rows that leave, once for each rank that sees them."""
+        return sum(part.rows for part in self.sent)
 
     @property
     def rows_received(self) -> int:
@@ -54,23 +76,73 @@ class Exchange:
         return self.rows - self.own_rows
 
 
-def exchange_of(layout: Layout, pairs: Sequence[Sequence[int]], rank: int) -> Exchange:
-    """What `rank` exchanges, where `pairs` counts what each rank's queries see of each rank's keys."""
-    ranks = range(layout.world_size)
-    lengths = layout.lengths
-    owners = [[owner for owner in ranks if pairs[reader][owner] and owner != reader] for reader in ranks]
-    starts = [list(accumulate((lengths[owner] for owner in owners[r]), initial=lengths[r])) for r in ranks]
-    readers = [reader for reader in ranks if rank in owners[reader]]
-    sees_own = pairs[rank][rank] > 0
-    seen = [*([rank] if sees_own else []), *owners[rank]]
-    chunks = joined([(chunk.start, chunk.stop) for owner in seen for chunk in layout.chunks[owner]])
-    return Exchange(
-        owners=tuple(owners[rank]),
-        starts=tuple(starts[rank][:-1]),
-        readers=tuple(readers),
-        places=tuple(starts[reader][owners[reader].index(rank)] for reader in readers),
-        sees_own=sees_own,
-        chunks=tuple(Chunk(start, stop - start) for start, stop in chunks),
-        rows=starts[rank][-1],
-        most_rows=max(of[-1] for of in starts),
+def exchanges_of(layout: Layout, area: Area, pairs: Sequence[Sequence[int]]) -> tuple[Exchange, ...]:
+    """What each rank exchanges.
+
+    Args:
+        layout: where all rows are.
+        area: what the mask shows of the whole sequence.
+        pairs: what each rank's queries see of each rank's keys.
+    """
+    ranks, lengths = range(layout.world_size), layout.lengths
+    received: list[tuple[Part, ...]] = []
+    for reader in ranks:
+        seen = area.reach([(chunk.start, chunk.stop) for chunk in layout.chunks[reader]])
+        owners = [owner for owner in ranks if pairs[reader][owner] and owner != reader]
+        rows = [_rows_within(layout.chunks[owner], seen) for owner in owners]
+        places = accumulate((stop - first for first, stop in rows), initial=lengths[reader])
+        received.append(
+            tuple(
+                Part(owner, first, stop - first, place)
+                for owner, (first, stop), place in zip(owners, rows, places, strict=False)
+            )
+        )
+    sent: list[list[Part]] = [[] for _ in ranks]
+    for reader, parts in enumerate(received):
+        for part in parts:
+            sent[part.rank].append(Part(reader, part.first, part.rows, part.place))
+    arriving = [sum(part.rows for part in parts) for parts in received]
+    most_rows = max(own + more for own, more in zip(lengths, arriving, strict=True))
+    return tuple(
+        Exchange(
+            received=received[rank],
+            sent=tuple(sent[rank]),
+            sees_own=pairs[rank][rank] > 0,
+            held=_held(layout, rank, received[rank], pairs[rank][rank] > 0),
+            own_rows=lengths[rank],
+            rows=lengths[rank] + arriving[rank],
+            most_rows=most_rows,
+            most_received=max(arriving),
+        )
+        for rank in ranks
     )
+
+
+def _rows_within(chunks: Sequence[Chunk], ranges: Sequence[Range]) -> Range:
+    """From the first to the last row of some chunks that lies in any of the ranges, which rise: [first, stop)."""
+    starts = [start for start, _ in ranges]
+    first, stop, row = -1, 0, 0
+    for chunk in chunks:
+        after = bisect_right(starts, chunk.start)
+        before = bisect_right(starts, chunk.stop - 1)  # ranges from here on begin behind the chunk
+        nearest = max(after - 1, 0)
+        inside = [r for r in ranges[nearest:before] if r[1] > chunk.start]
+        if inside:
+            begin = max(inside[0][0], chunk.start) - chunk.start
+            first = row + begin if first < 0 else first
+            stop = row + min(inside[-1][1], chunk.stop) - chunk.start
+        row += chunk.length
+    return max(first, 0), stop
+
+
+def _held(layout: Layout, rank: int, received: Sequence[Part], sees_own: bool) -> tuple[Chunk, ...]:
+    """See `Exchange`."""
+    held = list(layout.chunks[rank]) if sees_own else []
+    for part in received:
+        row = 0
+        for chunk in layout.chunks[part.rank]:
+            first, stop = max(part.first - row, 0), min(part.first + part.rows - row, chunk.length)
+            if first < stop:
+                held.append(Chunk(chunk.start + first, stop - first))
+            row += chunk.length
+    return tuple(held)

@@ -1,9 +1,10 @@
 """Runs a plan whose hops are grouped into one: every rank gets all KV that it sees at once, and computes in one launch.
 
-For sequences so short that a ring's launches and messages take longer than its work. Each rank sends its own KV to
-all that see any of it, in one batch of messages, and puts what it has and gets in the order of positions, so that
-kernels meet one key side. In the backward the same happens again, and the gradients of all these keys then go to their
-owners in one more batch; an owner adds the shares up in rank order, in the state's dtype, and rounds once.
+For sequences so short that a ring's launches and messages take longer than its work, and for masks that show a rank
+little of what others have. Each rank sends of its own KV to each other what that one sees, in one batch of messages,
+and puts what it has and gets in the order of positions, so that kernels meet one key side. In the backward the same
+happens again, and the gradients of all these keys then go to their owners in one more batch; an owner adds to its own
+share those of the others in rank order, in the state's dtype, and rounds once.
 
 In memory a row of KV is (batch, nheads_kv, headdim + headdim_v), so that a rank's rows are one message, and what
 comes from all ranks is sorted in one launch.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from ringflash.exchange import Exchange
 from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.tables import device_tables, uploaded
-from ringflash.layout import Layout, positions
+from ringflash.layout import Chunk, positions
 from ringflash.plan import Plan
 from ringflash.ring import GRADIENT, KV, Tiles, empty_results
 from ringflash.transport.base import Message, Transport
@@ -62,16 +62,10 @@ class _Rows:
 
 
 @device_tables(maxsize=256)
-def _orders(layout: Layout, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the rows of `ranks`, one rank's after another's: where each position's row is, and its inverse; int64."""
-    held = positions([chunk for rank in ranks for chunk in layout.chunks[rank]], "cpu")
-    order = held.argsort()
+def _orders(held: tuple[Chunk, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the rows of chunks, one after another: where each position's row is, and its inverse; int64."""
+    order = positions(held, "cpu").argsort()
     return uploaded(order, device), uploaded(order.argsort(), device)
-
-
-def _orders_of(plan: Plan, exchange: Exchange, device: torch.device) -> tuple[Tensor, Tensor]:
-    own = (plan.rank,) if exchange.sees_own else ()
-    return _orders(plan.layout, own + exchange.owners, device)
 
 
 def _exchange_of(plan: Plan) -> Exchange:
@@ -84,19 +78,17 @@ def _gathered(
     k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor, Meeting]]:
     """All keys and values that this rank sees, in the order of their positions, and who meets them."""
-    exchange, layout = _exchange_of(plan), plan.layout
+    exchange = _exchange_of(plan)
     rows = _Rows.allocate(KV, k, v, k.dtype, exchange.most_rows, transport)
-    own = rows.part(0, exchange.own_rows)
-    for target, source in zip(rows.pair(own), (k, v), strict=True):
+    for target, source in zip(rows.pair(rows.part(0, exchange.own_rows)), (k, v), strict=True):
         target.copy_(source)
-    messages = [Message(reader, own, KV, sends=True, hop=0) for reader in exchange.readers]
-    for owner, start in zip(exchange.owners, exchange.starts, strict=True):
-        length = layout.length(owner)
-        mirror = rows.part(0, length)
-        messages.append(Message(owner, rows.part(start, length), KV, sends=False, hop=0, mirror=mirror))
+    messages = [Message(part.rank, rows.part(part.first, part.rows), KV, sends=True, hop=0) for part in exchange.sent]
+    for part in exchange.received:
+        arriving, mirror = (rows.part(first, part.rows) for first in (part.place, part.first))
+        messages.append(Message(part.rank, arriving, KV, sends=False, hop=0, mirror=mirror))
     moving = transport.start(messages)
     meeting = tiles.meeting(plan, plan.hops[0])
-    order, _ = _orders_of(plan, exchange, k.device)
+    order, _ = _orders(exchange.held, k.device)
     yield
     transport.finish(moving)
     seen = rows.seen(exchange).view(-1, rows.width)
@@ -155,21 +147,25 @@ def backward_from_delta(
 
 def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """Sends gradients of all keys that this rank sees to their owners, and returns the sum of its own's shares."""
-    exchange, layout = _exchange_of(plan), plan.layout
+    exchange = _exchange_of(plan)
     rows = _Rows.allocate(GRADIENT, dk, dv, dk.dtype, exchange.most_rows, transport)
-    _, inverse = _orders_of(plan, exchange, dk.device)
+    _, inverse = _orders(exchange.held, dk.device)
     for target, source in zip(rows.pair(rows.seen(exchange)), (dk, dv), strict=True):
         torch.index_select(source, 1, inverse, out=target)
-    messages = []
-    for owner, start in zip(exchange.owners, exchange.starts, strict=True):
-        messages.append(Message(owner, rows.part(start, layout.length(owner)), GRADIENT, sends=True, hop=0))
-    own = exchange.own_rows
-    shares = {plan.rank: rows.part(0, own)} if exchange.sees_own else {}
-    for reader, place in zip(exchange.readers, exchange.places, strict=True):
-        shares[reader] = dk.new_empty(own * rows.width)
-        messages.append(Message(reader, shares[reader], GRADIENT, sends=False, hop=0, mirror=rows.part(place, own)))
+    messages = [
+        Message(part.rank, rows.part(part.place, part.rows), GRADIENT, sends=True, hop=0) for part in exchange.received
+    ]
+    shares = []
+    for part in exchange.sent:
+        shares.append(dk.new_empty(part.rows * rows.width))
+        mirror = rows.part(part.place, part.rows)
+        messages.append(Message(part.rank, shares[-1], GRADIENT, sends=False, hop=0, mirror=mirror))
     moving = transport.start(messages)
     yield
     transport.finish(moving)
-    in_order = [shares[rank] for rank in sorted(shares)]
-    return rows.pair(reduce(torch.add, in_order) if in_order else dk.new_zeros(own * rows.width))
+    total = rows.part(0, exchange.own_rows)  # nobody else reads these
+    if not exchange.sees_own:
+        total.zero_()
+    for part, share in zip(exchange.sent, shares, strict=True):
+        total[part.first * rows.width : (part.first + part.rows) * rows.width] += share
+    return rows.pair(total)

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from ringflash.balance import pace, reaches
-from ringflash.exchange import Exchange, exchange_of
+from ringflash.exchange import Exchange, exchanges_of
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
 
@@ -240,10 +240,9 @@ class Plan:
 
     def _exchanged(self, exchange: Exchange) -> tuple[str, str]:
         """Whose KV a grouped hop computes with, and what moves, in words."""
-        seen = sorted([*([self.rank] if exchange.sees_own else []), *exchange.owners])
-        sends = ", ".join(map(str, exchange.readers))
-        moves = f"send {exchange.own_rows} -> {sends}  " if sends else ""
-        moves += "  ".join(f"receive {self.layout.length(owner)} <- {owner}" for owner in exchange.owners)
+        seen = sorted([*([self.rank] if exchange.sees_own else []), *(part.rank for part in exchange.received)])
+        sends = [f"send {part.rows} -> {part.rank}" for part in exchange.sent]
+        moves = "  ".join([*sends, *(f"receive {part.rows} <- {part.rank}" for part in exchange.received)])
         return f"{'rank' if len(seen) == 1 else 'ranks'} {', '.join(map(str, seen))}" if seen else "nobody", moves
 
 
@@ -276,7 +275,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
 @lru_cache(maxsize=1024)
 def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
     """The plan of `rank` where hops are grouped; where nobody sees another rank's keys, that of the ring."""
-    pairs, ring = visible_pairs(layout, mask), make_plan(layout, mask, rank)
+    ring = make_plan(layout, mask, rank)
     if len(ring.hops) == 1:
         return ring
     only = Hop(
@@ -284,14 +283,20 @@ def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
         owner=rank,
         present=True,
         rows=layout.length(rank),
-        pairs=sum(pairs[rank]),
+        pairs=sum(ring.pairs[rank]),
         send_kv=False,
         receive_kv=False,
         send_grad_home=False,
         grad_comes_home=None,
-        exchange=exchange_of(layout, pairs, rank),
+        exchange=exchanges(layout, mask)[rank],
     )
     return replace(ring, hops=(only,))
+
+
+@lru_cache(maxsize=1024)
+def exchanges(layout: Layout, mask: Mask) -> tuple[Exchange, ...]:
+    """What each rank exchanges where hops are grouped."""
+    return exchanges_of(layout, mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask))
 
 
 @lru_cache(maxsize=1024)

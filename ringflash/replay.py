@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,33 +18,83 @@ MOST = 32  # graphs that are kept, each with the memory of a pass
 
 
 class _Graph(Generic[R]):
-    """A captured pass, and the tensors that it reads and writes."""
+    """A captured pass, and the tensors that it reads and writes.
 
-    def __init__(self, compute: Callable[..., R], inputs: Inputs) -> None:
-        self._inputs = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    Args:
+        compute: the pass.
+        inputs: like those that it is called with.
+        memory: of inputs, which graphs that run one after another have together.
+        pool: of what else passes take, likewise.
+    """
+
+    def __init__(self, compute: Callable[..., R], inputs: Inputs, memory: _Memory, pool: tuple[int, int]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Threads of loaders and of NCCL go on with what they do.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = compute(*self._inputs)
+        with torch.inference_mode(False):  # else only inference could write to them
+            self._inputs = memory.of(inputs)
+            # Threads of loaders and of NCCL go on with what they do.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self._outputs = compute(*self._inputs)
 
     def replay(self, inputs: Inputs) -> R:
         """What `compute(*inputs)` gives, bit for bit, in tensors of its own."""
-        for target, source in zip(self._inputs, inputs, strict=True):
-            if target is not None and source is not None:
-                target.copy_(source)
+        _copy(inputs, self._inputs)
         self._graph.replay()
-        return cast("R", tuple(x.clone() for x in self._outputs))
+        outputs = tuple(map(_like, self._outputs))
+        _copy(self._outputs, outputs)
+        return cast("R", outputs)
+
+
+class _Memory:
+    """Tensors for inputs: the same for all that are alike, as long as anyone has them."""
+
+    def __init__(self) -> None:
+        self._known = WeakValueDictionary[Hashable, Tensor]()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, inputs: Inputs) -> list[Tensor | None]:
+        """A tensor like each input, and None for None; no two the same."""
+        alike = Counter[Hashable]()
+        found: list[Tensor | None] = []
+        for x in inputs:
+            kind = None if x is None else (x.shape, x.dtype, x.device)
+            mine = None if x is None else self._known.get((kind, alike[kind]))
+            if mine is None and x is not None:
+                mine = self._known[(kind, alike[kind])] = _like(x)
+            alike[kind] += 1
+            found.append(mine)
+        return found
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _copy(sources: Inputs, targets: Inputs) -> None:
+    """All of them, in one launch for each dtype where they are dense."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        if source is not None and target is not None and target.numel():
+            of_dtype = by_dtype.setdefault(target.dtype, ([], []))
+            of_dtype[0].append(target)
+            of_dtype[1].append(source)
+    for of_dtype in by_dtype.values():
+        torch._foreach_copy_(*of_dtype)
 
 
 class Replays:
     """The graphs of one context's passes.
 
     The first call of a kind runs as it is: it compiles, uploads tables and grows memory that peers see. The second is
-    captured, and replayed from then on. Ranks make the same calls, so they capture the same ones.
+    captured, and replayed from then on. Ranks make the same calls, so they capture the same ones. As passes run one
+    after another, each with its inputs and outputs copied, they share memory of inputs and of what they compute.
     """
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: called once
+        self._memory = _Memory()
+        self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
@@ -81,7 +132,7 @@ class Replays:
             return compute(*inputs)
         graph = self._graphs[key]
         if graph is None:
-            graph = self._graphs[key] = _Graph(compute, inputs)
+            graph = self._graphs[key] = _Graph(compute, inputs, self._memory, self._pool)
         self._graphs.move_to_end(key)
         with around():
             outputs = graph.replay(inputs)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
-from ringflash import context as contexts
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.kernels import eager
-from ringflash.layout import LAYOUTS
+from ringflash.layout import LAYOUTS, Chunk
 from ringflash.masks import Full, Mask
 from ringflash.plan import Plan
 from ringflash.transport.base import Message
@@ -182,28 +181,50 @@ def plans_of(world: int, layout: str, mask: Mask, seqlen: int = SEQLEN) -> list[
 @given(layout=st.sampled_from(LAYOUTS), mask=masks(SEQLEN), world=st.integers(1, 7))
 def test_only_those_who_see_keys_receive_them(layout: str, mask: Mask, world: int) -> None:
     plans = plans_of(world, layout, mask)
-    pairs, lengths = plans[0].pairs, plans[0].layout.lengths
+    pairs, chunks = plans[0].pairs, plans[0].layout.chunks
     assert len({plan.grouped for plan in plans}) == 1
     if not plans[0].grouped:
         assert not any(pairs[q][k] for q in range(world) for k in range(world) if q != k)
         return
-    assert len({plan.hops[0].exchange.most_rows for plan in plans if plan.hops[0].exchange}) == 1
-    for plan in plans:
+    exchanges = [plan.hops[0].exchange for plan in plans if plan.hops[0].exchange]
+    assert {e.most_rows for e in exchanges} == {max(e.rows for e in exchanges)}
+    assert {e.most_received for e in exchanges} == {max(e.rows_received for e in exchanges)}
+    seen = mask.dense(torch.arange(SEQLEN), torch.arange(SEQLEN)).expand(mask.batch, SEQLEN, SEQLEN).any(0)
+    for plan, exchange in zip(plans, exchanges, strict=True):
         (hop,) = plan.hops
-        exchange = hop.exchange
-        assert exchange is not None
-        assert hop.pairs == sum(pairs[plan.rank])
-        assert list(exchange.owners) == [k for k in range(world) if k != plan.rank and pairs[plan.rank][k]]
-        assert list(exchange.readers) == [q for q in range(world) if q != plan.rank and pairs[q][plan.rank]]
-        assert plan.rows_sent == len(exchange.readers) * lengths[plan.rank]
-        assert plan.gradient_rows_sent == sum(lengths[owner] for owner in exchange.owners)
-        seen = sum(lengths[k] for k in range(world) if pairs[plan.rank][k])
-        assert sum(chunk.length for chunk in exchange.chunks) == seen
+        rank = plan.rank
+        assert hop.pairs == sum(pairs[rank])
+        assert [part.rank for part in exchange.received] == [k for k in range(world) if k != rank and pairs[rank][k]]
+        assert [part.rank for part in exchange.sent] == [q for q in range(world) if q != rank and pairs[q][rank]]
+        assert plan.rows_sent == sum(part.rows for part in exchange.sent)
+        assert plan.gradient_rows_sent == sum(part.rows for part in exchange.received)
+        for part in exchange.sent:
+            there = next(each for each in exchanges[part.rank].received if each.rank == rank)
+            assert (there.first, there.rows, there.place) == (part.first, part.rows, part.place)
+            assert 0 <= part.first < part.first + part.rows <= exchange.own_rows
+        held = rows_of(exchange.held)
+        assert len(held) == len(set(held)) == exchange.rows - (0 if exchange.sees_own else exchange.own_rows)
+        assert rows_of(exchange.chunks) == sorted(held)
         assert all(a.stop < b.start for a, b in zip(exchange.chunks, exchange.chunks[1:], strict=False))
+        wanted = seen[rows_of(chunks[rank])].any(0).nonzero()[:, 0].tolist()
+        assert set(wanted) <= set(held)
         assert plan.rows_passed_on == 0
     assert sum(plan.rows_sent for plan in plans) <= sum(
         rf.ContextParallel.local(world, layout).plan(mask, SEQLEN, rank).rows_sent for rank in range(world)
     )
+
+
+def rows_of(chunks: Sequence[Chunk]) -> list[int]:
+    return [row for chunk in chunks for row in range(chunk.start, chunk.stop)]
+
+
+def test_a_window_moves_the_keys_that_it_shows() -> None:
+    """Of 4096 tokens over four ranks each rank gets the 64 before its own; of a zigzag, the 64 before each part."""
+    mask = rf.Causal() & rf.SlidingWindow(64)
+    contiguous, zigzag = (plans_of(4, layout, mask, 4096) for layout in ("contiguous", "zigzag"))
+    assert [plan.rows_sent for plan in contiguous] == [64, 64, 64, 0]
+    assert [plan.rows_sent for plan in zigzag] == [128 - 64, 128, 128, 128 - 64]
+    assert "KV of ranks 0, 1 [960, 2048): compute" in str(contiguous[1])
 
 
 def test_a_plan_prints_who_sends_what_to_whom() -> None:
@@ -219,37 +240,28 @@ def test_a_plan_prints_who_sends_what_to_whom() -> None:
     assert plan.pace == plan.balance
     assert plan.meetings(plan.hops[0]) == ((plan.q_chunks[0], plan.owner_chunks(plan.hops[0])[0]),)
     plans = plans_of(2, "contiguous", rf.KeyPadding([2, 2]), seqlen=8)
-    assert "KV of rank 0 [0, 4): compute 16 pairs  receive 4 <- 0" in str(plans[1])
+    assert "KV of rank 0 [0, 2): compute 16 pairs  receive 2 <- 0" in str(plans[1])
     plans = plans_of(2, "contiguous", rf.BlockSparse([[False, False], [True, False]], 4), seqlen=8)
     assert "KV of nobody: idle  send 4 -> 1" in str(plans[0])
 
 
-def test_auto_goes_by_the_bytes_of_the_whole_sequence() -> None:
-    one, two = (rf.ContextParallel.local(world, heads=heads, hops="auto") for world, heads in ((4, 1), (8, 2)))
-    row = 8 * (128 + 128) * 2
-    assert one.plan(rf.Causal(), 8192, row_bytes=row).grouped
-    assert not one.plan(rf.Causal(), 8193, row_bytes=row).grouped
-    assert two.plan(rf.Causal(), 16384, row_bytes=row).grouped
-    assert not rf.ContextParallel.local(4).plan(rf.Causal(), 64, row_bytes=row).grouped
-    with pytest.raises(ArgumentError, match='row_bytes: expected what hops="auto" goes by, got None'):
-        one.plan(rf.Causal(), 64)
-
-
-def test_auto_follows_what_it_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.random(seqlen=64, mask=rf.Causal())
-    auto, ring = rf.ContextParallel.local(4, hops="auto"), rf.ContextParallel.local(4)
-    bound = 64 * 2 * 2 * 64 * 4  # batch 2, 2 KV heads of 32 + 32, 4 bytes
-    for limit, same in ((bound, context_of(4)), (bound - 1, ring)):
-        monkeypatch.setattr(contexts, "GROUPED_BYTES", limit)
-        assert all(map(torch.equal, problem.ring(auto), problem.ring(same)))
+def test_auto_goes_by_the_bytes_that_a_rank_receives() -> None:
+    one, two = (rf.ContextParallel.local(world, heads=heads) for world, heads in ((4, 1), (8, 2)))
+    row, window = 8 * (128 + 128) * 2, rf.Causal() & rf.SlidingWindow(4096)
+    for context, longest in ((one, 16384), (two, 32768)):
+        assert context.plan(rf.Causal(), longest, row_bytes=row).grouped
+        assert not context.plan(rf.Causal(), longest + 8, row_bytes=row).grouped
+        assert context.plan(window, 2**20, row_bytes=row).grouped
+        assert not context.plan(rf.Causal(), 64).grouped  # on a CPU
+    assert not rf.ContextParallel.local(4, hops="ring").plan(rf.Causal(), 64, row_bytes=row).grouped
+    assert not rf.ContextParallel.local(4, inner_ring=2).plan(rf.Causal(), 64, row_bytes=row).grouped
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match="hops: expected one of .*'grouped', 'auto'.*, got 'all'"):
         rf.ContextParallel.local(2, hops="all")
-    for hops in ("grouped", "auto"):
-        with pytest.raises(ArgumentError, match=f"hops: expected \"ring\" with an inner_ring, got '{hops}'"):
-            rf.ContextParallel.local(4, inner_ring=2, hops=hops)
+    with pytest.raises(ArgumentError, match="hops: expected no inner_ring with grouped hops, got 2"):
+        rf.ContextParallel.local(4, inner_ring=2, hops="grouped")
 
 
 def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash import replay
 from ringflash.errors import ArgumentError
-from ringflash.replay import Replays
+from ringflash.replay import Replays, _copy, _Memory
 from tests.distributed import run_ranks
 
 
@@ -39,6 +39,25 @@ def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytes
     assert len(replays) == 1  # of "b": the first kind has gone
     call("a", x, None)
     assert ran[-1] == "a"
+
+
+def test_inputs_share_memory_over_graphs_and_not_in_one() -> None:
+    memory, q, k = _Memory(), torch.randn(2, 3), torch.randn(4)
+    first, again = memory.of((q, None, k, q)), memory.of((k, q))
+    assert [None if x is None else x.shape for x in first] == [q.shape, None, k.shape, q.shape]
+    assert first[0] is not first[3]
+    assert again[0] is first[2]
+    assert again[1] is first[0]
+    assert len(memory) == 3
+    del first
+    assert len(memory) == 2  # gone with the last that had it
+
+
+def test_copies_are_of_every_kind() -> None:
+    sources = [torch.randn(3, 2).T, torch.arange(4), torch.randn(0), torch.randn(2)]
+    targets = [torch.empty(x.shape, dtype=x.dtype) for x in sources]
+    _copy([*sources, None], [*targets, None])
+    assert all(map(torch.equal, sources, targets))
 
 
 def _on_cpus() -> str:

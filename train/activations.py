@@ -24,8 +24,10 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
-AHEAD_BYTES = 2**30  # on their way at a time: 20 ms of a GPU's link
-AT_LEAST = 2  # tensors: a block's input and attention's result, however large
+# On their way at a time are the tensors of four blocks, or 1 GiB (20 ms of a GPU's link) where that is less; but those of
+# one block, its input and attention's result, however large.
+AHEAD_BYTES = 2**30
+AT_LEAST, AT_MOST = 2, 8
 
 
 def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None:
@@ -74,8 +76,8 @@ class Packed:
 class HostMemory:
     """Takes tensors to pinned memory of the host and back.
 
-    Copies run beside the computation, on a stream of their own, `AHEAD_BYTES` of them. A forward lets a tensor go when
-    as many bytes have been taken since, and then waits for its copy. A backward asks for tensors in the reverse order,
+    Copies run beside the computation, on a stream of their own, some tensors ahead of it. A forward lets a tensor go
+    when as many have been taken since, and then waits for its copy. A backward asks for tensors in the reverse order,
     so those before the one that it asks for are then on their way back already. Waiting on the stream that computes,
     instead of telling the allocator of the other one, is what frees memory in the order of the computation: the host
     runs ahead of it, and would find none of the copies made.
@@ -97,7 +99,7 @@ class HostMemory:
         packed = self._taken(x.detach())
         self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
         self._leaving.append(packed)
-        while len(self._leaving) > AT_LEAST and sum(each.host.nbytes for each in self._leaving) > AHEAD_BYTES:
+        while _are_many(len(self._leaving), sum(each.host.nbytes for each in self._leaving)):
             _let_go(self._leaving.popleft())
         return packed
 
@@ -113,10 +115,11 @@ class HostMemory:
         away = [each for each in (ref() for ref in self._away) if each is not None and each is not packed]
         self._away = [weakref.ref(each) for each in away]
         ahead = 0
-        for number, each in enumerate(reversed(away)):
-            if number >= AT_LEAST and ahead >= AHEAD_BYTES:
+        for number, each in enumerate(reversed(away), start=1):
+            ahead += each.host.nbytes
+            if _are_many(number, ahead):
                 break
-            ahead += self._brought(each).nbytes
+            self._brought(each)
         return x
 
     def _taken(self, x: Tensor) -> Packed:
@@ -161,6 +164,11 @@ class HostMemory:
             return x.detach() if x.untyped_storage().data_ptr() in stay else self.pack(x)
 
         return saved_tensors_hooks(pack, self.unpack)
+
+
+def _are_many(tensors: int, nbytes: int) -> bool:
+    """Whether they are more than may be on their way at a time."""
+    return tensors > AT_LEAST and (tensors > AT_MOST or nbytes > AHEAD_BYTES)
 
 
 def _join(stream: torch.cuda.Stream) -> None:

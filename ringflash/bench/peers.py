@@ -71,11 +71,10 @@ class _Silent:
         """Sends nothing."""
         sent = {message.channel: message.buffer for message in messages if message.sends}
         for message in messages:
-            new = not message.sends and message.buffer.data_ptr() not in self._filled
-            source = sent.get(message.channel)
-            if new and source is not None and source.numel() == message.buffer.numel():
-                message.buffer.copy_(source)
-                self._filled.add(message.buffer.data_ptr())
+            buffer, source = message.buffer, sent.get(message.channel)
+            if not message.sends and buffer.data_ptr() not in self._filled and source is not None and len(source):
+                buffer.copy_(source.repeat(-(-len(buffer) // len(source)))[: len(buffer)])
+                self._filled.add(buffer.data_ptr())
 
     def finish(self, handle: None) -> None:
         """Nothing to wait for."""

@@ -53,6 +53,7 @@ class Work:
         tokens: whose causal triangle has as many pairs as the mean rank.
         share: of that triangle's pairs that the mean rank has: nearly 1.
         balance: pairs of the busiest rank over the mean.
+        grouped: whether hops are grouped.
     """
 
     flops: float
@@ -60,15 +61,19 @@ class Work:
     tokens: int
     share: float
     balance: float
+    grouped: bool
 
     @staticmethod
     def of(problem: Problem, context: rf.ContextParallel) -> Work:
         """Read off the plan."""
-        row_bytes = sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v))
+        row_bytes = (
+            sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v)) if problem.k.is_cuda else None
+        )
         plan = context.plan(problem.visible, problem.seqlen, row_bytes=row_bytes)
         pairs = sum(map(sum, plan.pairs)) / plan.world_size
         tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
-        return Work(problem.forward_flops, len(plan.hops), tokens, pairs / triangle(tokens), plan.balance)
+        share = pairs / triangle(tokens)
+        return Work(problem.forward_flops, len(plan.hops), tokens, share, plan.balance, plan.grouped)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +110,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
     ranks.add_options(parser)
-    parser.add_argument("--hops", default="ring", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--hops", default="auto", help="as of ContextParallel (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
@@ -159,8 +164,8 @@ def _measure_length(
     for name in named:
         row: dict[str, Any] = {"name": name, **same}
         if name == ours:
-            row |= {"layout": options.layout, "transport": context.transport_kind, "schedule": options.hops}
-            row["balance"] = round(work.balance, 4)
+            row |= {"layout": options.layout, "transport": context.transport_kind, "balance": round(work.balance, 4)}
+            row["schedule"] = "grouped" if work.grouped else "ring"
         if name in failed:
             rows.append(row | {"failed": failed[name]})
             continue

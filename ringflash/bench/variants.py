@@ -15,20 +15,21 @@ import ringflash as rf
 from ringflash.bench.peers import ours
 from ringflash.bench.problem import Contender, Problem, Setup
 from ringflash.bench.single import Unavailable
+from ringflash.context import HOPS
 
-VARIANTS = ("grouped", "fixed-lengths", "graphs", "graph")
+VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
 WARM_UPS = 3
 
 
 def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport: str) -> Contender:
     """One of `VARIANTS` of `ours(context)`, whose `transport` was asked for.
 
-    "grouped" are grouped hops, "fixed-lengths" a context of one length, for which nothing waits for agreement, "graphs"
-    one that captures its passes too, and "graph" a program's own capture of a forward, and of a forward and backward.
+    "ring" and "grouped" are hops so, "fixed-lengths" a context of one length, for which nothing waits for agreement,
+    "graphs" one that captures its passes too, and "graph" a program's own capture of a forward, and of both passes.
     """
     if name == "graph":
         return captured(ours(context))
-    hops = "grouped" if name == "grouped" else context.hops
+    hops = name if name in HOPS else context.hops
     fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
     options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
     return ours(rf.ContextParallel(mesh, context.layout, transport, **options))

@@ -66,6 +66,26 @@ class Area:
             return (his - self._below(self._lo, self._lo_sums, starts, stops, edges)).diff()
         return torch.stack([runs.below(starts, stops, edges) for runs in self._runs]).sum(0).diff()
 
+    def reach(self, queries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where the keys of some ranges [start, stop) of queries lie: ranges too, rising, between which there are none.
+
+        Of each range of queries that is from the first key that any of them may see to the last.
+        """
+        spans = [(start - self._first, stop - self._first) for start, stop in queries]
+        if self._bitmap is None:  # bounds never fall
+            starts, stops = (torch.tensor(x, device="cpu") for x in zip(*spans, strict=True))
+            first, last = self._lo[:, starts].amin(0).tolist(), self._hi[:, stops - 1].amax(0).tolist()
+        else:
+            first = [int(self._lo[:, start:stop].min()) for start, stop in spans]
+            last = [int(self._hi[:, start:stop].max()) for start, stop in spans]
+        ranges: list[tuple[int, int]] = []
+        for begin, end in sorted(zip(first, last, strict=True)):
+            if ranges and begin <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
+            elif begin < end:
+                ranges.append((begin, end))
+        return ranges
+
     def between(self, cut: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
         """Pairs of each rank's queries with each rank's keys: int64 (ranks, ranks).
 
