@@ -27,7 +27,7 @@ class _Graph(Generic[R]):
         pool: of what else passes take, likewise.
     """
 
-    def __init__(self, compute: Callable[..., R], inputs: Inputs, memory: _Memory, pool: tuple[int, int]) -> None:
+    def __init__(self, compute: Callable[..., R], inputs: Inputs, memory: _Memory, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False):  # else only inference could write to them
             self._inputs = memory.of(inputs)
@@ -80,7 +80,7 @@ def _copy(sources: Inputs, targets: Inputs) -> None:
             of_dtype[0].append(target)
             of_dtype[1].append(source)
     for of_dtype in by_dtype.values():
-        torch._foreach_copy_(*of_dtype)
+        torch._foreach_copy_(*of_dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Replays:
