@@ -22,7 +22,7 @@ ALLOWED = {
     "masks": {"errors", "layout"},
     "dropout": {"errors"},
     "grid": {"errors", "layout"},
-    "exchange": {"cuts", "layout"},
+    "exchange": {"cuts", "layout", "masks"},
     "plan": {"balance", "exchange", "layout", "masks"},
     "reference": {"dropout", "masks"},
     "transport": {"errors"},

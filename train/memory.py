@@ -12,9 +12,10 @@ from ringflash.train.linear_loss import chunk_rows
 from ringflash.train.model_config import ModelConfig
 
 GIB = 2.0**30
-# A block's feed-forward takes so many tokens and more in pieces. Their number is one of two, since each is a graph to
-# compile, of which torch.compile makes 8 for all lengths and kinds of blocks.
-FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 8
+# A block's feed-forward takes so many tokens and more in pieces: few, since each adds to all of the weights' gradients.
+# Their number is one of two, since each is a graph to compile, of which torch.compile makes 8 for all lengths and kinds
+# of blocks.
+FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 4
 
 
 @dataclass(frozen=True)

@@ -229,10 +229,19 @@ class Block(nn.Module):
         """The block as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
         if self.checkpointing == "none":
             return self._compute(x, step)
-        return recompute(self._compute, x, step, offload=offload)
+        if self.host_memory is None:
+            return recompute(self._compute, x, step)
+        # The host has room for what lies between the two: the first's last product is not computed again.
+        x = recompute(self._with_attention, x, step, offload=offload)
+        return recompute(self._with_feed_forward, x, offload=offload)
 
     def _compute(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step)
+        return self._with_feed_forward(self._with_attention(x, step))
+
+    def _with_attention(self, x: Tensor, step: Step) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), step)
+
+    def _with_feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -15,7 +15,6 @@ import ringflash as rf
 from ringflash.bench.peers import ours
 from ringflash.bench.problem import Contender, Problem, Setup
 from ringflash.bench.single import Unavailable
-from ringflash.context import HOPS
 
 VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
 WARM_UPS = 3
@@ -29,7 +28,7 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
     """
     if name == "graph":
         return captured(ours(context))
-    hops = name if name in HOPS else context.hops
+    hops = name if name in ("ring", "grouped") else context.hops
     fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
     options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
     return ours(rf.ContextParallel(mesh, context.layout, transport, **options))

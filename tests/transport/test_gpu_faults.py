@@ -21,7 +21,7 @@ def _hang() -> None:
 
 
 def _with_fault(transport: str, step: int, action: Callable[[], None]) -> Outcome:
-    context = rf.ContextParallel(dist.group.WORLD, transport=transport, timeout=3.0)
+    context = rf.ContextParallel(dist.group.WORLD, transport=transport, timeout=3.0, hops="ring")
     call_ring(context)  # compiles
     with planted(step, action):
         return outcome_of(call_ring, context)

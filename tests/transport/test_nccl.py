@@ -24,9 +24,9 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def _shards(layout: str) -> list[list[Tensor]]:
+def _shards(layout: str, hops: str) -> list[list[Tensor]]:
     """This rank's shards of out, dq, dk and dv in every case."""
-    context = rf.ContextParallel(dist.group.WORLD, layout, transport="nccl")
+    context = rf.ContextParallel(dist.group.WORLD, layout, transport="nccl", hops=hops)
     results = []
     for case in CASES:
         problem = Problem.random(**case).mapped(lambda x: context.shard(x).cuda())
@@ -36,13 +36,13 @@ def _shards(layout: str) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("layout", "hops"), [("zigzag", "ring"), ("contiguous", "ring"), ("zigzag", "grouped")])
 @pytest.mark.parametrize("world", [2, 4])
-def test_same_bits_as_virtual_ranks_and_within_the_bars(world: int, layout: str) -> None:
+def test_same_bits_as_virtual_ranks_and_within_the_bars(world: int, layout: str, hops: str) -> None:
     if world > GPUS:
         pytest.skip(f"needs {world} GPUs")
-    by_rank = run_ranks(world, _shards, layout, backend="nccl")
-    context = rf.ContextParallel.local(world, layout)
+    by_rank = run_ranks(world, _shards, layout, hops, backend="nccl")
+    context = rf.ContextParallel.local(world, layout, hops=hops)
     for index, case in enumerate(CASES):
         problem = Problem.random(**case, device="cuda")
         whole = [context.unshard(torch.cat(x, 1)).cuda() for x in zip(*(r[index] for r in by_rank), strict=True)]
