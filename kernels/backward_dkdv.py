@@ -25,7 +25,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ringflash.kernels.config import TileConfig, dkdv_config, single_pass_config
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting
-from ringflash.kernels.scores import Seed, capped, kind_argument, load_lse, scored, scores_argument, slope_of, weighed
+from ringflash.kernels.scores import (
+    Seed,
+    capped,
+    kind_argument,
+    load_columns,
+    load_lse,
+    scored,
+    scores_argument,
+    slope_of,
+    weighed,
+)
 from ringflash.kernels.spans import bounds_of, keys_read, place_of, schedule, sees, span_of, visit
 from ringflash.kernels.stream import load_tile, stream_at, streamed
 from ringflash.kernels.tiles import (
@@ -77,15 +87,15 @@ def _over_queries(
         i, masked = visit(step, span, schedule, kind.MASK)
         rows = i + tl.arange(0, kind.BLOCK_M)
         inside = rows < span.length
-        lse2 = load_lse(lse, number + rows, inside, kind.EVEN)
+        COPIED: tl.constexpr = k_tile.dtype.primitive_bitwidth == 16
         if kind.EVEN:
-            delta_row = tl.load(delta + number + rows)
-        elif kind.MASK == 1:  # rows that see nothing may hold anything, NaN too
-            inside &= span.start + rows >= 0
-        elif kind.MASK >= 2:
-            inside &= lse2 != float("inf")
-        if not kind.EVEN:
-            delta_row = tl.load(delta + number + rows, mask=inside, other=0.0)
+            lse2 = load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED) * 1.4426950408889634
+        else:
+            lse2 = load_lse(lse, number + rows, inside)
+            if kind.MASK == 1:  # rows that see nothing may hold anything, NaN too
+                inside &= span.start + rows >= 0
+            elif kind.MASK >= 2:
+                inside &= lse2 != float("inf")
         q_tile = load_tile(q, q_tiles, i, inside, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D, kind)
         dout_tile = load_tile(dout, dout_tiles, i, inside, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
         queries = (span.start + rows)[None, :]
@@ -101,6 +111,10 @@ def _over_queries(
             seen = sees(queries, keys, lo[None, :], hi[None, :], bit_row[None, :], visible, kind.MASK)
             p = tl.where(seen & read[:, None], p, 0.0)
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=kind.PRECISION)
+        if kind.EVEN:
+            delta_row = load_columns(delta + number + i, kind.BLOCK_M, kind, COPIED)
+        else:
+            delta_row = tl.load(delta + number + rows, mask=inside, other=0.0)
         weight, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
         ds = p * (dp - delta_row[None, :])
         if kind.SOFTCAP:

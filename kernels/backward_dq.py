@@ -115,7 +115,7 @@ def _dq_kernel(
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows
-    lse2 = load_lse(lse, number, rows < left, False)
+    lse2 = load_lse(lse, number, rows < left)
     delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
     q_tile = load_rows(q_pointers, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)

@@ -2,7 +2,7 @@
 
 # Triton's DSL is not Python to a type checker.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def kind_argument(
         BLOCK_DV=config.block_dv,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        WARPS=config.num_warps,
     )
     return Kind(*map(tl.constexpr, values))
 
@@ -139,14 +140,32 @@ def kept(queries, keys, batch, head, scores, seed):
 
 
 @triton.jit
-def load_lse(lse, number, inside, EVEN: tl.constexpr):
+def load_lse(lse, number, inside):
     """lse in base 2; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
-    if EVEN:  # there are none
-        x = tl.load(lse + number) * 1.4426950408889634
-    else:
-        x = tl.load(lse + number, mask=inside, other=float("-inf"))
-        x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
-    return x
+    x = tl.load(lse + number, mask=inside, other=float("-inf"))
+    return tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
+
+
+@triton.jit
+def load_columns(x, BLOCK: tl.constexpr, kind, COPIED: tl.constexpr):
+    """BLOCK numbers for the columns of a product.
+
+    Of fewer numbers than threads each thread would load all that it has columns of, one by one: up to 32. COPIED, as
+    many copies are loaded as there are threads, and all but one dropped; the way to columns is then through shared
+    memory.
+    """
+    rows = tl.arange(0, BLOCK)
+    if not COPIED:
+        return tl.load(x + rows)
+    COPIES: tl.constexpr = min(8, max(1, 32 * kind.WARPS // BLOCK))
+    y = tl.load(x + (rows[None, :] + tl.zeros([COPIES, 1], tl.int32))).permute((1, 0))
+    if COPIES == 8:
+        y, _ = tl.split(y.reshape([BLOCK, 4, 2]))
+    if COPIES >= 4:
+        y, _ = tl.split(y.reshape([BLOCK, 2, 2]))
+    if COPIES >= 2:
+        y, _ = tl.split(y)
+    return y.reshape([BLOCK])
 
 
 @triton.jit

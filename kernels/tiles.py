@@ -50,6 +50,7 @@ class Kind(NamedTuple):
     BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    WARPS: Any
 
 
 def capability() -> int:
