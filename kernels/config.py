@@ -181,10 +181,11 @@ def dkdv_config(call: Call) -> TileConfig:
 def has_single_pass(headdim: int, headdim_v: int, *, short_spans: bool) -> bool:
     """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
 
-    Above headdim 64 a thread's registers hold its accumulators only in small tiles, so that dQ is added up more often
-    than it saves matmuls, except where one launch fewer weighs more.
+    To add dQ up in memory takes longer than the two matmuls that it saves, except where keys are seen by few queries:
+    a launch and a reading of everything fewer then weigh more. Above headdim 64 a thread's registers hold its
+    accumulators only in small tiles, so that dQ is added up more often.
     """
-    return max(headdim, headdim_v) <= (128 if short_spans else 64)
+    return short_spans and max(headdim, headdim_v) <= 64
 
 
 def single_pass_config(call: Call) -> TileConfig:

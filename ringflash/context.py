@@ -68,7 +68,7 @@ class ContextParallel:
         hops: "ring" computes with KV of one rank after another while the next is on its way; "grouped" with that of all
             at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
             longer than their work, and for windows; "auto" groups them on GPUs where no rank receives more than 48 MiB
-            of KV, and there is no inner ring.
+            of KV, and there is neither an inner ring nor `cuda_graphs`, which takes launches away.
         cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
             and replayed from then on, with the same bits: for sequences so short that launches take longer than their
             work. A graph keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds
@@ -164,6 +164,8 @@ class ContextParallel:
     ) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
+        if hops == "auto" and (inner_ring is not None or self.replays is not None):
+            hops = "ring"
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
@@ -257,7 +259,7 @@ class ContextParallel:
 
     def _groups(self, layout: Layout, mask: Mask, row_bytes: int | None) -> bool:
         """Whether hops are grouped: of numbers that ranks have agreed on."""
-        if self.hops != "auto" or self.inner_ring is not None or row_bytes is None:
+        if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
         rows = exchanges(layout, mask)[0].most_received
         return rows * row_bytes <= GROUPED_BYTES * self.grid.heads

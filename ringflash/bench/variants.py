@@ -24,10 +24,12 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
     """One of `VARIANTS` of `ours(context)`, whose `transport` was asked for.
 
     "ring" and "grouped" are hops so, "fixed-lengths" a context of one length, for which nothing waits for agreement,
-    "graphs" one that captures its passes too, and "graph" a program's own capture of a forward, and of both passes.
+    "graphs" one that captures its passes too, and "graph" a program's own capture of a forward, and of both passes, in
+    which a ring's launches cost nothing.
     """
     if name == "graph":
-        return captured(ours(context))
+        hops = "ring" if context.hops == "auto" else context.hops
+        return captured(ours(rf.ContextParallel(mesh, context.layout, transport, hops=hops)))
     hops = name if name in ("ring", "grouped") else context.hops
     fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
     options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}

@@ -1,0 +1,68 @@
+"""Every layout, mask, schedule and transport, on processes or GPUs: the same bits as virtual ranks, within the bars."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringflash as rf
+from ringflash.layout import LAYOUTS
+from ringflash.masks import Full, Mask
+from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.distributed import run_ranks
+from tests.kernels.test_portable import ROUNDING
+from tests.strategies import block_sparse
+
+GPUS = torch.cuda.device_count()
+ON_GPUS = GPUS >= 2
+WORLDS = sorted({2, GPUS}) if ON_GPUS else [2, 3]
+TRANSPORTS = ("symmetric", "nccl") if ON_GPUS else ("auto",)
+SEQLEN = 531 if ON_GPUS else 101
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": rf.Causal(),
+    "window": rf.Causal() & rf.SlidingWindow(SEQLEN // 5),
+    "documents": rf.Causal() & rf.Documents([0, 7, 7, SEQLEN // 3, SEQLEN - 20, SEQLEN]),
+    "prefix": rf.PrefixLM([SEQLEN // 2, 3]),
+    "padding": rf.Causal() & rf.KeyPadding([SEQLEN, 17]),
+    "sparse": block_sparse(SEQLEN, 32, seed=0, density=0.4),
+    "tree": rf.Causal() & rf.Tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], start=SEQLEN - 9),
+}
+
+
+def _differences(layout: str) -> list[str]:
+    """Which of the calls do not give this rank the bits that virtual ranks give."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{rank}" if ON_GPUS else "cpu"
+    found = []
+    for hops in ("ring", "grouped"):
+        virtual = rf.ContextParallel.local(world, layout, hops=hops)
+        contexts = [rf.ContextParallel(dist.group.WORLD, layout, name, hops=hops) for name in TRANSPORTS]
+        for name, mask in MASKS.items():
+            dtype = torch.bfloat16 if ON_GPUS else torch.float32
+            problem = Problem.random(seqlen=SEQLEN, heads=(4, 2), headdim=64, dtype=dtype, mask=mask, device=device)
+            for deterministic in (True, False):
+                whole = problem.ring(virtual, deterministic=deterministic)
+                assert_accurate(whole, problem, rounding=ROUNDING)
+                for context in contexts if deterministic else contexts[:1]:
+                    local = problem.mapped(lambda x, context=context, mask=mask: context.shard(x, mask=mask))
+                    q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
+                    options = rf.AttentionOptions(deterministic=deterministic)
+                    out = as_tensor(rf.ring_attention(q, k, v, context, mask=mask, options=options))
+                    got = [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
+                    expected = [context.shard(x, mask=mask) for x in whole]
+                    same = all(map(torch.equal, got, expected))
+                    if not deterministic:  # what is added up in any order is close
+                        same = same or all(
+                            torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(got, expected, strict=True)
+                        )
+                    if not same:
+                        found.append(f"{context} {name} {'deterministic' if deterministic else 'fast'}")
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_ring(world: int, layout: str) -> None:
+    assert run_ranks(world, _differences, layout, backend="nccl" if ON_GPUS else "gloo") == [[]] * world
