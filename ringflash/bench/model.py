@@ -61,8 +61,8 @@ class Machine:
         tile: rows of queries, and of keys, computed whole.
     """
 
-    tflops_forward: float = 740.0
-    tflops_backward: float = 655.0
+    tflops_forward: float = 715.0
+    tflops_backward: float = 640.0
     launch_us: float = 6.0
     issue_us: float = 300.0
     near: Link = NEAR["symmetric"]

@@ -185,11 +185,13 @@ def _splits(world_size: int, options: argparse.Namespace) -> Iterator[Split]:
 
 
 def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our causal rows of a ring benchmark, but for its variants', with what is predicted for them."""
+    """Our causal rings of a ring benchmark, not graphs or grouped hops, with what is predicted for them."""
     try:
         given = json.loads(options.measured.read_text())
-        plain = [row for row in given["rows"] if row["name"].startswith("ringflash") and "," not in row["name"]]
-        rows = [row for row in plain if "forward_backward_ms" in row]
+        named = {(row["seqlen"], row["name"]): row for row in given["rows"]}
+        plain = [row for row in named.values() if row["name"].startswith("ringflash") and "," not in row["name"]]
+        rings = [named.get((row["seqlen"], f"{row['name']}, ring")) if _is_grouped(row) else row for row in plain]
+        rows = [{**of, **row} for of, row in zip(plain, rings, strict=True) if row and "forward_backward_ms" in row]
         ranks = given["device"].partition(" x ")[0]
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "Pass what `ringflash bench ring --json` wrote."
@@ -212,6 +214,10 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
             figures[f"{part}_predicted_ms"] = round(predicted * 1e3, 3)
         found.append(figures)
     return found
+
+
+def _is_grouped(row: dict[str, Any]) -> bool:
+    return row.get("schedule") == "grouped"
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -124,12 +124,15 @@ def test_transports_within_a_host_are_those_measured() -> None:
 SMALL = "bench model --seqlens 8192 65536 --world-sizes 4 16 --choose-at 8 65536"
 
 
-def test_measured_variants_are_left_out(tmp_path: Path) -> None:
+def test_rings_alone_are_beside_predictions(tmp_path: Path) -> None:
     path, measured = tmp_path / "model.json", RECORDS / "ring-4gpu.json"
     assert main([*SMALL.split(), "--measured", str(measured), "--json", str(path)]) == 0
     record, rows = json.loads(path.read_text()), json.loads(measured.read_text())["rows"]
-    plain = {row["seqlen"]: row["forward_ms"] for row in rows if row["name"] == "ringflash zigzag"}
-    assert {row["seqlen"]: row["forward_ms"] for row in record["measured"]} == plain
+    named = {(row["seqlen"], row["name"]): row["forward_ms"] for row in rows}
+    rings = {n: named[n, "ringflash zigzag, ring"] for n in (8192, 16384)}  # of which the first row is of grouped hops
+    rings |= {n: named[n, "ringflash zigzag"] for n in (32768, 65536)}
+    assert {row["seqlen"]: row["forward_ms"] for row in record["measured"]} == rings
+    assert {row["transport"] for row in record["measured"]} == {"symmetric"}
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
