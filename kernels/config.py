@@ -118,9 +118,7 @@ _DKDV = _Tables(
 _SINGLE_PASS = _Tables(
     usual={
         (False, 64): (64, 64, 4, 3),
-        (False, 128): (32, 64, 4, 3),
         (True, 64): (32, 32, 4, 1),
-        (True, 128): (32, 32, 4, 1),
     },
     short={},
     ragged={},

@@ -48,7 +48,7 @@ class _Ranks:
         else:
             seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
             ranks = self._context.local_ranks
-            row_bytes = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.itemsize if k.is_cuda else None
+            row_bytes = _row_bytes(q, k, v, self._context.grid.heads) if k.is_cuda else None
             self.plans = [self._context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in ranks]
             lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
             self.groups = [self._group(self._context, lengths, rank) for rank in ranks]
@@ -102,6 +102,13 @@ class _Ranks:
             return [run_alone(ranks[0])]
         with self._context.in_ring(self.plans[0]):
             return [run_alone(ranks[0])] if len(ranks) == 1 else run_lockstep(ranks, self._network)
+
+
+def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
+    """Of a token's keys and values on that of some ranks which split heads that has most."""
+    split = ulysses.HeadSplit(q.shape[2], k.shape[2], ranks)
+    nheads_kv = k.shape[2] if ranks == 1 else max(len(split.keys(rank)) for rank in range(ranks))
+    return k.shape[0] * nheads_kv * (k.shape[3] + v.shape[3]) * k.itemsize
 
 
 def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> dict[str, int | float | str]:

@@ -20,7 +20,7 @@ from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
-from ringflash.plan import Plan, exchanges, make_grouped_plan, make_plan
+from ringflash.plan import Plan, make_grouped_plan, make_plan, receives_at_most
 from ringflash.replay import Replays
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
@@ -71,8 +71,8 @@ class ContextParallel:
             of KV, and there is neither an inner ring nor `cuda_graphs`, which takes launches away.
         cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
             and replayed from then on, with the same bits: for sequences so short that launches take longer than their
-            work. A graph keeps the memory of its pass, inputs and outputs too. Calls with dropout, or a mask that holds
-            lengths or blocks, run as they are.
+            work. Each graph keeps its outputs, and all together memory for inputs and what is between. Calls with
+            dropout, or a mask that holds lengths or blocks, run as they are.
 
     Raises:
         ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, a
@@ -238,8 +238,8 @@ class ContextParallel:
             mask: as in `ring_attention`.
             seqlen: tokens in the whole sequence.
             rank: whose plan.
-            row_bytes: of a token's keys and values on a GPU, batch * nheads_kv * (headdim + headdim_v) * itemsize, by
-                which hops="auto" groups hops or does not; without, it is a ring.
+            row_bytes: of a token's keys and values as a GPU of the ring has them, batch * (its KV heads) * (headdim +
+                headdim_v) * itemsize, by which hops="auto" groups hops or does not; without, it is a ring.
 
         Raises:
             ArgumentError: a mask of another sequence; or as `make_layout`.
@@ -261,8 +261,7 @@ class ContextParallel:
         """Whether hops are grouped: of numbers that ranks have agreed on."""
         if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
-        rows = exchanges(layout, mask)[0].most_received
-        return rows * row_bytes <= GROUPED_BYTES * self.grid.heads
+        return receives_at_most(layout, mask, GROUPED_BYTES // row_bytes)
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from ringflash.cuts import joined
@@ -47,7 +48,6 @@ class Exchange:
         own_rows: rows of this rank's KV.
         rows: in this rank's memory.
         most_rows: in that of any rank.
-        most_received: rows that any rank receives, at the most.
     """
 
     received: tuple[Part, ...]
@@ -57,9 +57,15 @@ class Exchange:
     own_rows: int
     rows: int
     most_rows: int
-    most_received: int
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.received, self.sent, self.held))  # tables are looked up by it at each call
+
+    @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Of all KV that this rank computes with, in the order of their positions, neighbours joined."""
         ranges = joined([(chunk.start, chunk.stop) for chunk in self.held])
@@ -76,45 +82,38 @@ class Exchange:
         return self.rows - self.own_rows
 
 
-def exchanges_of(layout: Layout, area: Area, pairs: Sequence[Sequence[int]]) -> tuple[Exchange, ...]:
-    """What each rank exchanges.
+def received_by(layout: Layout, area: Area, seen: Sequence[int], reader: int) -> tuple[Part, ...]:
+    """What `reader` gets of other ranks' KV, in rank order.
 
     Args:
         layout: where all rows are.
         area: what the mask shows of the whole sequence.
-        pairs: what each rank's queries see of each rank's keys.
+        seen: pairs that the reader's queries see with each rank's keys.
+        reader: the rank.
     """
-    ranks, lengths = range(layout.world_size), layout.lengths
-    received: list[tuple[Part, ...]] = []
-    for reader in ranks:
-        seen = area.reach([(chunk.start, chunk.stop) for chunk in layout.chunks[reader]])
-        owners = [owner for owner in ranks if pairs[reader][owner] and owner != reader]
-        rows = [_rows_within(layout.chunks[owner], seen) for owner in owners]
-        places = accumulate((stop - first for first, stop in rows), initial=lengths[reader])
-        received.append(
-            tuple(
-                Part(owner, first, stop - first, place)
-                for owner, (first, stop), place in zip(owners, rows, places, strict=False)
-            )
-        )
-    sent: list[list[Part]] = [[] for _ in ranks]
-    for reader, parts in enumerate(received):
-        for part in parts:
-            sent[part.rank].append(Part(reader, part.first, part.rows, part.place))
-    arriving = [sum(part.rows for part in parts) for parts in received]
-    most_rows = max(own + more for own, more in zip(lengths, arriving, strict=True))
+    ranges = area.reach([(chunk.start, chunk.stop) for chunk in layout.chunks[reader]])
+    owners = [owner for owner, pairs in enumerate(seen) if pairs and owner != reader]
+    rows = [_rows_within(layout.chunks[owner], ranges) for owner in owners]
+    places = accumulate((stop - first for first, stop in rows), initial=layout.length(reader))
     return tuple(
-        Exchange(
-            received=received[rank],
-            sent=tuple(sent[rank]),
-            sees_own=pairs[rank][rank] > 0,
-            held=_held(layout, rank, received[rank], pairs[rank][rank] > 0),
-            own_rows=lengths[rank],
-            rows=lengths[rank] + arriving[rank],
-            most_rows=most_rows,
-            most_received=max(arriving),
-        )
-        for rank in ranks
+        Part(owner, first, stop - first, place)
+        for owner, (first, stop), place in zip(owners, rows, places, strict=False)
+    )
+
+
+def exchange_of(layout: Layout, received: Sequence[tuple[Part, ...]], rank: int, sees_own: bool) -> Exchange:
+    """What `rank` exchanges, where each rank has `received` its parts; and whether it sees any of its own KV."""
+    lengths = layout.lengths
+    rows = [own + sum(part.rows for part in parts) for own, parts in zip(lengths, received, strict=True)]
+    sent = [replace(part, rank=reader) for reader, parts in enumerate(received) for part in parts if part.rank == rank]
+    return Exchange(
+        received=received[rank],
+        sent=tuple(sent),
+        sees_own=sees_own,
+        held=_held(layout, rank, received[rank], sees_own),
+        own_rows=lengths[rank],
+        rows=rows[rank],
+        most_rows=max(rows),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringflash.exchange import Exchange
 from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.tables import device_tables, uploaded
-from ringflash.layout import Chunk, positions
+from ringflash.layout import positions
 from ringflash.plan import Plan
 from ringflash.ring import GRADIENT, KV, Tiles, empty_results
 from ringflash.transport.base import Message, Transport
@@ -62,9 +62,9 @@ class _Rows:
 
 
 @device_tables(maxsize=256)
-def _orders(held: tuple[Chunk, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the rows of chunks, one after another: where each position's row is, and its inverse; int64."""
-    order = positions(held, "cpu").argsort()
+def _orders(exchange: Exchange, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the rows that a rank computes with: where each position's row is, and its inverse; int64."""
+    order = positions(exchange.held, "cpu").argsort()
     return uploaded(order, device), uploaded(order.argsort(), device)
 
 
@@ -88,7 +88,7 @@ def _gathered(
         messages.append(Message(part.rank, arriving, KV, sends=False, hop=0, mirror=mirror))
     moving = transport.start(messages)
     meeting = tiles.meeting(plan, plan.hops[0])
-    order, _ = _orders(exchange.held, k.device)
+    order, _ = _orders(exchange, k.device)
     yield
     transport.finish(moving)
     seen = rows.seen(exchange).view(-1, rows.width)
@@ -149,7 +149,7 @@ def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Gener
     """Sends gradients of all keys that this rank sees to their owners, and returns the sum of its own's shares."""
     exchange = _exchange_of(plan)
     rows = _Rows.allocate(GRADIENT, dk, dv, dk.dtype, exchange.most_rows, transport)
-    _, inverse = _orders(exchange.held, dk.device)
+    _, inverse = _orders(exchange, dk.device)
     for target, source in zip(rows.pair(rows.seen(exchange)), (dk, dv), strict=True):
         torch.index_select(source, 1, inverse, out=target)
     messages = [

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from ringflash.balance import pace, reaches
-from ringflash.exchange import Exchange, exchanges_of
+from ringflash.exchange import Exchange, Part, exchange_of, received_by
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
 
@@ -288,15 +288,25 @@ def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
         receive_kv=False,
         send_grad_home=False,
         grad_comes_home=None,
-        exchange=exchanges(layout, mask)[rank],
+        exchange=exchange_of(layout, _received(layout, mask), rank, ring.pairs[rank][rank] > 0),
     )
     return replace(ring, hops=(only,))
 
 
+@lru_cache(maxsize=64)
+def _received(layout: Layout, mask: Mask) -> tuple[tuple[Part, ...], ...]:
+    """What each rank gets of others' KV where hops are grouped."""
+    area, pairs = mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask)
+    return tuple(received_by(layout, area, pairs[rank], rank) for rank in range(layout.world_size))
+
+
 @lru_cache(maxsize=1024)
-def exchanges(layout: Layout, mask: Mask) -> tuple[Exchange, ...]:
-    """What each rank exchanges where hops are grouped."""
-    return exchanges_of(layout, mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask))
+def receives_at_most(layout: Layout, mask: Mask, rows: int) -> bool:
+    """Whether no rank would receive more `rows` of others' KV if hops were grouped."""
+    area, pairs = mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask)
+    # Under causal masks the rank of the last tokens sees most: where it is too much, no other is looked at.
+    readers = sorted(range(layout.world_size), key=lambda rank: -layout.chunks[rank][-1].stop)
+    return all(sum(part.rows for part in received_by(layout, area, pairs[r], r)) <= rows for r in readers)
 
 
 @lru_cache(maxsize=1024)

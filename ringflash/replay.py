@@ -14,7 +14,7 @@ from torch import Tensor
 Inputs = Sequence[Tensor | None]
 R = TypeVar("R", bound=tuple[Tensor, ...])
 
-MOST = 32  # graphs that are kept, each with the memory of a pass
+MOST = 32  # graphs that are kept, each with its outputs
 
 
 class _Graph(Generic[R]):
@@ -49,9 +49,6 @@ class _Memory:
 
     def __init__(self) -> None:
         self._known = WeakValueDictionary[Hashable, Tensor]()
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def of(self, inputs: Inputs) -> list[Tensor | None]:
         """A tensor like each input, and None for None; no two the same."""
@@ -94,7 +91,7 @@ class Replays:
     def __init__(self) -> None:
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: called once
         self._memory = _Memory()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._last: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
@@ -132,9 +129,18 @@ class Replays:
             return compute(*inputs)
         graph = self._graphs[key]
         if graph is None:
-            graph = self._graphs[key] = _Graph(compute, inputs, self._memory, self._pool)
+            graph = self._graphs[key] = self._captured(compute, inputs)
         self._graphs.move_to_end(key)
         with around():
             outputs = graph.replay(inputs)
             started()
         return outputs
+
+    def _captured(self, compute: Callable[..., R], inputs: Inputs) -> _Graph[R]:
+        if not len(self):  # of graphs that are gone the pool is gone too
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            return _Graph(compute, inputs, self._memory, self._pool)
+        except BaseException:  # the allocator may take the pool for one that is still captured into
+            self._pool = torch.cuda.graph_pool_handle()
+            raise

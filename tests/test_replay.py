@@ -48,9 +48,9 @@ def test_inputs_share_memory_over_graphs_and_not_in_one() -> None:
     assert first[0] is not first[3]
     assert again[0] is first[2]
     assert again[1] is first[0]
-    assert len(memory) == 3
+    assert len(memory._known) == 3
     del first
-    assert len(memory) == 2  # gone with the last that had it
+    assert len(memory._known) == 2  # gone with the last that had it
 
 
 def test_copies_are_of_every_kind() -> None:

@@ -24,10 +24,10 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
-# On their way at a time are the tensors of three blocks, or 1 GiB (20 ms of a GPU's link) where that is less; but two,
-# however large.
+# On their way at a time are 9 tensors, or 1 GiB (20 ms of a GPU's link) where that is less; but those of a block, which
+# are up to 4, however large.
 AHEAD_BYTES = 2**30
-AT_LEAST, AT_MOST = 2, 9
+AT_LEAST, AT_MOST = 4, 9
 
 
 def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None:

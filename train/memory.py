@@ -51,10 +51,10 @@ class MemoryEstimate:
         weights: sharded master weights.
         optimizer: AdamW's two moments, sharded.
         gradients: sharded, when the backward has ended.
-        gathered: whole weights in the compute dtype that stay for the backward: embedding and head, or all.
+        gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
         activations: what all blocks keep from the forward.
-        loss: logits of a chunk and their gradient, and gradients of the head and of the final states.
-        block: what the last block's backward computes again, its weights, and the head's gradient meanwhile.
+        loss: logits of a chunk and their gradient, the head, and gradients of it and of the final states.
+        block: what the last block's backward computes again, its weights, and the gradient of a head that has none.
     """
 
     weights: int
@@ -116,16 +116,20 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     elif shape.offload:
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
+    own_head = shape.copied and not config.tie_embeddings  # which comes and goes by itself, with its gradient
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
-    gathered = root_parameters if shape.reshard_after_forward else root_parameters + config.n_layers * block_parameters
+    gathered = root_parameters - config.vocab_size * config.dim * own_head
+    gathered += 0 if shape.reshard_after_forward else config.n_layers * block_parameters
     return MemoryEstimate(
         weights=weights,
         optimizer=2 * weights,
         gradients=weights,
         gathered=gathered * item if shape.copied else 0,
         activations=config.n_layers * shape.tokens * kept,
-        loss=logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item,
-        block=block + head * item + (block_parameters * item if shape.copied and shape.reshard_after_forward else 0),
+        loss=logits * (master + item) + head * (master + item * own_head) + 2 * shape.tokens * config.dim * item,
+        block=block
+        + head * item * (not own_head)
+        + (block_parameters * item if shape.copied and shape.reshard_after_forward else 0),
     )
 
 

@@ -89,8 +89,8 @@ class Linear(Layer):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class Embedding(Layer):
-    """weight[input_ids], weight (vocab_size, dim)."""
+class _Vocabulary(Layer):
+    """A row of `weight`, (vocab_size, dim), for each token of a vocabulary."""
 
     def __init__(self, vocab_size: int, dim: int, init: Init) -> None:
         super().__init__()
@@ -102,9 +102,25 @@ class Embedding(Layer):
         """Draws the weight."""
         self.init.fill(parameter)
 
+
+class Embedding(_Vocabulary):
+    """weight[input_ids]."""
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """(...) int64 -> (..., dim)."""
         return nn.functional.embedding(input_ids, self.weight)
+
+
+class Head(_Vocabulary):
+    """x @ weight.T, or with labels the loss, for which logits are never whole."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:
+        """(..., dim) -> (..., vocab_size)."""
+        return _logits_or_loss(x, self.weight, labels)
+
+
+def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor | TokenLosses:
+    return nn.functional.linear(x, weight) if labels is None else linear_token_loss(x, weight, labels)
 
 
 class RMSNorm(Layer):
@@ -263,18 +279,13 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.dim, Init("embed_tokens", seed))
         self.layers = nn.ModuleList(Block(config, layer, seed) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, Init("lm_head", seed))
+        self.lm_head = None if config.tie_embeddings else Head(config.vocab_size, config.dim, Init("lm_head", seed))
         if weights is not None:
             weights.check({name: tuple(p.shape) for name, p in self.named_parameters()})
             for name, module in self.named_modules():
                 if isinstance(module, Layer):
                     module.stored = partial(weights.fill, name)
                     module.reset_parameters()
-
-    @property
-    def head_weight(self) -> Tensor:
-        """(vocab_size, dim), what final states are multiplied with; under FSDP whole inside the forward only."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def materialise(self, device: torch.device | str) -> None:
         """Storage on `device` for a decoder that was made on the meta device, sharded since or not, and its weights."""
@@ -361,6 +372,6 @@ class Decoder(nn.Module):
             cache.finish()
             x = cache.newest(x) if newest else x
         x = self.norm(x)
-        if labels is not None:
-            return linear_token_loss(x, self.head_weight, labels)
-        return nn.functional.linear(x, self.head_weight)
+        if self.lm_head is None:
+            return _logits_or_loss(x, self.embed_tokens.weight, labels)
+        return self.lm_head(x, labels)

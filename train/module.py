@@ -114,7 +114,7 @@ class LanguageModel(RingModule):
         if self.compile_blocks:
             decoder.compile_blocks()
         if isinstance(strategy, RingAttentionStrategy):
-            self._shard(decoder, decoder.layers, strategy)
+            self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
         else:
             decoder.materialise(strategy.root_device)
         self._decoder = decoder

@@ -295,10 +295,17 @@ class RingModule(pl.LightningModule, ABC):
                 print(f"Memory: {estimate}, of {available / GIB:.2f}", flush=True)
             check_memory(estimate, available)
 
-    def _shard(self, model: nn.Module, blocks: Iterable[nn.Module], strategy: RingAttentionStrategy) -> None:
+    def _shard(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        strategy: RingAttentionStrategy,
+        head: nn.Module | None = None,
+    ) -> None:
         """FSDP over `model`, block by block."""
         dtype = self._resolved_dtype(strategy.root_device)
-        shard_model(model, blocks, strategy.shard_mesh, dtype, reshard_after_forward=self.reshard_after_forward)
+        reshard = self.reshard_after_forward
+        shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._resolved_dtype(self.device)
@@ -326,6 +333,7 @@ def shard_model(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     *,
+    head: nn.Module | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
     """FSDP2 over `model`, block by block: weights as they are, gathered in `compute_dtype`, reduced in float32.
@@ -335,6 +343,8 @@ def shard_model(
         blocks: of `model`, each gathered when it runs.
         mesh: of one dimension, or (replicate, shard).
         compute_dtype: bfloat16, or the dtype that weights have.
+        head: of `model`, if it has weights of its own and runs as a module: gathered for the loss and its backward
+            alone. What is in neither is gathered for all of a step.
         reshard_after_forward: free a block's gathered weights until its backward.
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -343,4 +353,6 @@ def shard_model(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    if head is not None:
+        fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)

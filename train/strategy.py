@@ -307,7 +307,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered weights; FSDP leaves the root's gathered after a forward that no backward follows."""
+    """Frees gathered weights: the root's and the head's stay after a forward that no backward follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

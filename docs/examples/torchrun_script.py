@@ -33,7 +33,7 @@ samples, _ = train_and_held_out(Line(corpus), args.context_length, 0, "joined")
 with torch.device("meta"):  # no rank ever holds the whole model
     model = Decoder(ModelConfig(corpus.vocab_size, args.dim, 4, args.dim // 64, max(args.dim // 256, 1), 3 * args.dim))
 model.keep_activations("block")
-shard_model(model, model.layers, mesh, torch.bfloat16 if gpu else torch.float32)
+shard_model(model, model.layers, mesh, torch.bfloat16 if gpu else torch.float32, head=model.lm_head)
 sum_gradients(model)  # each rank's loss is its part of one mean
 model.materialise(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

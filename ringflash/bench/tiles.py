@@ -61,12 +61,10 @@ def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch
     return tiles
 
 
-SINGLE_PASS = Kernel("dK/dV and dQ", _square(config.single_pass_config), False, 2, 2, 2, 1)
 KERNELS = (
     Kernel("forward", _square(config.forward_config), True, 1, 1, 1),
     Kernel("dQ", _square(config.dq_config), True, 1, 2, 2),
     Kernel("dK/dV", _square(config.dkdv_config), False, 2, 2, 2),
-    SINGLE_PASS,
 )
 
 
@@ -133,8 +131,6 @@ def shipped_table() -> list[str]:
     )  # fmt: skip
     for kernel in KERNELS:
         for headdim in HEADDIMS:
-            if kernel is SINGLE_PASS and not _single_pass_ships(headdim):
-                continue
             usual, many = (kernel.config(headdim, torch.bfloat16, seqlen) for seqlen in (0, config.LONG_KEYS))
             shown = {"any": usual}
             if many != usual:
@@ -167,17 +163,11 @@ def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
 
 def _portable_bytes(shape: Shape) -> dict[str, int]:
     dtype = torch.float32 if shape.itemsize == 4 else torch.bfloat16
-    forward, dq, dkdv = (_tile(kernel, shape, dtype) for kernel in KERNELS if kernel is not SINGLE_PASS)
+    forward, dq, dkdv = (_tile(kernel, shape, dtype) for kernel in KERNELS)
     delta = traffic.delta_kernel(shape)
-    deterministic = fast = delta + traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
-    if _single_pass_ships(shape.headdim):
-        single = _tile(SINGLE_PASS, shape, dtype)
-        fast = delta + traffic.dkdv_kernel(shape, single) + traffic.added_dq(shape, single)
-    return {
-        "forward": traffic.forward_kernel(shape, forward),
-        "backward deterministic": deterministic,
-        "backward fast": fast,
-    }
+    backward = delta + traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
+    forward = traffic.forward_kernel(shape, forward)
+    return {"forward": forward, "backward deterministic": backward, "backward fast": backward}
 
 
 def _hopper_bytes(shape: Shape) -> dict[str, int]:
@@ -205,22 +195,18 @@ def _tile(kernel: Kernel, shape: Shape, dtype: torch.dtype) -> Tile:
     return Tile(tiles.block_m, tiles.block_n)
 
 
-def _single_pass_ships(headdim: int) -> bool:
-    return config.has_single_pass(headdim, headdim, short_spans=False)
-
-
 def traffic_table() -> list[str]:
     """Computed bytes of one sequence of 16 heads, causal, in GiB."""
     lines = _header(
         "headdim", "tokens", "forward: compulsory", "tiled", "standard",
-        "backward: compulsory", "tiled, deterministic", "tiled, fast", "standard",
+        "backward: compulsory", "tiled", "standard",
     )  # fmt: skip
     for headdim in HEADDIMS:
         for seqlen in (8192, 131072):
             shape = Shape(1, seqlen, 16, 16, headdim, causal=True)
             must, tiled, materialised = traffic.compulsory(shape), pass_bytes(shape), traffic.standard(shape)
             forward = must.forward, tiled["forward"], materialised.forward
-            backward = tiled["backward deterministic"], tiled["backward fast"], materialised.backward
+            backward = tiled["backward deterministic"], materialised.backward
             figures = [f"{figure / 2**30:,.2f}" for figure in (*forward, must.backward, *backward)]
             lines.append(_row(headdim, seqlen, *figures))
     return lines

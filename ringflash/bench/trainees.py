@@ -188,7 +188,7 @@ def _on_device(model: Decoder, training: Training) -> Decoder:
     """Compiles `model`'s blocks, shards it, and draws weights: cheaply, each rank its own shard's."""
     if training.compiled:
         model.compile_blocks()
-    shard_model(model, model.layers, training.weights, training.dtype)
+    shard_model(model, model.layers, training.weights, training.dtype, head=model.lm_head)
     sum_gradients(model)
     model.to_empty(device=training.device)
     generator = torch.Generator(training.device).manual_seed(training.weights.get_rank())

@@ -69,18 +69,18 @@ class Area:
     def reach(self, queries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Where the keys of some ranges [start, stop) of queries lie: ranges too, rising, between which there are none.
 
-        Of each range of queries that is from the first key that any of them may see to the last.
+        Of each range of queries and each sequence of the batch that is from the first key that any may see to the last.
         """
         spans = [(start - self._first, stop - self._first) for start, stop in queries]
         if self._bitmap is None:  # bounds never fall
             starts, stops = (torch.tensor(x, device="cpu") for x in zip(*spans, strict=True))
-            first, last = self._lo[:, starts].amin(0).tolist(), self._hi[:, stops - 1].amax(0).tolist()
+            firsts, lasts = self._lo[:, starts], self._hi[:, stops - 1]
         else:
-            first = [int(self._lo[:, start:stop].min()) for start, stop in spans]
-            last = [int(self._hi[:, start:stop].max()) for start, stop in spans]
+            firsts = torch.stack([self._lo[:, start:stop].amin(1) for start, stop in spans])
+            lasts = torch.stack([self._hi[:, start:stop].amax(1) for start, stop in spans])
         ranges: list[tuple[int, int]] = []
-        for begin, end in sorted(zip(first, last, strict=True)):
-            if ranges and begin <= ranges[-1][1]:
+        for begin, end in sorted(zip(firsts.flatten().tolist(), lasts.flatten().tolist(), strict=True)):
+            if begin < end and ranges and begin <= ranges[-1][1]:
                 ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
             elif begin < end:
                 ranges.append((begin, end))
