@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ringflash as rf
 from ringflash.train.batch import document_positions
 from ringflash.train.flops import layer_windows, matmul_parameters, peak_flops, training_flops, visible_pairs
-from ringflash.train.model import Decoder
+from ringflash.train.model import Decoder, Head, Linear
 from ringflash.train.model_config import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
@@ -66,7 +66,7 @@ def test_windows_and_head_widths() -> None:
 
 def test_products_outside_attention_are_what_torch_counts() -> None:
     decoder, seqlen = Decoder(CONFIG), 16
-    linear = [m for m in decoder.modules() if hasattr(m, "in_features") or type(m).__name__ == "Linear"]
+    linear = [m for m in decoder.modules() if isinstance(m, (Linear, Head))]
     with FlopCounterMode(display=False) as counter:
         for module in linear:
             weight = module.weight
