@@ -18,8 +18,8 @@ OPTIONAL = {
     "tensorboard": "extra logging: event files beside the CSV log",
     "tokenizers": "extra data: `ringflash prepare` with more than bytes",
     "pyarrow": "extra data: `ringflash prepare` of Parquet files",
-    "transformers": "extra hf: tests compare the decoder with its Llama",
-    "ring-flash-attn": "extra bench: to compare with; nothing here uses it yet",
+    "transformers": "extra hf: its models on a ring; tests compare the decoder with its Llama",
+    "ring-flash-attn": "extra bench: a peer of `ringflash bench ring`",
 }
 
 
