@@ -106,8 +106,7 @@ class _Ranks:
 
 def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
     """Of a token's keys and values on that of some ranks which split heads that has most."""
-    split = ulysses.HeadSplit(q.shape[2], k.shape[2], ranks)
-    nheads_kv = k.shape[2] if ranks == 1 else max(len(split.keys(rank)) for rank in range(ranks))
+    nheads_kv = ulysses.most_kv_heads(q.shape[2], k.shape[2], ranks)
     return k.shape[0] * nheads_kv * (k.shape[3] + v.shape[3]) * k.itemsize
 
 

@@ -6,7 +6,7 @@ take the same places on their way back.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,19 +119,16 @@ def exchange_of(layout: Layout, received: Sequence[tuple[Part, ...]], rank: int,
 
 def _rows_within(chunks: Sequence[Chunk], ranges: Sequence[Range]) -> Range:
     """From the first to the last row of some chunks that lies in any of the ranges, which rise: [first, stop)."""
-    starts = [start for start, _ in ranges]
-    first, stop, row = -1, 0, 0
+    starts, stops = zip(*ranges, strict=True)
+    edges: list[int] = []
+    row = 0
     for chunk in chunks:
-        after = bisect_right(starts, chunk.start)
-        before = bisect_right(starts, chunk.stop - 1)  # ranges from here on begin behind the chunk
-        nearest = max(after - 1, 0)
-        inside = [r for r in ranges[nearest:before] if r[1] > chunk.start]
-        if inside:
-            begin = max(inside[0][0], chunk.start) - chunk.start
-            first = row + begin if first < 0 else first
-            stop = row + min(inside[-1][1], chunk.stop) - chunk.start
+        nearest, behind = bisect_right(stops, chunk.start), bisect_left(starts, chunk.stop)
+        if nearest < behind:
+            edges.append(row + max(starts[nearest] - chunk.start, 0))
+            edges.append(row + min(stops[behind - 1] - chunk.start, chunk.length))
         row += chunk.length
-    return max(first, 0), stop
+    return edges[0], edges[-1]
 
 
 def _held(layout: Layout, rank: int, received: Sequence[Part], sees_own: bool) -> tuple[Chunk, ...]:

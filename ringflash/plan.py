@@ -19,6 +19,7 @@ from ringflash.balance import pace, reaches
 from ringflash.exchange import Exchange, Part, exchange_of, received_by
 from ringflash.layout import Chunk, Layout
 from ringflash.masks import Mask
+from ringflash.masks.area import Area
 
 SHOWN = 4  # chunks of a hop that are printed
 
@@ -150,7 +151,7 @@ class Plan:
         """The chunks of queries and of keys that see any of each other at `hop`."""
         if not hop.meets:
             return ()
-        area = self.mask.area(self.layout.seqlen, self.layout.seqlen)
+        area = _area(self.mask, self.layout.seqlen)
         found = []
         for q in self.q_chunks:
             for k in self.owner_chunks(hop):
@@ -278,6 +279,7 @@ def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
     ring = make_plan(layout, mask, rank)
     if len(ring.hops) == 1:
         return ring
+    received = [_received(layout, mask, reader) for reader in range(layout.world_size)]
     only = Hop(
         index=0,
         owner=rank,
@@ -288,32 +290,36 @@ def make_grouped_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
         receive_kv=False,
         send_grad_home=False,
         grad_comes_home=None,
-        exchange=exchange_of(layout, _received(layout, mask), rank, ring.pairs[rank][rank] > 0),
+        exchange=exchange_of(layout, received, rank, ring.pairs[rank][rank] > 0),
     )
     return replace(ring, hops=(only,))
 
 
-@lru_cache(maxsize=64)
-def _received(layout: Layout, mask: Mask) -> tuple[tuple[Part, ...], ...]:
-    """What each rank gets of others' KV where hops are grouped."""
-    area, pairs = mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask)
-    return tuple(received_by(layout, area, pairs[rank], rank) for rank in range(layout.world_size))
+@lru_cache(maxsize=1024)
+def _received(layout: Layout, mask: Mask, reader: int) -> tuple[Part, ...]:
+    """What `reader` gets of others' KV where hops are grouped."""
+    return received_by(layout, _area(mask, layout.seqlen), visible_pairs(layout, mask)[reader], reader)
 
 
 @lru_cache(maxsize=1024)
 def receives_at_most(layout: Layout, mask: Mask, rows: int) -> bool:
     """Whether no rank would receive more `rows` of others' KV if hops were grouped."""
-    area, pairs = mask.area(layout.seqlen, layout.seqlen), visible_pairs(layout, mask)
     # Under causal masks the rank of the last tokens sees most: where it is too much, no other is looked at.
     readers = sorted(range(layout.world_size), key=lambda rank: -layout.chunks[rank][-1].stop)
-    return all(sum(part.rows for part in received_by(layout, area, pairs[r], r)) <= rows for r in readers)
+    return all(sum(part.rows for part in _received(layout, mask, reader)) <= rows for reader in readers)
+
+
+@lru_cache(maxsize=1)
+def _area(mask: Mask, seqlen: int) -> Area:
+    """What the mask shows of a whole sequence; the last one alone, as it holds numbers for every query."""
+    return mask.area(seqlen, seqlen)
 
 
 @lru_cache(maxsize=1024)
 def visible_pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
     """For each rank, visible pairs of its queries with each rank's keys."""
     cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
-    return tuple(map(tuple, mask.area(layout.seqlen, layout.seqlen).between(cut).tolist()))
+    return tuple(map(tuple, _area(mask, layout.seqlen).between(cut).tolist()))
 
 
 @lru_cache(maxsize=1024)

@@ -55,11 +55,15 @@ class _Memory:
         alike = Counter[Hashable]()
         found: list[Tensor | None] = []
         for x in inputs:
-            kind = None if x is None else (x.shape, x.dtype, x.device)
-            mine = None if x is None else self._known.get((kind, alike[kind]))
-            if mine is None and x is not None:
-                mine = self._known[(kind, alike[kind])] = _like(x)
+            if x is None:
+                found.append(None)
+                continue
+            kind = x.shape, x.dtype, x.device
+            key = kind, alike[kind]
             alike[kind] += 1
+            mine = self._known.get(key)
+            if mine is None:
+                mine = self._known[key] = _like(x)
             found.append(mine)
         return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
@@ -76,6 +77,13 @@ class HeadSplit:
     def shares_keys(self) -> bool:
         """Whether a KV head goes to several ranks, whose gradients of it are then summed."""
         return sum(len(self.keys(rank)) for rank in range(self.ranks)) > self.nheads_kv
+
+
+@lru_cache
+def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
+    """KV heads of the rank that has most; looked up at each call."""
+    split = HeadSplit(nheads, nheads_kv, ranks)
+    return max(len(split.keys(rank)) for rank in range(ranks))
 
 
 def forward(

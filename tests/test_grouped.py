@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.autograd import _row_bytes
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.kernels import eager
 from ringflash.layout import LAYOUTS, Chunk
@@ -262,6 +263,14 @@ def test_auto_goes_by_the_bytes_that_a_rank_receives() -> None:
         assert not context.plan(rf.Causal(), 64).grouped  # on a CPU
     assert not rf.ContextParallel.local(4, hops="ring").plan(rf.Causal(), 64, row_bytes=row).grouped
     assert not rf.ContextParallel.local(4, inner_ring=2).plan(rf.Causal(), 64, row_bytes=row).grouped
+
+
+@pytest.mark.parametrize(("heads", "ranks", "most"), [((8, 2), 1, 2), ((8, 2), 2, 1), ((8, 2), 4, 1), ((12, 3), 4, 2)])
+def test_auto_goes_by_the_kv_heads_that_a_rank_has(heads: tuple[int, int], ranks: int, most: int) -> None:
+    q, k, v = (
+        torch.zeros(3, 1, n, d, dtype=torch.bfloat16) for n, d in ((heads[0], 16), (heads[1], 16), (heads[1], 24))
+    )
+    assert _row_bytes(q, k, v, ranks) == 3 * most * (16 + 24) * 2
 
 
 def test_what_is_refused() -> None:

@@ -116,20 +116,26 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     elif shape.offload:
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
-    own_head = shape.copied and not config.tie_embeddings  # which comes and goes by itself, with its gradient
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
-    gathered = root_parameters - config.vocab_size * config.dim * own_head
-    gathered += 0 if shape.reshard_after_forward else config.n_layers * block_parameters
+    loss = logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item
+    gathered = root_parameters
+    if shape.copied and not config.tie_embeddings:  # the head comes and goes by itself, with its gradient
+        gathered -= config.vocab_size * config.dim
+        loss += head * item
+    else:
+        block += head * item
+    if not shape.reshard_after_forward:
+        gathered += config.n_layers * block_parameters
+    elif shape.copied:
+        block += block_parameters * item
     return MemoryEstimate(
         weights=weights,
         optimizer=2 * weights,
         gradients=weights,
         gathered=gathered * item if shape.copied else 0,
         activations=config.n_layers * shape.tokens * kept,
-        loss=logits * (master + item) + head * (master + item * own_head) + 2 * shape.tokens * config.dim * item,
-        block=block
-        + head * item * (not own_head)
-        + (block_parameters * item if shape.copied and shape.reshard_after_forward else 0),
+        loss=loss,
+        block=block,
     )
 
 

@@ -41,7 +41,6 @@ class Kernel:
         accumulators: float32 tiles of (rows that stay, headdim).
         scores: float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
         stays: tiles of (rows that stay, headdim) in the inputs' dtype.
-        products: float32 tiles of (rows that stream, headdim), on their way to memory.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Kernel:
     accumulators: int
     scores: int
     stays: int
-    products: int = 0
 
 
 def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype, int], TileConfig]:
@@ -105,7 +103,7 @@ def cost(kernel: Kernel, tiles: TileConfig) -> Cost:
     stay, stream = (tiles.block_m, tiles.block_n) if kernel.keeps_queries else (tiles.block_n, tiles.block_m)
     tile_of_scores = tiles.block_m * tiles.block_n // threads
     return Cost(
-        (kernel.accumulators * stay + kernel.products * stream) * tiles.block_d // threads,
+        kernel.accumulators * stay * tiles.block_d // threads,
         kernel.scores * tile_of_scores,
         kernel.scores * tile_of_scores // 2,
         (kernel.stays * stay + 2 * tiles.num_stages * stream) * tiles.block_d * ITEMSIZE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringflash as rf
 from ringflash.layout import LAYOUTS
@@ -45,21 +46,22 @@ def _differences(layout: str) -> list[str]:
             for deterministic in (True, False):
                 whole = problem.ring(virtual, deterministic=deterministic)
                 assert_accurate(whole, problem, rounding=ROUNDING)
+                alike = torch.equal if deterministic or not ON_GPUS else _are_close
                 for context in contexts if deterministic else contexts[:1]:
                     local = problem.mapped(lambda x, context=context, mask=mask: context.shard(x, mask=mask))
                     q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
                     options = rf.AttentionOptions(deterministic=deterministic)
                     out = as_tensor(rf.ring_attention(q, k, v, context, mask=mask, options=options))
                     got = [out.detach(), *torch.autograd.grad(out, (q, k, v), local.dout)]
-                    expected = [context.shard(x, mask=mask) for x in whole]
-                    same = all(map(torch.equal, got, expected))
-                    if not deterministic:  # what is added up in any order is close
-                        same = same or all(
-                            torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(got, expected, strict=True)
-                        )
-                    if not same:
+                    expected = (context.shard(x, mask=mask) for x in whole)
+                    if not all(map(alike, got, expected)):
                         found.append(f"{context} {name} {'deterministic' if deterministic else 'fast'}")
     return found
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    """What a GPU adds up in any order."""
+    return torch.allclose(a, b, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
