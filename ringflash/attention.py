@@ -201,6 +201,9 @@ def _validate(
     options: AttentionOptions,
 ) -> float:
     """Checks what any attention needs, and returns the scale."""
+    if not isinstance(options, AttentionOptions):
+        remedy = "Pass rf.AttentionOptions(...), or leave it out."
+        raise ArgumentError("options", expected="a rf.AttentionOptions", got=repr(options), remedy=remedy)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
@@ -248,6 +251,10 @@ def _validate(
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:
+    if options.deterministic is not None and not isinstance(options.deterministic, bool):
+        remedy = "None does what torch.use_deterministic_algorithms says."
+        got = repr(options.deterministic)
+        raise ArgumentError("deterministic", expected="None, True or False", got=got, remedy=remedy)
     if options.sinks is None and options.alibi_slopes is None:
         return
     batch, _, nheads, _ = q.shape

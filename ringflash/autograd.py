@@ -289,13 +289,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = ctx.saved_tensors
+    return _gradients(ctx.values, ctx.saved_tensors, dout, dlse)
+
+
+def _gradients(
+    values: Sequence[Any], saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = saved
     if dout is None:
         dout = torch.zeros_like(out)
-    _, _, mask_tensors, *rest = ctx.values
-    dq, dk, dv, dsinks = attention_backward(
-        dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *ctx.values
-    )
+    _, _, mask_tensors, *rest = values
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *values)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
     # None for each further input, for the mask's tensors nested as they are.
     return dq, dk, dv, dsinks, None, None, None, None, [None] * len(mask_tensors), *[None] * len(rest)
@@ -322,8 +326,9 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         # Where a gradient of this gradient is asked for, the operator says that it has none.
         differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
         with nullcontext() if differentiable else torch._C._AutoDispatchBelowAutograd():
-            of_tensors = _backward(ctx, *grads)[:_DIFFERENTIABLE]
+            of_tensors = _gradients(ctx.values, saved, *grads)[:_DIFFERENTIABLE]
         return *of_tensors, *[None] * (len(ctx.needs_input_grad) - _DIFFERENTIABLE)
 
 

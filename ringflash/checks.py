@@ -1,4 +1,4 @@
-"""Checks of what attention and decoding both take."""
+"""Checks of arguments that several calls take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import math
 from ringflash.errors import ArgumentError
 
 
+def check_whole(argument: str, value: object, least: int, remedy: str) -> None:
+    """Raises ArgumentError unless `value` is a whole number, and not less than `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(argument, expected=f"a whole number, at least {least}", got=repr(value), remedy=remedy)
+
+
 def check_softcap(softcap: float) -> None:
     """Raises ArgumentError unless `softcap` bounds scores, or is 0 for none."""
-    if not 0.0 <= softcap < math.inf:
+    if not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
         raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
 
 

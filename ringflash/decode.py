@@ -28,8 +28,9 @@ class DecodeOptions:
         sinks: (nheads,) a logit a head that takes weight from every row that sees a key, and has no value; lse has it.
         alibi_slopes: (nheads,) or (batch, nheads); the score of a key n positions away falls by slope * n.
         backend: "auto" (Triton on CUDA devices, else eager), "triton" or "eager".
-        check_lengths: verify on the GPU, without waiting for it, that 0 <= cache_seqlens <= capacity. Lengths on the
-            CPU always are verified; others are brought into that range unseen.
+        check_lengths: verify on the GPU, without waiting for it, that 0 <= cache_seqlens <= capacity, and that of a
+            sharded cache `newest_rank` has the new tokens. Lengths on the CPU always are verified; others are brought
+            into that range unseen.
         newest_rank: of a sharded cache, the rank whose shard ends with the new tokens; counted from the end if below 0.
         splits: parts into which each sequence's keys are cut, 1 to 128. None chooses by shapes and number of SMs; a
             number makes results bitwise the same on GPUs that differ only in that.
@@ -104,6 +105,9 @@ def flash_decode(
         raise ArgumentError("context", expected="None or a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
         mask = as_mask(mask)
+        if not isinstance(options, DecodeOptions):
+            remedy = "Pass rf.DecodeOptions(...), or leave it out."
+            raise ArgumentError("options", expected="a rf.DecodeOptions", got=repr(options), remedy=remedy)
         _check_tensors(q, k_cache, v_cache)
         lengths = _lengths(cache_seqlens, q, k_cache, context)
         scale = _check_scoring(q, softmax_scale, options)
@@ -116,6 +120,10 @@ def flash_decode(
         valid = (lengths >= 0) & (lengths <= k_cache.shape[1] // lengths.shape[0])
         message = "cache_seqlens: expected 0 to the cache's capacity"
         torch._assert_async(valid.all(), message)  # pyright: ignore[reportPrivateImportUsage] - there is no other
+        if context is not None and context.world_size > 1:
+            lacks = decode_op.lacks_new_tokens(lengths, q.shape[1], mask, context, options.newest_rank)
+            message = "cache_seqlens: expected the new tokens among those of newest_rank"
+            torch._assert_async(~lacks, message)  # pyright: ignore[reportPrivateImportUsage]
     out, lse = decode_op.decode(
         q,
         k_cache,

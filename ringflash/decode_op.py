@@ -14,7 +14,7 @@ from ringflash.kernels import backend as backends
 from ringflash.kernels import decode_eager, eager
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
 from ringflash.kernels.meeting import Scoring
-from ringflash.masks import Mask, SlidingWindow, mask_from_spec
+from ringflash.masks import Full, Mask, SlidingWindow, mask_from_spec
 
 
 class DecodeKernels(Protocol):
@@ -74,6 +74,10 @@ def decode(
         sight = sight_of(seen, q.shape[1], capacity)
         if ranks is not None and ranks.world_size > 1:
             _check_shardable(seen)
+            if lengths.device.type == "cpu" and bool(lacks_new_tokens(lengths, q.shape[1], seen, ranks, newest_rank)):
+                expected = f"the {q.shape[1]} new tokens among those of newest_rank, under a mask"
+                remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
+                raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
     except ArgumentError as error:
         if ranks is not None:
             ranks.announce_failure(error)  # the others are about to wait for this rank
@@ -121,6 +125,16 @@ def _check_on_cpu(lengths: Tensor, capacity: int) -> None:
     if lengths.device.type == "cpu" and bool(((lengths < 0) | (lengths > capacity)).any()):
         remedy = "It counts the valid keys, the new ones among them."
         raise ArgumentError("cache_seqlens", expected=f"0 to {capacity}", got=lengths.tolist(), remedy=remedy)
+
+
+def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextParallel, newest_rank: int) -> Tensor:
+    """Whether the rank that masks the new tokens is seen to lack some: by (ranks in this process, batch) lengths."""
+    newest = newest_rank % ranks.world_size
+    if isinstance(mask, Full) or newest not in ranks.local_ranks:
+        return lengths.new_zeros((), dtype=torch.bool)
+    there = lengths[ranks.local_ranks.index(newest)]
+    begun = there > 0 if len(lengths) == 1 else lengths.sum(0) > there  # one rank cannot tell who has none at all
+    return (begun & (there < seqlen_q)).any()
 
 
 def _check_shardable(mask: Mask) -> None:

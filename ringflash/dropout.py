@@ -39,15 +39,17 @@ class Dropout:
     seed: int | Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p < 1.0:
-            raise ArgumentError("dropout", expected="a probability in [0, 1)", got=self.p, remedy="0 drops nothing.")
+        if not isinstance(self.p, int | float) or not 0.0 <= self.p < 1.0:
+            got = repr(self.p)
+            raise ArgumentError("dropout", expected="a probability in [0, 1)", got=got, remedy="0 drops nothing.")
         seed = self.seed
         if isinstance(seed, Tensor):
             if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device.type != "cpu":
                 got = f"{seed.dtype} {tuple(seed.shape)} on {seed.device}"
                 remedy = "Kernels take the seed as a number: keep it on the CPU."
                 raise ArgumentError("seed", expected="one int64 on the CPU", got=got, remedy=remedy)
-        elif seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 63):
+            seed = None if torch.compiler.is_compiling() else int(seed)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
             remedy = "Reduce it modulo 2^63."
             raise ArgumentError("seed", expected="a whole number from 0 to 2^63 - 1", got=repr(seed), remedy=remedy)
 

@@ -195,6 +195,7 @@ ONE_A_HEAD = "a floating-point tensor of shape"
         ({"alibi_slopes": torch.zeros(2, 2)}, rf"alibi_slopes: expected {ONE_A_HEAD} \(2,\) or \(1, 2\) .*\(2, 2\)"),
         ({"alibi_slopes": torch.zeros(2).int()}, rf"alibi_slopes: expected {ONE_A_HEAD} .*got torch.int32"),
         ({"alibi_slopes": 0.5}, rf"alibi_slopes: expected {ONE_A_HEAD} .*got float"),
+        ({"deterministic": "no"}, "deterministic: expected None, True or False, got 'no'"),
         (
             {"alibi_slopes": torch.zeros(2, requires_grad=True)},
             "alibi_slopes: expected slopes without gradient, got requires_grad. Detach them",
@@ -205,6 +206,12 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     for call in (rf.flash_attention, partial(rf.ring_attention, context=rf.ContextParallel.local(2))):
         with pytest.raises(ArgumentError, match=message):
             call(*qkv(), options=rf.AttentionOptions(**options))
+
+
+@pytest.mark.parametrize("options", [None, {}, rf.DecodeOptions()])
+def test_options_of_another_kind(options: Any) -> None:
+    with pytest.raises(ArgumentError, match="options: expected a rf.AttentionOptions, got"):
+        rf.flash_attention(*qkv(), options=options)
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,15 @@ def test_a_sharded_cache_that_is_not_full_yet() -> None:
         assert_decoded(shards.decode(context=rf.ContextParallel.local(3), newest_rank=newest), whole)
 
 
+@pytest.mark.parametrize("cut", [[[10], [2]], [[12], [0]]])
+def test_new_tokens_that_the_newest_rank_has_not(cut: list[list[int]]) -> None:
+    whole = Decoding.random(seqlen_q=4, mask=rf.Causal(), lengths=(12,))
+    with pytest.raises(ArgumentError, match="cache_seqlens: expected the 4 new tokens among those of newest_rank"):
+        _shards(whole, 2, cut).decode(context=rf.ContextParallel.local(2))
+    unmasked = replace(whole, mask=None)
+    assert_decoded(_shards(unmasked, 2, cut).decode(context=rf.ContextParallel.local(2)), unmasked)
+
+
 def _over_ranks(problems: list[Decoding]) -> list[tuple[Tensor, Tensor]]:
     context = rf.ContextParallel(dist.group.WORLD)
     results = []
@@ -373,7 +382,7 @@ def _call(**changes: Any) -> None:
     q, cache = torch.zeros(2, 3, 4, 16), torch.zeros(2, 10, 2, 16)
     given: dict[str, Any] = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": 10}
     options = {name: changes.pop(name) for name in list(changes) if name in rf.DecodeOptions.__dataclass_fields__}
-    rf.flash_decode(**given | changes, options=rf.DecodeOptions(**options))
+    rf.flash_decode(**{**given, "options": rf.DecodeOptions(**options), **changes})
 
 
 CACHE = torch.zeros(2, 10, 2, 16)
@@ -435,6 +444,7 @@ def test_bad_tiles(numbers: tuple[int, int, int], name: str) -> None:
         ({"splits": 0}, "splits: expected None or 1 to 128, got 0"),
         ({"tiles": rf.DecodeTiles(64, 4, 3)}, "tiles: expected None for the eager backend"),
         ({"tiles": (64, 4, 3)}, "tiles: expected None or a rf.DecodeTiles, got"),
+        ({"options": rf.AttentionOptions()}, "options: expected a rf.DecodeOptions, got"),
         ({"newest_rank": 1}, "newest_rank: expected -1 to 0, got 1"),
         ({"context": "world"}, "context: expected None or a rf.ContextParallel, got 'world'"),
         ({"context": rf.ContextParallel.local(3)}, "k_cache: expected a multiple of 3 rows, got 10"),

@@ -147,13 +147,13 @@ def test_a_seed_in_a_tensor_is_the_number() -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.0, 2, math.nan])
-def test_bad_probabilities(p: float) -> None:
+@pytest.mark.parametrize("p", [-0.1, 1.0, 2, math.nan, "a"])
+def test_bad_probabilities(p: Any) -> None:
     with pytest.raises(ArgumentError, match=r"dropout: expected a probability in \[0, 1\), got"):
         rf.Dropout(p)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "1"])
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "1", True])
 def test_bad_numbers_as_seed(seed: Any) -> None:
     with pytest.raises(ArgumentError, match=f"seed: expected a whole number from 0 to 2.63 - 1, got {seed!r}"):
         rf.Dropout(0.1, seed)
@@ -165,6 +165,11 @@ def test_bad_numbers_as_seed(seed: Any) -> None:
 def test_bad_tensors_as_seed(seed: Tensor) -> None:
     with pytest.raises(ArgumentError, match="seed: expected one int64 on the CPU, got torch"):
         rf.Dropout(0.1, seed)
+
+
+def test_a_tensor_below_0_as_seed() -> None:
+    with pytest.raises(ArgumentError, match="seed: expected a whole number from 0 to 2.63 - 1, got -5"):
+        rf.Dropout(0.1, torch.tensor(-5))
 
 
 def test_a_number_is_no_dropout() -> None:

@@ -231,7 +231,16 @@ def test_what_is_no_mask(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rf.SlidingWindow(-1, 0), "left: expected None or at least 0, got -1"),
+        (lambda: rf.SlidingWindow(-1, 0), "left: expected a whole number, at least 0, got -1"),
+        (lambda: rf.SlidingWindow(1.5), "left: expected a whole number, at least 0, got 1.5"),  # pyright: ignore
+        (lambda: rf.SlidingWindow(0, True), "right: expected a whole number, at least 0, got True"),
+        (lambda: rf.Documents(None), "cu_seqlens: expected a vector of integers"),  # pyright: ignore
+        (lambda: rf.Documents(torch.zeros(2, dtype=torch.int64, device="meta")), "cu_seqlens: .* got a meta tensor"),
+        (lambda: rf.Tree([None, 0]), "parents: expected a vector of integers"),  # pyright: ignore
+        (lambda: rf.BlockSparse(None, 2), "blocks: expected a square matrix of bools"),  # pyright: ignore
+        (lambda: rf.BlockSparse([[True], [True, False]], 2), "blocks: expected a square .* Pass lists of one length"),
+        (lambda: rf.BlockSparse([[True]], 2.9), "block_size: expected a whole number, at least 1, got 2.9"),  # pyright: ignore
+        (lambda: rf.Tree([-1], start=1.7), "start: expected a whole number, at least 0, got 1.7"),  # pyright: ignore
         (lambda: rf.Documents([1, 4]), r"cu_seqlens: expected 0 first and never falling, got \[1, 4\]"),
         (lambda: rf.Documents([0, 4, 3]), "cu_seqlens: expected 0 first and never falling"),
         (lambda: rf.Documents([]), "cu_seqlens: expected a vector of integers, or one a sequence"),
@@ -253,12 +262,12 @@ def test_what_is_no_mask(wrong: Any) -> None:
             lambda: rf.BlockSparse(torch.ones(0, 0) > 0, 16),
             r"blocks: expected a square matrix of bools, got .*\(0, 0\)",
         ),
-        (lambda: rf.BlockSparse([[True]], 0), "block_size: expected at least 1, got 0"),
+        (lambda: rf.BlockSparse([[True]], 0), "block_size: expected a whole number, at least 1, got 0"),
         (lambda: rf.Tree([]), "parents: expected a vector of integers"),
         (lambda: rf.Tree([-1, 0, 3, 1]), "parents: expected each -1 or an earlier token, got parent 3 of token 2"),
         (lambda: rf.Tree([-1, 1]), "parents: expected each -1 or an earlier token, got parent 1 of token 1"),
         (lambda: rf.Tree([-1, -2]), "parents: expected each -1 or an earlier token, got parent -2 of token 1"),
-        (lambda: rf.Tree([-1], start=-1), "start: expected at least 0, got -1"),
+        (lambda: rf.Tree([-1], start=-1), "start: expected a whole number, at least 0, got -1"),
     ],
 )
 def test_bad_values(make: Any, message: str) -> None:

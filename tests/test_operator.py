@@ -1,5 +1,6 @@
 """Attention as a torch operator: compiles into one graph, and checkpointing can keep its results."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,53 @@ def test_checkpointing_that_keeps_attention_does_not_run_the_ring_again(monkeypa
         (grad,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=context_fn).sum(), x)
         assert torch.equal(grad, expected)
         assert len(runs) == times
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("last", [lambda x: x, lambda x: x.flatten(2) + 1])
+def test_checkpoints_in_which_nothing_is_saved_after_attention(last: Callable[[Tensor], Tensor], keeps: bool) -> None:
+    context = rf.ContextParallel.local(2)
+
+    def block(x: Tensor) -> Tensor:
+        x = as_tensor(rf.ring_attention(x.sin(), x, x.cos(), context, mask=rf.Causal()))
+        return last(as_tensor(rf.flash_attention(x.sin(), x, x, mask=rf.Causal())))
+
+    x = torch.randn(1, 12, 2, 16, requires_grad=True)
+    context_fn = partial(create_selective_checkpoint_contexts, [ATTENTION]) if keeps else noop_context_fn
+    grads = []
+    for out in (block(x), checkpoint(block, x, use_reentrant=False, context_fn=context_fn)):
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        grads.append(grad)
+    assert torch.equal(*grads)
+
+
+MASKS: list[Callable[[Tensor], Mask]] = [
+    lambda ends: rf.Causal() & rf.Documents(ends),
+    lambda ends: rf.Documents([0, 4, 24]) & rf.SlidingWindow(3),
+    lambda ends: rf.KeyPadding(ends[1:2]),
+    lambda ends: rf.PrefixLM([5]),
+    lambda ends: rf.Tree([-1, 0, 0], start=21) & rf.Causal(),
+    lambda ends: rf.BlockSparse([[True, False], [True, True]], 12),
+]
+
+
+@pytest.mark.parametrize("make", MASKS)
+def test_masks_that_are_made_while_compiling(make: Callable[[Tensor], Mask]) -> None:
+    def attention(q: Tensor, ends: Tensor) -> Tensor:
+        return as_tensor(rf.flash_attention(q, q, q, mask=make(ends)))
+
+    q, ends = torch.randn(1, 24, 2, 16), torch.tensor([0, 4, 24])
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, ends), attention(q, ends))
+
+
+def test_numbers_of_a_mask_that_was_compiled_are_checked() -> None:
+    q = torch.randn(1, 24, 2, 16)
+    attention = torch.compile(
+        lambda ends: rf.flash_attention(q, q, q, mask=rf.Documents(ends)), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected 0 first and never falling"):
+        attention(torch.tensor([0, 25, 24]))
 
 
 MODES: list[dict[str, Any]] = [

@@ -122,7 +122,11 @@ def backward_dkdv(
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
     if not _knows_backward(dout, q, k, v, meeting) or (dq is not None and _is_mostly_padding(q)):
-        return portable.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, meeting, accumulate=accumulate, dq=dq)
+        given = dout, q, k, v, lse, delta
+        if dq is not None and not portable.has_single_pass(q, v, meeting.mask, meeting.scoring):
+            portable.backward_dq(*given, dq.rows(), meeting, accumulate=True)
+            dq = None
+        return portable.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
     from ringflash.kernels.hopper.backward import backward
 
     inputs = _cleaned(dout, q, k, v, lse, delta, meeting)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,11 @@ class Part(Mask):
 
 
 class OfTensors(Part):
-    """A mask that is made from tensors, and equal to another of its kind with the same."""
+    """A mask that is made from tensors, and equal to another of its kind with the same.
+
+    Tables of tiles are made of it on the host. Of a tensor on a GPU it takes a copy, once, for which the host waits:
+    make masks from lists, or from CPU tensors such as a data loader gives.
+    """
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OfTensors):
@@ -205,17 +210,31 @@ def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[i
         ArgumentError: anything else, or an empty one.
     """
     expected = "a vector of integers" if max_ndim == 1 else "a vector of integers, or one a sequence"
-    try:
-        given = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
-    except (ValueError, TypeError) as error:
-        remedy = "Pass lists of one length, or a tensor."
-        raise ArgumentError(argument, expected=expected, got=str(error), remedy=remedy) from error
+    given = tensor_of(argument, values, expected)
     fits = 1 <= given.ndim <= max_ndim and given.numel() > 0
     if not fits or given.is_floating_point() or given.dtype == torch.bool:
         got = f"{given.dtype} {tuple(given.shape)}"
         remedy = "Pass a list or tensor of whole numbers."
         raise ArgumentError(argument, expected=expected, got=got, remedy=remedy)
     return given.detach().to("cpu", torch.int64, copy=True, memory_format=torch.contiguous_format)
+
+
+def tensor_of(argument: str, values: Any, expected: str) -> Tensor:
+    """`values` as a tensor that can be read. Raises ArgumentError where they are none, or have no storage."""
+    try:
+        given = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    except (ValueError, TypeError, RuntimeError) as error:
+        remedy = "Pass lists of one length, or a tensor."
+        raise ArgumentError(argument, expected=expected, got=str(error), remedy=remedy) from error
+    if given.is_meta:
+        remedy = "A mask is a value: make it from numbers."
+        raise ArgumentError(argument, expected=expected, got="a meta tensor", remedy=remedy)
+    return given
+
+
+def is_traced() -> bool:
+    """Whether torch.compile runs this, with no numbers yet: a mask's are then checked where the operator makes it."""
+    return torch.compiler.is_compiling()
 
 
 def shortened(values: Sequence[int]) -> str:

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ringflash.checks import check_whole
 from ringflash.errors import ArgumentError
-from ringflash.masks.base import OfTensors, integers, shortened
+from ringflash.masks.base import OfTensors, integers, is_traced, shortened, tensor_of
 from ringflash.masks.bitmap import Bitmap
 
 
@@ -51,16 +52,14 @@ class BlockSparse(_Sparse):
     """
 
     def __init__(self, blocks: Tensor | Sequence[Sequence[bool]], block_size: int) -> None:
-        given = blocks if isinstance(blocks, Tensor) else torch.tensor(blocks, device="cpu")
+        given = tensor_of("blocks", blocks, "a square matrix of bools")
         if given.dtype != torch.bool or given.ndim != 2 or given.shape[0] != given.shape[1] or given.numel() == 0:
             got = f"{given.dtype} {tuple(given.shape)}"
             remedy = "Pass (nblocks, nblocks): blocks[i, j] says whether query block i sees key block j."
             raise ArgumentError("blocks", expected="a square matrix of bools", got=got, remedy=remedy)
-        if block_size < 1:
-            remedy = "Pass the number of tokens in a block."
-            raise ArgumentError("block_size", expected="at least 1", got=block_size, remedy=remedy)
+        check_whole("block_size", block_size, 1, "Pass the number of tokens in a block.")
         self._blocks = given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self.block_size = int(block_size)
+        self.block_size = block_size
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
@@ -104,14 +103,13 @@ class Tree(_Sparse):
     def __init__(self, parents: Tensor | Sequence[int], start: int = 0) -> None:
         self._parents = integers("parents", parents)
         wrong = (self._parents < -1) | (self._parents >= torch.arange(self._parents.numel(), device="cpu"))
-        if bool(wrong.any()):
+        if not is_traced() and bool(wrong.any()):
             token = int(wrong.nonzero()[0])
             got = f"parent {int(self._parents[token])} of token {token}"
             remedy = "Number the tokens so that every parent comes before its children; a root has -1."
             raise ArgumentError("parents", expected="each -1 or an earlier token", got=got, remedy=remedy)
-        if start < 0:
-            raise ArgumentError("start", expected="at least 0", got=start, remedy="Pass the position of token 0.")
-        self.start = int(start)
+        check_whole("start", start, 0, "Pass the position of token 0.")
+        self.start = start
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
