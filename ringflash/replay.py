@@ -34,13 +34,16 @@ class _Graph(Generic[R]):
             # Threads of loaders and of NCCL go on with what they do.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._outputs = compute(*self._inputs)
+        self._copied_in, self._copied_out = _by_dtype(self._inputs), _by_dtype(self._outputs)
 
     def replay(self, inputs: Inputs) -> R:
         """What `compute(*inputs)` gives, bit for bit, in tensors of its own."""
-        _copy(inputs, self._inputs)
+        for places, targets in self._copied_in:
+            _copy([inputs[place] for place in places], targets)
         self._graph.replay()
         outputs = tuple(map(_like, self._outputs))
-        _copy(self._outputs, outputs)
+        for places, sources in self._copied_out:
+            _copy(sources, [outputs[place] for place in places])
         return cast("R", outputs)
 
 
@@ -69,19 +72,23 @@ class _Memory:
 
 
 def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _copy(sources: Inputs, targets: Inputs) -> None:
-    """All of them, in one launch for each dtype where they are dense."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(sources, targets, strict=True):
-        if source is not None and target is not None and target.numel():
-            of_dtype = by_dtype.setdefault(target.dtype, ([], []))
-            of_dtype[0].append(target)
-            of_dtype[1].append(source)
-    for of_dtype in by_dtype.values():
-        torch._foreach_copy_(*of_dtype)  # pyright: ignore[reportPrivateImportUsage]
+def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
+    """The places of those of one dtype that have anything in them, and these: what is copied in one launch."""
+    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for place, x in enumerate(tensors):
+        if x is not None and x.numel():
+            places, alike = found.setdefault(x.dtype, ([], []))
+            places.append(place)
+            alike.append(x)
+    return list(found.values())
+
+
+def _copy(sources: Sequence[Tensor | None], targets: Sequence[Tensor]) -> None:
+    """All of them, in one launch where they are dense."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
 class Replays:
