@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -122,11 +123,17 @@ def choose(name: str, q: Tensor) -> TileKernels:
         raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(name), remedy="Choose one of these.")
     if name == "eager" or (name == "auto" and not (q.is_cuda and q.dtype != torch.float64)):
         return eager
+    return _in_triton(name, q.device, q.dtype)
+
+
+@lru_cache(maxsize=256)
+def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKernels:
+    """`choose` of the others, which asks what does not change while a process runs, and in every call."""
     from ringflash.kernels import portable  # here, so that CPU users never import Triton
     from ringflash.kernels.hopper import backend as hopper
 
-    portable.check_supported(q)
-    missing = None if name == "triton" else hopper.why_not(q.device)
+    portable.check_supported(device, dtype)
+    missing = None if name == "triton" else hopper.why_not(device)
     if name == "hopper" and missing is not None:
         remedy = 'Choose "auto" or "triton".'
         raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)

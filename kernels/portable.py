@@ -48,14 +48,14 @@ def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
     return config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
 
 
-def check_supported(q: Tensor) -> None:
-    """Raises ArgumentError unless these kernels can run on the device and dtype of `q`."""
+def check_supported(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ArgumentError unless these kernels can run on `device`, on inputs of `dtype`."""
     interpreted = knobs.runtime.interpret
-    if not q.is_cuda and not interpreted:
+    if device.type != "cuda" and not interpreted:
         remedy = 'Move q, k and v there, use backend "eager", or set TRITON_INTERPRET=1 before Python starts.'
-        raise ArgumentError("backend", expected="CUDA tensors for triton", got=f"{q.device}", remedy=remedy)
+        raise ArgumentError("backend", expected="CUDA tensors for triton", got=f"{device}", remedy=remedy)
     dtypes = INTERPRETED_DTYPES if interpreted else DTYPES
-    if q.dtype not in dtypes:
+    if dtype not in dtypes:
         where = "Triton's interpreter" if interpreted else "triton"
         remedy = 'Cast q, k and v, or use backend "eager".'
-        raise ArgumentError("backend", expected=f"one of {dtypes} for {where}", got=q.dtype, remedy=remedy)
+        raise ArgumentError("backend", expected=f"one of {dtypes} for {where}", got=dtype, remedy=remedy)
