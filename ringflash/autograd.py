@@ -6,7 +6,7 @@ The empty name is no context, a single device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,17 +42,17 @@ class _Ranks:
         self._network = LocalNetwork()
         if self._context is None:
             mask.validate(k.shape[1])  # here, for what torch.compile has traced too
-            self.plans: list[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
+            self.plans: Sequence[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
             self.groups: list[Group | None] = [None]
             self._lengths = [q.shape[1]]
         else:
-            seqlen = self._context.agree(_fields(operation, q, k, v, mask, tiles), q.shape[1], mask)
-            ranks = self._context.local_ranks
             row_bytes = _row_bytes(q, k, v, self._context.grid.heads) if k.is_cuda else None
-            self.plans = [self._context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in ranks]
-            lengths = split_rows(self.plans[0].layout, self._context.grid).lengths
-            self.groups = [self._group(self._context, lengths, rank) for rank in ranks]
-            self._lengths = [lengths[rank] for rank in ranks]
+            fields = partial(_fields, operation, q, k, v, mask, tiles)
+            planned = partial(_planned, self._context, mask, row_bytes)
+            kind = operation, q.device, q.dtype, q.shape, k.shape, v.shape, mask, *_values(tiles)
+            self.plans, lengths = self._context.agree_on(kind, fields, q.shape[1], mask, planned)
+            self.groups = [self._group(self._context, lengths, rank) for rank in self._context.local_ranks]
+            self._lengths = [lengths[rank] for rank in self._context.local_ranks]
 
     @property
     def transports(self) -> list[Transport]:
@@ -108,6 +108,22 @@ def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
     """Of a token's keys and values on that of some ranks which split heads that has most."""
     nheads_kv = ulysses.most_kv_heads(q.shape[2], k.shape[2], ranks)
     return k.shape[0] * nheads_kv * (k.shape[3] + v.shape[3]) * k.itemsize
+
+
+def _planned(
+    context: ContextParallel, mask: Mask, row_bytes: int | None, seqlen: int
+) -> tuple[list[Plan], tuple[int, ...]]:
+    """The plans of this process's ranks, and the rows that every rank stores."""
+    plans = [context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in context.local_ranks]
+    return plans, split_rows(plans[0].layout, context.grid).lengths
+
+
+def _values(tiles: Tiles) -> tuple[Hashable, ...]:
+    """All of `tiles` that ranks agree on, beside the dtype."""
+    scoring = tiles.scoring
+    slopes, sinks = (None if x is None else x.shape for x in (scoring.alibi_slopes, scoring.sinks))
+    plain = scoring.softmax_scale, scoring.softcap, scoring.dropout_p, scoring.dropout_seed
+    return tiles.kernels, *plain, slopes, sinks
 
 
 def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> dict[str, int | float | str]:

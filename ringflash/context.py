@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from ringflash.transport.connect import (
 )
 from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
 from ringflash.transport.heads import HeadsTransport
+
+T = TypeVar("T")
 
 HOPS = ("ring", "grouped", "auto")
 # KV that a rank receives up to which "auto" groups hops: of 16384 tokens with 8 heads of 128 in two bytes over four
@@ -169,15 +171,11 @@ class ContextParallel:
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
+        # The layout and what else of the schedule is chosen, in words.
+        in_words = "" if inner_ring is None else f"inner ring {inner_ring}", "" if hops == "auto" else f"hops {hops}"
+        self._schedule = " ".join(filter(None, (layout, str(grid), *in_words)))
         self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}{' debug' if debug else ''}"
         _CONTEXTS[self.name] = self
-
-    @property
-    def _schedule(self) -> str:
-        """The layout and what else of the schedule is chosen, in words."""
-        inner = "" if self.inner_ring is None else f"inner ring {self.inner_ring}"
-        hops = "" if self.hops == "auto" else f"hops {self.hops}"
-        return " ".join(filter(None, (self.layout, str(self.grid), inner, hops)))
 
     def __repr__(self) -> str:
         return f"ContextParallel({self.name}, over {self.transport_kind}: {self.transport_reason})"
@@ -222,7 +220,7 @@ class ContextParallel:
         fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
         if self.layout == "balanced":
             fields["mask"] = described(as_mask(mask))
-        seqlen = self._agreed_seqlen(fields, x.shape[dim], mask)
+        seqlen = self.agree(fields, x.shape[dim], mask)
         return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
     def positions(self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None) -> Tensor:
@@ -270,7 +268,7 @@ class ContextParallel:
             remedy = "Split them over fewer ranks, and pass KV around more."
             raise ArgumentError("nheads", expected=expected, got=nheads, remedy=remedy)
 
-    def agree(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask) -> int:
+    def agree(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
         """Checks that all ranks make a call with the same `fields`, and returns the tokens in the whole sequence.
 
         `mask` is that of the call, which `fields` describes.
@@ -279,7 +277,36 @@ class ContextParallel:
             RankMismatch: on every rank, before any data moves, naming the field and the ranks.
             PeerFailed: when another rank raised instead of calling.
         """
-        return local_seqlen if self._control is None else self._agreed_seqlen(fields, local_seqlen, mask)
+        kind = *fields, *fields.values(), mask
+        return self.agree_on(kind, lambda: fields, local_seqlen, mask, lambda seqlen: seqlen)
+
+    def agree_on(
+        self,
+        kind: Hashable,
+        fields: Callable[[], Mapping[str, Field]],
+        local_seqlen: int,
+        mask: Mask | None,
+        then: Callable[[int], T],
+    ) -> T:
+        """As `agree`, of calls of which most are like one before: `then` of what it returns.
+
+        `kind` is all that `fields` and `then` depend on; of a kind that is known neither is called again. `then` is
+        kept, so it holds no inputs. Virtual ranks need not agree, and know none.
+        """
+        if self._control is None:
+            return then(local_seqlen)
+
+        def described() -> Mapping[str, Field]:
+            return {**fields(), "layout": self._schedule, "debug": self.debug, "seqlen": local_seqlen}
+
+        def concluded(lengths: list[int]) -> T:
+            expected = self._cut(sum(lengths), mask).lengths
+            if tuple(lengths) != expected:
+                values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
+                raise RankMismatch("seqlen", values, odd_ones(lengths), rank=self.rank)
+            return then(sum(lengths))
+
+        return self._control.agree_on((self.name, local_seqlen, kind), described, free="seqlen", then=concluded)
 
     def forget_lengths(self) -> None:
         """For `fixed_lengths`, before calls whose sequence has another length than calls of the same shapes had.
@@ -347,17 +374,6 @@ class ContextParallel:
             done = torch.cuda.Event()
             done.record()
             self._connection.watch.add(done.query, 0, [rank for rank in range(plan.world_size) if rank != plan.rank])
-
-    def _agreed_seqlen(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
-        assert self._control is not None
-        lengths = self._control.agree(
-            {**fields, "layout": self._schedule, "debug": self.debug, "seqlen": local_seqlen}, free="seqlen"
-        )
-        expected = self._cut(sum(lengths), mask).lengths
-        if tuple(lengths) != expected:
-            values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
-            raise RankMismatch("seqlen", values, odd_ones(lengths), rank=self.rank)
-        return sum(lengths)
 
 
 class _Unshard(torch.autograd.Function):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ringflash.transport.faults import Faults
 from ringflash.transport.words import GlooWords, Rows, Words, shared
 
 Field = int | float | str
+T = TypeVar("T")
 _OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
 _KEPT = 256  # calls that are remembered
 
@@ -61,13 +63,30 @@ class _Call:
         fields: as `agree` is given them.
         free: likewise.
         words: a number for each field.
-        agreed: what all ranks said of it when they last agreed, and what that comes to.
+        then: what the values of the free field come to.
+        agreed: what all ranks said of it when they last agreed, and what follows.
     """
 
     fields: Mapping[str, Field]
     free: str
     words: tuple[int, ...]
-    agreed: tuple[Rows, list[int]] | None = None
+    then: Callable[[list[int]], Any]
+    agreed: _Agreed | None = None
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks said of a call, and what follows.
+
+    Args:
+        table: their words.
+        digest: of all values of the free field, for who goes on with them without waiting.
+        result: what these come to.
+    """
+
+    table: Rows
+    digest: int
+    result: Any
 
 
 class ControlPlane:
@@ -86,7 +105,7 @@ class ControlPlane:
         self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, runs_ahead: bool = False
     ) -> None:
         self._data, self.faults, self._runs_ahead = group, faults, runs_ahead
-        self._calls: dict[tuple[object, ...], _Call] = {}
+        self._calls: dict[Hashable, _Call] = {}
         self._unsettled: tuple[_Call, Callable[[], Rows]] | None = None
         self._over_gloo = GlooWords(gloo, faults)
         self._words: Words = self._over_gloo
@@ -121,27 +140,40 @@ class ControlPlane:
             PeerFailed: when a rank called `fail` instead.
             PeerLost, RingTimeout: when a rank is gone, or does not come within the deadline.
         """
+        return self.agree_on((free, *fields, *fields.values()), lambda: fields, free=free, then=lambda values: values)
+
+    def agree_on(
+        self, kind: Hashable, fields: Callable[[], Mapping[str, Field]], *, free: str, then: Callable[[list[int]], T]
+    ) -> T:
+        """As `agree`, of calls of which most are like one before: `then` of what it returns.
+
+        Args:
+            kind: all that `fields` and `then` depend on; neither is called again for what is known.
+            fields: gives the fields.
+            free: as in `agree`.
+            then: of the free field's values; what it raises comes on every call that finds these.
+        """
         self.check_alive()
         self._settle()
-        call = self._call(fields, free)
+        call = self._calls.get(kind)
+        if call is None:
+            call = self._called(kind, fields(), free, then)
         if self._runs_ahead and call.agreed is not None:
-            known = call.agreed[1]
-            self._unsettled = call, self._words.post((_AHEAD, *call.words, _word(str(known))))
-            return known
+            self._unsettled = call, self._words.post((_AHEAD, *call.words, call.agreed.digest))
+            return call.agreed.result
         return self._checked(call, self._words.post((_OK, *call.words)))
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
         self._calls.clear()  # entries, not their `agreed`: settling the call under way would fill it again
 
-    def _call(self, fields: Mapping[str, Field], free: str) -> _Call:
-        """That of these fields, which most calls have in common with one before."""
-        key = (free, *fields, *fields.values())
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) == _KEPT:
-                self._calls.clear()
-            call = self._calls[key] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
+    def _called(
+        self, kind: Hashable, fields: Mapping[str, Field], free: str, then: Callable[[list[int]], Any]
+    ) -> _Call:
+        """A call of a new kind."""
+        if len(self._calls) == _KEPT:
+            self._calls.clear()
+        call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()), then)
         return call
 
     def _settle(self) -> None:
@@ -150,12 +182,13 @@ class ControlPlane:
         if unsettled is not None:
             self._checked(*unsettled)
 
-    def _checked(self, call: _Call, everyone: Callable[[], Rows]) -> list[int]:
-        """What `agree` returns, once all ranks have said their words."""
+    def _checked(self, call: _Call, everyone: Callable[[], Rows]) -> Any:
+        """What `agree_on` returns, once all ranks have said their words."""
         table = everyone()
-        if call.agreed is None or table != call.agreed[0]:
-            call.agreed = table, self._compared(call, table)
-        return call.agreed[1]
+        if call.agreed is None or table != call.agreed.table:
+            values = self._compared(call, table)
+            call.agreed = _Agreed(table, _word(str(values)), call.then(values))
+        return call.agreed.result
 
     def _compared(self, call: _Call, table: Rows) -> list[int]:
         """What `agree` returns, of all ranks' words."""
