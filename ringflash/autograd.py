@@ -7,7 +7,6 @@ The empty name is no context, a single device.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -30,8 +29,6 @@ from ringflash.ulysses import Group
 
 T = TypeVar("T")
 R = TypeVar("R", bound=tuple[Tensor, ...])
-
-_DIFFERENTIABLE = 4  # of the inputs of attention: q, k, v and sinks, which come first
 
 
 class _Ranks:
@@ -325,14 +322,15 @@ attention.register_autograd(_backward, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
-    """The operator and its gradient as an eager call takes them.
+    """The operator and its gradient as an eager call takes them: what is differentiable, and the rest in one piece.
 
     What `register_autograd` makes of the same two functions flattens and checks all arguments by their schema, which
     takes the host as long as a launch, in every call and again in its backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: Any) -> tuple[Tensor, Tensor]:
+        inputs = q, k, v, sinks, *rest
         with torch._C._AutoDispatchBelowAutograd():
             output = attention(*inputs)
         _save(ctx, inputs, output)
@@ -340,15 +338,18 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        # Where a gradient of this gradient is asked for, the operator says that it has none.
-        differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
         saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
-        with nullcontext() if differentiable else torch._C._AutoDispatchBelowAutograd():
-            of_tensors = _gradients(ctx.values, saved, *grads)[:_DIFFERENTIABLE]
-        return *of_tensors, *[None] * (len(ctx.needs_input_grad) - _DIFFERENTIABLE)
+        # Where a gradient of this gradient is asked for, the operator says that it has none.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            dq, dk, dv, dsinks, *_ = _gradients(ctx.values, saved, *grads)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                dq, dk, dv, dsinks, *_ = _gradients(ctx.values, saved, *grads)
+        return dq, dk, dv, dsinks, None
 
 
-def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """`attention` of the same inputs, differentiable, by the shortest way to it."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return attention(*inputs) if traced else cast("tuple[Tensor, Tensor]", _Eager.apply(*inputs))
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return attention(q, k, v, sinks, *rest)
+    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, sinks, rest))
