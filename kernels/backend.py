@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Protocol
 
@@ -99,15 +99,16 @@ class TileKernels(Protocol):
         ...
 
 
-@contextmanager
-def kernels_of(x: Tensor) -> Generator[None, None, None]:
+def kernels_of(x: Tensor) -> AbstractContextManager[None]:
     """Where kernels run: on the device of `x`, and without autocast, so that their own matmuls keep their dtype."""
-    with torch.cuda.device_of(x):
-        if not torch.is_autocast_enabled(x.device.type):  # to end what is not on would take longer than to ask
-            yield
-            return
-        with torch.autocast(x.device.type, enabled=False):
-            yield
+    # To end an autocast that is not on would take longer than to ask.
+    return _without_autocast(x) if torch.is_autocast_enabled(x.device.type) else torch.cuda.device_of(x)
+
+
+@contextmanager
+def _without_autocast(x: Tensor) -> Generator[None, None, None]:
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 def choose(name: str, q: Tensor) -> TileKernels:
