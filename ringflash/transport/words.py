@@ -142,9 +142,9 @@ class SharedWords:
         start = self._start(rank, number)
         there = self._memory[start : start + self._BYTES]  # looked at once: it may change
         row = there[: self._ROW.size]
-        found, *words = self._ROW.unpack(row)
-        whole = found == number and self._CHECK.unpack_from(there, self._ROW.size)[0] == zlib.crc32(row)
-        return tuple(words) if whole else None
+        found = self._ROW.unpack(row)
+        whole = found[0] == number and self._CHECK.unpack_from(there, self._ROW.size)[0] == zlib.crc32(row)
+        return found[1:] if whole else None
 
     def _start(self, rank: int, number: int) -> int:
         return (rank * self._PLACES + number % self._PLACES) * self._BYTES
