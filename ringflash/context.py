@@ -367,12 +367,12 @@ class ContextParallel:
             faults.raised(error)  # a ring that has broken stays as it is
             raise
 
-    def watch(self, plan: Plan) -> None:
-        """Sees to it that a replayed pass of `plan`, which the current stream holds, ends: as one hop, the first."""
+    def watch(self, plan: Plan, stream: torch.cuda.Stream) -> None:
+        """Sees to it that a replayed pass of `plan`, which `stream` holds, ends: as one hop, the first."""
         assert self._connection is not None
         if self._connection.watch is not None:
             done = torch.cuda.Event()
-            done.record()
+            done.record(stream)
             self._connection.watch.add(done.query, 0, [rank for rank in range(plan.world_size) if rank != plan.rank])
 
 

@@ -115,7 +115,7 @@ class Replays:
         compute: Callable[..., R],
         inputs: Inputs,
         around: Callable[[], AbstractContextManager[None]],
-        started: Callable[[], None],
+        started: Callable[[torch.cuda.Stream], None],
     ) -> R:
         """What `compute(*inputs)` gives.
 
@@ -124,9 +124,9 @@ class Replays:
             compute: the pass; it enters `around` itself.
             inputs: tensors of one GPU, any strides; None where the pass has none.
             around: what a pass runs in.
-            started: called when a graph is under way.
+            started: called with the stream when a graph is under way.
         """
-        shapes = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
+        shapes = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         current = torch.cuda.current_stream()
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)  # which may be at the same graph, or reads what peers will write
@@ -144,7 +144,7 @@ class Replays:
         self._graphs.move_to_end(key)
         with around():
             outputs = graph.replay(inputs)
-            started()
+            started(current)
         return outputs
 
     def _captured(self, compute: Callable[..., R], inputs: Inputs) -> _Graph[R]:

@@ -24,7 +24,7 @@ def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytes
             ran.append(kind)
             return (2 * x if y is None else x @ y,)
 
-        (result,) = replays.run(kind, compute, (x, y), nullcontext, lambda: started.append(kind))
+        (result,) = replays.run(kind, compute, (x, y), nullcontext, lambda _: started.append(kind))
         return result
 
     x = torch.randn(4, 8, device="cuda").T  # strided
