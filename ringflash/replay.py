@@ -132,13 +132,13 @@ class Replays:
             current.wait_stream(self._last)  # which may be at the same graph, or reads what peers will write
         self._last = current
         key = kind, shapes
-        if key not in self._graphs:
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._graphs:
             self._graphs[key] = None
             if len(self._graphs) > MOST:
                 torch.cuda.synchronize()
                 self._graphs.popitem(last=False)
             return compute(*inputs)
-        graph = self._graphs[key]
         if graph is None:
             graph = self._graphs[key] = self._captured(compute, inputs)
         self._graphs.move_to_end(key)
