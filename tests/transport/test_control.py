@@ -108,6 +108,35 @@ def test_calls_ahead_are_looked_at_after_other_exchanges() -> None:
     assert run_ranks(2, _between_calls) == [["SharedWords"]] * 2
 
 
+def _known_calls() -> list[str]:
+    """What calls of two kinds come to, of which one has a conclusion that raises."""
+    rank, control, described, told = dist.get_rank(), control_of_all(), list[str](), list[str]()
+
+    def call(kind: str) -> list[int]:
+        def fields() -> dict[str, int | str]:
+            described.append(kind)
+            return {"operation": kind, "rank": rank}
+
+        def then(ranks: list[int]) -> list[int]:
+            if kind == "bad":
+                raise ValueError(f"of ranks {ranks}")
+            return [10 * rank for rank in ranks]
+
+        return control.agree_on(kind, fields, free="rank", then=then)
+
+    for kind in ("good", "bad", "good", "bad", "good"):
+        try:
+            told.append(f"{kind} {call(kind)}")
+        except ValueError as error:
+            told.append(f"{kind} {error}")
+    return [*told, *described]
+
+
+def test_known_calls_are_not_described_again_and_raise_again() -> None:
+    good, bad = "good [0, 10]", "bad of ranks [0, 1]"
+    assert run_ranks(2, _known_calls) == [[good, bad, good, bad, good, "good", "bad"]] * 2
+
+
 def _many_calls() -> tuple[int, int]:
     """How many calls and messages are kept after more than that."""
     control = control_of_all()
