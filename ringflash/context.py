@@ -290,8 +290,8 @@ class ContextParallel:
     ) -> T:
         """As `agree`, of calls of which most are like one before: `then` of what it returns.
 
-        `kind` is all that `fields` and `then` depend on; of a kind that is known neither is called again. `then` is
-        kept, so it holds no inputs. Virtual ranks need not agree, and know none.
+        `kind` is all that `fields` and `then` depend on; of a kind that is known neither is called again, and what
+        `then` gave is kept. Virtual ranks need not agree, and know none.
         """
         if self._control is None:
             return then(local_seqlen)

@@ -63,14 +63,12 @@ class _Call:
         fields: as `agree` is given them.
         free: likewise.
         words: a number for each field.
-        then: what the values of the free field come to.
         agreed: what all ranks said of it when they last agreed, and what follows.
     """
 
     fields: Mapping[str, Field]
     free: str
     words: tuple[int, ...]
-    then: Callable[[list[int]], Any]
     agreed: _Agreed | None = None
 
 
@@ -106,7 +104,7 @@ class ControlPlane:
     ) -> None:
         self._data, self.faults, self._runs_ahead = group, faults, runs_ahead
         self._calls: dict[Hashable, _Call] = {}
-        self._unsettled: tuple[_Call, Callable[[], Rows]] | None = None
+        self._unsettled: tuple[_Call, Callable[[], Rows], Callable[[list[int]], Any]] | None = None
         self._over_gloo = GlooWords(gloo, faults)
         self._words: Words = self._over_gloo
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -151,29 +149,27 @@ class ControlPlane:
             kind: all that `fields` and `then` depend on; neither is called again for what is known.
             fields: gives the fields.
             free: as in `agree`.
-            then: of the free field's values; what it raises comes on every call that finds these.
+            then: of the free field's values; what it raises comes on every call that finds these. It is not kept.
         """
         self.check_alive()
         self._settle()
         call = self._calls.get(kind)
         if call is None:
-            call = self._called(kind, fields(), free, then)
+            call = self._called(kind, fields(), free)
         if self._runs_ahead and call.agreed is not None:
-            self._unsettled = call, self._words.post((_AHEAD, *call.words, call.agreed.digest))
+            self._unsettled = call, self._words.post((_AHEAD, *call.words, call.agreed.digest)), then
             return call.agreed.result
-        return self._checked(call, self._words.post((_OK, *call.words)))
+        return self._checked(call, self._words.post((_OK, *call.words)), then)
 
     def forget(self) -> None:
         """Waits for the others' agreement in the next call of each kind."""
         self._calls.clear()  # entries, not their `agreed`: settling the call under way would fill it again
 
-    def _called(
-        self, kind: Hashable, fields: Mapping[str, Field], free: str, then: Callable[[list[int]], Any]
-    ) -> _Call:
+    def _called(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _Call:
         """A call of a new kind."""
         if len(self._calls) == _KEPT:
             self._calls.clear()
-        call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()), then)
+        call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
         return call
 
     def _settle(self) -> None:
@@ -182,12 +178,12 @@ class ControlPlane:
         if unsettled is not None:
             self._checked(*unsettled)
 
-    def _checked(self, call: _Call, everyone: Callable[[], Rows]) -> Any:
+    def _checked(self, call: _Call, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
         """What `agree_on` returns, once all ranks have said their words."""
         table = everyone()
         if call.agreed is None or table != call.agreed.table:
             values = self._compared(call, table)
-            call.agreed = _Agreed(table, _word(str(values)), call.then(values))
+            call.agreed = _Agreed(table, _word(str(values)), then(values))
         return call.agreed.result
 
     def _compared(self, call: _Call, table: Rows) -> list[int]:
