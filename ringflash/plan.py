@@ -250,8 +250,7 @@ class Plan:
 @lru_cache(maxsize=1024)
 def make_plan(layout: Layout, mask: Mask, rank: int) -> Plan:
     """The plan of `rank`."""
-    world, pairs = layout.world_size, visible_pairs(layout, mask)
-    reach = reaches(torch.tensor(pairs, device="cpu") > 0).tolist()
+    world, pairs, reach = layout.world_size, visible_pairs(layout, mask), _reach(layout, mask)
     home_from = (rank + reach[rank]) % world
     hops = []
     for h in range(max(reach) + 1):
@@ -320,6 +319,12 @@ def visible_pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
     """For each rank, visible pairs of its queries with each rank's keys."""
     cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
     return tuple(map(tuple, _area(mask, layout.seqlen).between(cut).tolist()))
+
+
+@lru_cache(maxsize=1024)
+def _reach(layout: Layout, mask: Mask) -> tuple[int, ...]:
+    """For each rank how many ranks up its keys travel."""
+    return tuple(reaches(torch.tensor(visible_pairs(layout, mask), device="cpu") > 0).tolist())
 
 
 @lru_cache(maxsize=1024)

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
 from ringflash.arguments import DTYPES, check_at_least, check_heads
+from ringflash.balance import reaches
 from ringflash.errors import ArgumentError
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Full, Mask
@@ -23,6 +25,8 @@ from ringflash.plan import Hop, Plan
 
 WIDTH = 150  # where the output is no terminal
 MOST_COLUMNS = 8  # ranks that the table of hops has a column for
+MOST_HOPS = 64  # that it has a line for
+MOST_COMPARED = 1024  # ranks over which layouts are compared: pairs of ranks are counted for each
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(options)
     mask = _mask(options)
     mask.validate(options.seqlen)
-    plans = _plans(mask, options, options.layout)
+    context = rf.ContextParallel.local(options.world_size, options.layout)
+    plans = [context.plan(mask, options.seqlen, rank) for rank in range(options.world_size)]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_ranks(plans, options), _hops(plans, options), _layouts(mask, options), sep="\n")
+    console.print(_ranks(plans, options))
+    console.print(_hops(plans, options))
+    if options.world_size <= MOST_COMPARED:
+        console.print(_layouts(mask, options))
+    else:
+        console.print(f"Layouts are compared over up to {MOST_COMPARED} ranks.")
     if options.image is not None:
         from ringflash.plan_picture import draw
 
@@ -98,12 +108,6 @@ def _lengths(given: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _plans(mask: Mask, options: argparse.Namespace, layout: str) -> list[Plan]:
-    """Those of all ranks."""
-    context = rf.ContextParallel.local(options.world_size, layout)
-    return [context.plan(mask, options.seqlen, rank) for rank in range(options.world_size)]
-
-
 def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
     first = plans[0]
     table = Table(
@@ -126,6 +130,7 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
     ):
         table.add_column(column, justify="right")
     heads = options.batch, options.nheads_kv, options.headdim, DTYPES[options.dtype].itemsize
+    total = sum(map(sum, first.pairs))
     for plan in plans:
         flops = [plan.flops(options.batch, options.nheads, options.headdim, backward=back) for back in (False, True)]
         passed = sum(hop.rows_sent for hop in plan.hops if hop.passes_on) / max(plan.rows_sent, 1)
@@ -133,7 +138,7 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
             str(plan.rank),
             f"{plan.layout.length(plan.rank):,}",
             str(len(plan.q_chunks)),
-            f"{plan.share:.2%}",
+            f"{sum(plan.pairs[plan.rank]) / total if total else 1 / len(plans):.2%}",
             *(f"{count / 1e12:,.3f}" for count in flops),
             *(f"{sent / 2**20:,.1f}" for sent in (plan.bytes_sent(*heads), plan.bytes_sent_backward(*heads))),
             f"{passed:.0%}",
@@ -145,7 +150,11 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
 def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
     total = max(sum(map(sum, plans[0].pairs)), 1)
     shown = plans if len(plans) <= MOST_COLUMNS else []
-    table = Table(title="Hops of a forward: whose KV is where, and its share of all FLOPs")
+    count = len(plans[0].hops)
+    table = Table(
+        title="Hops of a forward: whose KV is where, and its share of all FLOPs",
+        caption=f"The first {MOST_HOPS} of {count} hops." if count > MOST_HOPS else None,
+    )
     table.add_column("hop", justify="right")
     columns = "ranks that\ncompute", "pass on", "are idle", "share of\nFLOPs", "busiest\nof mean", "MiB sent\nin all"
     for column in columns:
@@ -153,7 +162,7 @@ def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
     for plan in shown:
         table.add_column(f"rank {plan.rank}")
     row_bytes = 2 * options.batch * options.nheads_kv * options.headdim * DTYPES[options.dtype].itemsize
-    for step in zip(*(plan.hops for plan in plans), strict=True):
+    for step in zip(*(plan.hops[:MOST_HOPS] for plan in plans), strict=True):
         computing, passing = sum(hop.meets for hop in step), sum(hop.passes_on for hop in step)
         pairs = [hop.pairs for hop in step]
         table.add_row(
@@ -179,14 +188,16 @@ def _layouts(mask: Mask, options: argparse.Namespace) -> Table:
     for column in ("layout", *rest):
         table.add_column(column, justify="left" if column == "layout" else "right")
     for layout in LAYOUTS:
-        plans = _plans(mask, options, layout)
-        everything = options.seqlen * max(len(plans) - 1, 1)
+        plan = rf.ContextParallel.local(options.world_size, layout).plan(mask, options.seqlen)
+        reach = reaches(torch.tensor(plan.pairs, device="cpu") > 0).tolist()
+        sent = sum(hops * rows for hops, rows in zip(reach, plan.layout.lengths, strict=True))  # by all ranks
+        everything = options.seqlen * max(plan.world_size - 1, 1)
         table.add_row(
             layout,
-            f"{plans[0].balance:.3f}",
-            f"{plans[0].pace:.3f}",
-            str(len(plans[0].hops)),
-            f"{sum(plan.rows_sent for plan in plans) / everything:.0%}",
-            str(max(map(len, plans[0].layout.chunks))),
+            f"{plan.balance:.3f}",
+            f"{plan.pace:.3f}",
+            str(len(plan.hops)),
+            f"{sent / everything:.0%}",
+            str(max(map(len, plan.layout.chunks))),
         )
     return table

@@ -67,3 +67,15 @@ def test_a_million_tokens(mask: Mask) -> None:
     pairs = mask.area(2**20, 2**20).between(cut)
     assert int(pairs.sum()) == int(mask.area(2**20, 2**20).row_pairs.sum())
     assert int(pairs[0, 1]) == 0
+
+
+@pytest.mark.parametrize("causal", [rf.Causal(), rf.Causal() & rf.KeyPadding([2**20, 2**20])])
+def test_many_stripes_of_many_ranks(causal: Mask) -> None:
+    """4096 stripes, dealt in turn: queries of a stripe see all keys of those before, and half their own."""
+    world, stripe, count = 256, 256, 4096
+    cut = [[(i * stripe, (i + 1) * stripe) for i in range(rank, count, world)] for rank in range(world)]
+    pairs = causal.area(count * stripe, count * stripe).between(cut)
+    rounds, ranks = count // world, torch.arange(world)
+    before = rounds * (rounds - 1) // 2 + rounds * (ranks < ranks[:, None]).long()
+    own = rounds * stripe * (stripe + 1) // 2 * torch.eye(world, dtype=torch.int64)
+    assert torch.equal(pairs, (before * stripe**2 + own) * causal.batch)

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import ringflash as rf
+from ringflash import plan_command
 from ringflash.cli import main
+from ringflash.layout import LAYOUTS
 
 COMMON = ["plan", "--seqlen", "4096", "--world-size", "4"]
 
@@ -36,6 +39,39 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
         "4",
     ]  # backward: its the gradients of three ranks' keys go home
     assert cells[0][6:] == ["0.5", "1.5", "0%", "1", "of", "4"]
+
+
+def test_layouts_send_what_their_plans_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMON, "--window", "700"]) == 0
+    out = capsys.readouterr().out
+    for layout in LAYOUTS:
+        context = rf.ContextParallel.local(4, layout)
+        plans = [context.plan(rf.Causal() & rf.SlidingWindow(700), 4096, rank) for rank in range(4)]
+        (row,) = [line.split() for line in out.splitlines() if line.startswith(f"│ {layout} ")]
+        sent = f"{sum(plan.rows_sent for plan in plans) / (3 * 4096):.0%}"
+        assert row[3::2] == [f"{plans[0].balance:.3f}", f"{plans[0].pace:.3f}", str(len(plans[0].hops)), sent, row[-2]]
+
+
+def test_large_worlds_are_shown_in_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "MOST_COMPARED", 71)
+    assert main(["plan", "--seqlen", "4096", "--world-size", "72"]) == 0
+    out = capsys.readouterr().out
+    assert "The first 64 of 72 hops." in out
+    assert "Layouts are compared over up to 71 ranks." in out
+    assert "The same under every layout" not in out
+    assert "│   71 │" in out  # every rank is there
+    assert "│  63 │" in out
+    assert "│  64 │" not in out
+
+
+def test_the_layout_asked_for_comes_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command, "_layouts", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(COMMON)
+    assert "Hops of a forward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -70,7 +106,7 @@ def test_more_ranks_than_columns(layout: str, capsys: pytest.CaptureFixture[str]
         (["--world-size", "5000"], "seqlen: expected at least one token a rank (5000 ranks), got 4096 tokens"),
         (["--nheads", "12"], "--nheads: expected a multiple of --nheads-kv 8, got 12"),
         (["--window", "1", "2", "3"], "--window: expected one or two numbers, got [1, 2, 3]"),
-        (["--window", "-1"], "left: expected None or at least 0, got -1"),
+        (["--window", "-1"], "left: expected a whole number, at least 0, got -1"),
         (["--documents", "4000"], "--documents: expected lengths that sum to --seqlen 4096, got a sum of 4000"),
         (["--documents", "no-such-file"], "--documents: expected lengths, or a file that holds them, got no-such-file"),
         (["--documents", ""], "--documents: expected lengths, or a file that holds them, got none"),

@@ -60,10 +60,9 @@ class Area:
         Returns:
             int64 (n,).
         """
-        starts, stops = (torch.tensor(x, device="cpu") - self._first for x in zip(*queries, strict=True))
         if self._bitmap is None:
-            his = self._below(self._hi, self._hi_sums, starts, stops, edges)
-            return (his - self._below(self._lo, self._lo_sums, starts, stops, edges)).diff()
+            return self._seen(queries, edges, self._searched(edges))
+        starts, stops = self._spans(queries)
         return torch.stack([runs.below(starts, stops, edges) for runs in self._runs]).sum(0).diff()
 
     def reach(self, queries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -95,21 +94,48 @@ class Area:
         pieces = sorted((start, stop, rank) for rank, ranges in enumerate(cut) for start, stop in ranges)
         edges = torch.tensor([0, *(stop for _, stop, _ in pieces)], device="cpu")
         owners = torch.tensor([rank for _, _, rank in pieces], device="cpu")
+        searched = self._searched(edges) if self._bitmap is None else []
         pairs = torch.zeros(len(cut), len(cut), dtype=torch.int64, device="cpu")
         for row, ranges in zip(pairs, cut, strict=True):
             if ranges:
-                row.index_add_(0, owners, self.seen(ranges, edges))
+                seen = self._seen(ranges, edges, searched) if searched else self.seen(ranges, edges)
+                row.index_add_(0, owners, seen)
         return pairs
 
-    def _below(self, bound: Tensor, sums: Tensor, starts: Tensor, stops: Tensor, edges: Tensor) -> Tensor:
-        """sum over the rows of all ranges, and the batch, of min(bound, edge): int64 like `edges`."""
+    def _spans(self, queries: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """First rows of the ranges, and one past their last: int64, rising."""
+        starts, stops = (torch.tensor(x, device="cpu") - self._first for x in zip(*sorted(queries), strict=True))
+        return starts, stops
+
+    def _searched(self, edges: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """For hi and lo of each sequence: its sign, prefix sums, and how many rows are below each edge."""
+        signed = (1, self._hi, self._hi_sums), (-1, self._lo, self._lo_sums)
+        return [
+            (sign, prefix, torch.searchsorted(values.contiguous(), edges))
+            for sign, bound, sums in signed
+            for values, prefix in zip(bound, sums, strict=True)
+        ]
+
+    def _seen(
+        self, queries: Sequence[tuple[int, int]], edges: Tensor, searched: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> Tensor:
+        """As `seen`, without a bitmap: differences of the sums over all rows of min(hi, edge) and of min(lo, edge).
+
+        Of the rows below an edge those of whole ranges are summed up beforehand, so an edge takes one more search.
+        """
+        starts, stops = self._spans(queries)
+        ends = (stops - starts).cumsum(0)
+        begins = ends - (stops - starts)
+        last = len(starts) - 1
         total = torch.zeros_like(edges)
-        for values, prefix in zip(bound, sums, strict=True):
-            short = torch.searchsorted(values.contiguous(), edges)  # rows whose bound is below the edge
-            for rows, sign in ((stops, 1), (starts, -1)):
-                before = torch.minimum(rows[:, None], short)
-                total += sign * (prefix[before] + edges * (rows[:, None] - before)).sum(0)
-        return total
+        for sign, prefix, short in searched:
+            whole = torch.nn.functional.pad((prefix[stops] - prefix[starts]).cumsum(0), (1, 0))
+            index = torch.searchsorted(stops, short, right=True).clamp(max=last)  # the range that `short` lies in
+            start = starts[index]
+            place = torch.minimum(torch.maximum(short, start), stops[index])
+            before = begins[index] + place - start
+            total += sign * (whole[index] + prefix[place] - prefix[start] + edges * (ends[-1] - before))
+        return total.diff()
 
     @cached_property
     def _hi_sums(self) -> Tensor:
