@@ -11,6 +11,7 @@ each figure was measured or fitted from: docs/model.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, sqrt
@@ -19,7 +20,7 @@ import numpy as np
 
 import ringflash as rf
 from ringflash.bench.traffic import STATISTIC, Shape
-from ringflash.bench.walk import Array, Cost, Costs, seconds, steps
+from ringflash.bench.walk import Array, Cost, Costs, Step, seconds, steps
 from ringflash.errors import ArgumentError
 
 FORWARD, BACKWARD = 4, 10  # FLOPs of a visible pair, an element of headdim and a query head
@@ -165,6 +166,7 @@ class Prediction:
         return (self.forward.alone + self.backward.alone) / self.seconds
 
 
+@lru_cache(maxsize=1024)
 def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Prediction:
     """Both passes of causal attention over `shape.seqlen` tokens in all.
 
@@ -177,11 +179,12 @@ def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Predic
         raise ArgumentError("causal", expected="True", got=False, remedy=remedy)
     split.check(shape)
     pairs, chunks = _pairs(layout, shape.seqlen, split.ring)
+    hops = _steps(layout, min(shape.seqlen, MOST_COUNTED), split.ring, split.inner)
     # What the ring sees.
     there = replace(shape, nheads=shape.nheads // split.heads, nheads_kv=ceil(shape.nheads_kv / split.heads))
     padded = pairs * _whole_tiles(there, split.ring, chunks, machine.tile)
     padded[np.diag_indices(split.ring)] += there.seqlen / split.ring * machine.tile / 2
-    passes = [_pass(shape, there, split, pairs, padded, machine, backward) for backward in (False, True)]
+    passes = [_pass(shape, there, split, pairs, padded, machine, hops, backward) for backward in (False, True)]
     return Prediction(*passes)
 
 
@@ -189,6 +192,12 @@ def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Predic
 def _counted(layout: str, seqlen: int, ranks: int) -> tuple[Array, int]:
     plan = rf.ContextParallel.local(ranks, layout).plan(rf.Causal(), seqlen, 0)
     return np.array(plan.pairs, dtype=np.float64), max(map(len, plan.layout.chunks))
+
+
+@lru_cache(maxsize=4)
+def _steps(layout: str, counted: int, ranks: int, inner: int | None) -> Sequence[Step]:
+    """The hops of both passes: few at a time, as those of 1024 ranks take 10 MiB."""
+    return list(steps(_counted(layout, counted, ranks)[0] > 0, inner))
 
 
 def _pairs(layout: str, seqlen: int, ranks: int) -> tuple[Array, int]:
@@ -205,12 +214,19 @@ def _whole_tiles(there: Shape, ranks: int, chunks: int, tile: int) -> float:
 
 
 def _pass(
-    shape: Shape, there: Shape, split: Split, pairs: Array, padded: Array, machine: Machine, backward: bool
+    shape: Shape,
+    there: Shape,
+    split: Split,
+    pairs: Array,
+    padded: Array,
+    machine: Machine,
+    steps_taken: Sequence[Step],
+    backward: bool,
 ) -> Pass:
     rows = there.seqlen / split.ring
     heads = there.batch * there.nheads
     of_pair = machine.seconds_a_pair(there.headdim, backward) * heads * machine.waves(rows, heads)
-    hops = sum(1 for _ in steps(pairs > 0, split.inner))
+    hops = len(steps_taken)
     own = machine.launch_us * 1e-6
     if not backward:  # the state is read and written at each hop, not read at the first, not written at the last
         state = heads * rows * (there.headdim + 2) * STATE
@@ -225,7 +241,7 @@ def _pass(
         machine.hbm_seconds(3 * elements * STATE),
         machine.issue_us * 1e-6,
     )
-    ring, free = seconds(costs, split.inner), seconds(_without_messages(costs), split.inner)
+    ring, free = (seconds(each, split.inner, steps_taken) for each in (costs, _without_messages(costs)))
     exchange = _exchange(shape, there, split, machine, backward)
     slowest = int(split.crosses(machine.gpus_a_host))
     messages = [] if split.ring == 1 else [costs.kv, costs.gradient] if costs.gradient else [costs.kv]

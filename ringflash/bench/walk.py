@@ -8,7 +8,7 @@ to the next group in the course of a revolution, and gradients come home in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,27 +95,35 @@ def steps(meets: NDArray[np.bool_], inner: int | None = None) -> Iterator[Step]:
             yield Step(owner, everywhere, everywhere & (not ends), revolution, turn == 0, ends, far)
 
 
-def seconds(costs: Costs, inner: int | None = None) -> float:
-    """From the beginning of a pass to the end of the last rank's."""
+def seconds(costs: Costs, inner: int | None = None, hops: Sequence[Step] | None = None) -> float:
+    """From the beginning of a pass to the end of the last rank's.
+
+    Args:
+        costs: what it adds up.
+        inner: ranks of a group of a ring of rings.
+        hops: the `steps` of ranks that meet where these do, if they are known.
+    """
     world = len(costs.compute)
     ranks = np.arange(world)
     size = inner or world
     following = ranks // size * size + (ranks + 1) % size
+    kv = _Round(costs.kv, costs.hosts, following)
+    gradient = None if costs.gradient is None else _Round(costs.gradient, costs.hosts, following)
     begin, ended = np.zeros(world), None
     crossed, homewards = begin, None  # when what is sent far is done; gradients of the revolution before
     step = None
-    for number, step in enumerate(steps(costs.compute > 0, inner)):
+    for number, step in enumerate(hops or steps(costs.compute > 0, inner)):
         begin = np.maximum(begin, number * costs.issue)
         travel = _Travel(begin, costs.hosts)
-        if costs.gradient is not None and ended is not None:
-            travel.move(costs.gradient, ended.sends, following)
+        if costs.gradient is not None and gradient is not None and ended is not None:
+            travel.move_round(gradient, ended.sends)
             home = ended.present & ~ended.sends & (ended.owner != ranks)
             if ended.revolution == 0:
                 travel.move(costs.gradient, home, ended.owner)
             elif ended.closes:
                 homewards = ended
         arrived = travel.done
-        travel.move(costs.kv, step.sends, following)
+        travel.move_round(kv, step.sends)
         if step.opens:
             far = _Travel(begin, costs.hosts)
             if homewards is not None and costs.gradient is not None:
@@ -142,6 +150,18 @@ def seconds(costs: Costs, inner: int | None = None) -> float:
     return float(begin.max())
 
 
+class _Round:
+    """A message of each rank to the next one: what all of them take, and what they take from the kernels of each."""
+
+    def __init__(self, cost: tuple[Cost, Cost], hosts: Ranks, to: Ranks) -> None:
+        self.cost, self.to, self.source = cost, to, np.argsort(to)
+        near, far = cost
+        within = hosts == hosts[to]
+        self.seconds = np.where(within, near.seconds, far.seconds)
+        shares = np.where(within, near.taken * near.seconds, far.taken * far.seconds)
+        self.taken = np.maximum(shares, shares[self.source])
+
+
 class _Travel:
     """Messages of one hop, one kind after the other."""
 
@@ -149,9 +169,20 @@ class _Travel:
         self._hosts = hosts
         self.done, self.taken = begin, np.zeros(len(begin))
 
+    def move_round(self, messages: _Round, sending: NDArray[np.bool_]) -> None:
+        """As `move`, to the next rank; all at once where each rank sends."""
+        if not sending.all():
+            self.move(messages.cost, sending, messages.to)
+            return
+        done = np.maximum(self.done, self.done[messages.to]) + messages.seconds
+        self.done = np.maximum(done, done[messages.source])
+        self.taken = self.taken + messages.taken
+
     def move(self, cost: tuple[Cost, Cost], sending: NDArray[np.bool_], to: Ranks) -> None:
-        """Sends from each rank of `sending`; a message waits for what its two ends did before."""
+        """Sends from each rank of `sending`, no two to one; a message waits for what its two ends did before."""
         source = np.flatnonzero(sending)
+        if not len(source):
+            return
         target = to[source]
         near, far = cost
         within = self._hosts[source] == self._hosts[target]
@@ -159,7 +190,7 @@ class _Travel:
         done = np.maximum(self.done[source], self.done[target]) + np.where(within, near.seconds, far.seconds)
         shares = np.where(within, near.taken * near.seconds, far.taken * far.seconds)
         self.done = self.done.copy()
-        for ends in (source, target):
-            np.maximum.at(self.done, ends, done)
-            np.maximum.at(taken, ends, shares)
+        for ends in (source, target):  # no rank twice
+            self.done[ends] = np.maximum(self.done[ends], done)
+            taken[ends] = np.maximum(taken[ends], shares)
         self.taken = self.taken + taken

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ringflash as rf
 from ringflash.bench.model import NEAR, Link, Machine, Split, predict
 from ringflash.bench.traffic import Shape
-from ringflash.bench.walk import Cost, Costs, seconds, steps
+from ringflash.bench.walk import Cost, Costs, _Round, _Travel, seconds, steps
 from ringflash.cli import main
 from ringflash.errors import ArgumentError
 
@@ -48,6 +48,25 @@ def test_an_even_ring_is_what_its_formula_says(
     expected = max(compute, kv) + (world - 2) * between + max(compute, gradient) + add + gradient
     both = Costs(work, hosts, near, (Cost(gradient, 0.0), Cost(99.0, 0.0)), add)
     assert seconds(both) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("inner", [None, 2])
+def test_hops_that_are_known_are_those_found(inner: int | None) -> None:
+    pairs = np.random.default_rng(0).random((8, 8))
+    kv, gradient = (Cost(0.3, 0.2), Cost(0.7, 0.1)), (Cost(0.5, 0.4), Cost(0.9, 0.3))
+    costs = Costs(pairs, np.arange(8) // 4, kv, gradient, 0.1, 0.2)
+    assert seconds(costs, inner, list(steps(pairs > 0, inner))) == seconds(costs, inner)
+
+
+def test_all_ranks_send_at_once_as_one_after_another() -> None:
+    ranks = np.arange(6)
+    to, hosts = (ranks + 1) % 6, ranks // 3
+    cost = Cost(0.3, 0.2), Cost(0.7, 0.1)
+    together, apart = (_Travel(np.array([0.0, 0.5, 1.0, 1.5, 2.0, 2.5]), hosts) for _ in range(2))
+    together.move_round(_Round(cost, hosts, to), ranks >= 0)
+    apart.move(cost, ranks >= 0, to)
+    assert together.done.tolist() == apart.done.tolist()
+    assert together.taken.tolist() == apart.taken.tolist()
 
 
 def test_kernels_lose_a_share_of_the_messages_beside_them() -> None:
