@@ -25,6 +25,7 @@ from ringflash.bench.traffic import Shape
 from ringflash.errors import ArgumentError
 
 LAYOUTS = ("zigzag", "striped", "contiguous")  # to choose from; the even ones first
+MEASURED = ("nheads", "nheads_kv", "headdim", "dtype", "forward_ms")  # that a measured row must have beside the rest
 FLOPS = 2 * 3.5  # of forward and backward, by seqlen^2 headdim and query heads; causal counted as half
 FAMILIES = {"ring": "ring", "heads": "heads x ring", "rings": "ring of rings"}
 WIDTH = 150  # where the output is no terminal
@@ -36,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    rings = [] if options.measured is None else _read(options.measured)
     rows = [_row(seqlen, world, options) for world in options.world_sizes for seqlen in options.seqlens]
     console.print(_predictions(rows, options))
-    measured = [] if options.measured is None else _measured(options)
+    measured = [_measured(row, options) for row in rings]
     if measured:
         console.print(_beside(measured, options))
     choices = [_choose(seqlen, world, options) for world in options.world_sizes for seqlen in options.choose_at]
@@ -184,36 +186,53 @@ def _splits(world_size: int, options: argparse.Namespace) -> Iterator[Split]:
             yield Split(world_size, heads, inner)
 
 
-def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our causal rings of a ring benchmark, not graphs or grouped hops, with what is predicted for them."""
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Our causal rings of a ring benchmark, not graphs or grouped hops, with all that a prediction asks for.
+
+    Raises:
+        ArgumentError: no file, another file, a row that lacks something.
+    """
     try:
-        given = json.loads(options.measured.read_text())
+        given = json.loads(path.read_text())
         named = {(row["seqlen"], row["name"]): row for row in given["rows"]}
-        plain = [row for row in named.values() if row["name"].startswith("ringflash") and "," not in row["name"]]
+        plain = [row for row in named.values() if row["name"].startswith("ringflash ") and "," not in row["name"]]
         rings = [named.get((row["seqlen"], f"{row['name']}, ring")) if _is_grouped(row) else row for row in plain]
         rows = [{**of, **row} for of, row in zip(plain, rings, strict=True) if row and "forward_backward_ms" in row]
         ranks = given["device"].partition(" x ")[0]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "Pass what `ringflash bench ring --json` wrote."
-        got = f"{options.measured}: {type(error).__name__}"
-        raise ArgumentError("--measured", expected="JSON of the ring benchmark", got=got, remedy=remedy) from error
-    found = []
-    for row in rows:
-        if row.get("mask", "causal") != "causal":
-            continue
-        split = Split(int(row.get("world_size") or ranks))
-        transport = row.get("transport", "nccl")
-        layout = row.get("layout") or row["name"].split()[1]
-        heads = {name: row[name] for name in ("nheads", "nheads_kv", "headdim")}
-        shape = Shape(1, row["seqlen"], **heads, causal=True, itemsize=DTYPES[row["dtype"]].itemsize)
-        machine = _machine(options, transport if transport in NEAR else "nccl")
-        prediction = predict(shape, split, layout, machine)
-        figures = {"seqlen": row["seqlen"], "world_size": split.world_size, "layout": layout, "transport": transport}
-        for part, predicted in (("forward", prediction.forward.total), ("forward_backward", prediction.seconds)):
-            figures[f"{part}_ms"] = row[f"{part}_ms"]
-            figures[f"{part}_predicted_ms"] = round(predicted * 1e3, 3)
-        found.append(figures)
-    return found
+        filled = [
+            row
+            | {"world_size": int(row.get("world_size") or ranks), "transport": row.get("transport", "nccl")}
+            | {"layout": row.get("layout") or row["name"].split()[1]}
+            for row in rows
+            if row.get("mask", "causal") == "causal"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_rings(f"{path}: {type(error).__name__}") from error
+    for row in filled:
+        if lacking := [name for name in MEASURED if name not in row]:
+            raise _not_rings(f"{path}: {row['name']!r} of {row['seqlen']} tokens without {', '.join(lacking)}")
+        if row["dtype"] not in DTYPES or row["layout"] not in (*LAYOUTS, "balanced"):
+            raise _not_rings(f"{path}: {row['name']!r} of layout {row['layout']!r} and dtype {row['dtype']!r}")
+    return filled
+
+
+def _not_rings(got: str) -> ArgumentError:
+    remedy = "Pass what `ringflash bench ring --json` wrote."
+    return ArgumentError("--measured", expected="JSON of the ring benchmark", got=got, remedy=remedy)
+
+
+def _measured(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured of a ring, and what is predicted for it."""
+    transport = row["transport"]
+    heads = {name: row[name] for name in ("nheads", "nheads_kv", "headdim")}
+    shape = Shape(1, row["seqlen"], **heads, causal=True, itemsize=DTYPES[row["dtype"]].itemsize)
+    machine = _machine(options, transport if transport in NEAR else "nccl")
+    prediction = predict(shape, Split(row["world_size"]), row["layout"], machine)
+    figures = {name: row[name] for name in ("seqlen", "world_size", "layout", "transport")}
+    for part, predicted in (("forward", prediction.forward.total), ("forward_backward", prediction.seconds)):
+        figures[f"{part}_ms"] = row[f"{part}_ms"]
+        figures[f"{part}_predicted_ms"] = round(predicted * 1e3, 3)
+    return figures
 
 
 def _is_grouped(row: dict[str, Any]) -> bool:

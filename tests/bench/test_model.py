@@ -204,6 +204,26 @@ def test_bad_arguments_predict_nothing(changed: str, message: str, capsys: pytes
     assert "choose" not in captured.out
 
 
+@pytest.mark.parametrize(
+    ("row", "lacking"),
+    [
+        ({"dtype": "bfloat16", "headdim": 128}, "'ringflash zigzag' of 8192 tokens without nheads, nheads_kv"),
+        ({"dtype": "int4", "headdim": 128, "nheads": 8, "nheads_kv": 8}, "layout 'zigzag' and dtype 'int4'"),
+    ],
+)
+def test_what_was_measured_is_read_first(
+    row: dict[str, object], lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ring.json"
+    whole = {"name": "ringflash zigzag", "seqlen": 8192, "forward_ms": 1.0, "forward_backward_ms": 3.0, **row}
+    path.write_text(json.dumps({"device": "4 x H200", "rows": [whole]}))
+    assert main([*SMALL.split(), "--measured", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert lacking in captured.err
+    assert "bench ring --json" in captured.err
+    assert captured.out == ""
+
+
 def test_symmetric_memory_ends_with_the_host(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     arguments = "bench model --seqlens 65536 --world-sizes 8 16 --choose-at --transport symmetric --json"
