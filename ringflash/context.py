@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import layout as layouts
+from ringflash.checks import check_whole
 from ringflash.double_ring import make_double_plan
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.grid import HEADS, RING, Grid, split_rows
@@ -199,8 +200,9 @@ class ContextParallel:
             mask: of the attention to come; the layout "balanced" needs it, others are the same without.
 
         Raises:
-            ArgumentError: fewer rows than ranks, no mask for "balanced" or one that does not fit.
+            ArgumentError: no such dimension, fewer rows than ranks, no mask for "balanced" or one that does not fit.
         """
+        dim = layouts.checked_dim(x, dim)
         return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
 
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
@@ -213,9 +215,9 @@ class ContextParallel:
             ArgumentError: as `shard`.
             RankMismatch: shards whose dtypes or other dimensions differ, or whose lengths are not the layout's.
         """
+        dim = layouts.checked_dim(x, dim)
         if self._control is None:
             return layouts.put_together(x, self._local_chunks(x.shape[dim], mask), dim)
-        dim %= x.ndim
         rest = [n for d, n in enumerate(x.shape) if d != dim]
         fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
         if self.layout == "balanced":
@@ -224,7 +226,12 @@ class ContextParallel:
         return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
     def positions(self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None) -> Tensor:
-        """Global positions of this rank's rows of a sequence of `seqlen` tokens, in the order `shard` gives them."""
+        """Global positions of this rank's rows of a sequence of `seqlen` tokens, in the order `shard` gives them.
+
+        Raises:
+            ArgumentError: no whole number of tokens; or as `shard`.
+        """
+        check_whole("seqlen", seqlen, 1, "Pass the number of tokens in the whole sequence.")
         return layouts.positions(self._local_chunks(seqlen, mask), device)
 
     def plan(self, mask: Mask | None, seqlen: int, rank: int | None = None, *, row_bytes: int | None = None) -> Plan:
@@ -240,11 +247,16 @@ class ContextParallel:
                 headdim_v) * itemsize, by which hops="auto" groups hops or does not; without, it is a ring.
 
         Raises:
-            ArgumentError: a mask of another sequence; or as `make_layout`.
+            ArgumentError: no whole number of tokens, no such rank, a mask of another sequence; or as `make_layout`.
         """
+        check_whole("seqlen", seqlen, 1, "Pass the number of tokens in the whole sequence.")
+        rank = self.rank if rank is None else rank
+        if not isinstance(rank, int) or rank not in range(self.world_size):
+            expected = f"one of the {self.world_size} ranks, counted from 0"
+            raise ArgumentError("rank", expected=expected, got=repr(rank), remedy="Leave it out for this rank's plan.")
         mask = as_mask(mask)
         mask.validate(seqlen)
-        place, _ = self.grid.places[self.rank if rank is None else rank]
+        place, _ = self.grid.places[rank]
         layout = self._ring_cut(seqlen, mask)
         return self._plan_at(place, layout, mask, self._groups(layout, mask, row_bytes))
 

@@ -186,6 +186,15 @@ def positions(chunks: Sequence[Chunk], device: torch.device | str | None = None)
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 
+def checked_dim(x: Tensor, dim: int) -> int:
+    """`dim` of `x`, counted from its first. Raises ArgumentError where it has no such dimension."""
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        expected = f"a dimension of a tensor of shape {tuple(x.shape)}"
+        remedy = "Pass the dimension of tokens, and a tensor that has one."
+        raise ArgumentError("dim", expected=expected, got=repr(dim), remedy=remedy)
+    return dim % x.ndim
+
+
 def take(x: Tensor, chunks: Sequence[Chunk], dim: int) -> Tensor:
     """Rows of the whole sequence `x` that `chunks` name, in storage order: a contiguous copy."""
     return torch.cat([x.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim=dim).contiguous()

@@ -1,5 +1,6 @@
 """Layouts cut and join exactly, at any length."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -107,6 +108,34 @@ def test_layouts_are_values() -> None:
 def test_fewer_tokens_than_ranks() -> None:
     with pytest.raises(ArgumentError, match=r"seqlen: expected at least one token a rank \(4 ranks\), got 3 tokens"):
         rf.ContextParallel.local(4).shard(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.positions(12.5), "seqlen: expected a whole number, at least 1, got 12.5"),
+        (lambda c: c.plan(None, 12.5), "seqlen: expected a whole number, at least 1, got 12.5"),
+        (lambda c: c.plan(None, 12, 9), "rank: expected one of the 4 ranks, counted from 0, got 9"),
+        (lambda c: c.plan(None, 12, -1), "rank: expected one of the 4 ranks, counted from 0, got -1"),
+        (lambda c: c.plan(None, 12, 1.0), "rank: expected one of the 4 ranks, counted from 0, got 1.0"),
+        (
+            lambda c: c.shard(torch.zeros(1, 8), dim=9),
+            r"dim: expected a dimension of a tensor of shape \(1, 8\), got 9",
+        ),
+        (lambda c: c.shard(torch.zeros(())), r"dim: expected a dimension of a tensor of shape \(\), got 1"),
+        (lambda c: c.unshard(torch.zeros(1, 8), dim=-3), "dim: expected a dimension of .*got -3"),
+        (lambda c: c.shard(torch.zeros(1, 8), dim=1.0), "dim: expected a dimension of .*got 1.0"),
+    ],
+)
+def test_arguments_that_name_nothing(call: Callable[[rf.ContextParallel], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(rf.ContextParallel.local(4))
+
+
+def test_dimensions_are_counted_from_the_end_too() -> None:
+    context, x = rf.ContextParallel.local(4), torch.arange(24.0).reshape(2, 12)
+    assert torch.equal(context.shard(x, dim=-1), context.shard(x))
+    assert torch.equal(context.unshard(context.shard(x, -1), dim=-1), x)
 
 
 def test_unknown_layout() -> None:
