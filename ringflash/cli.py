@@ -69,6 +69,10 @@ def _prepare(args: list[str]) -> int:
 
 
 def _checkpoint(args: list[str]) -> int:
+    if args and args[0] in ("-h", "--help"):
+        row = "  verify    compare checkpoints with what was saved, without opening them"
+        print(f"usage: ringflash checkpoint COMMAND [ARGUMENTS]\n\n{row}\n\nIt explains itself with --help.")
+        return 0
     from ringflash.train.verify_command import main as verify
 
     if args[:1] != ["verify"]:

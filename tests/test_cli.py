@@ -70,6 +70,14 @@ def test_bench_names_its_benchmarks(
     assert message in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(("args", "code"), [(["--help"], 0), (["-h"], 0), ([], 2), (["vrify"], 2)])
+def test_checkpoint_names_its_command(args: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", *args]) == code
+    captured = capsys.readouterr()
+    assert ("usage: ringflash checkpoint" in captured.out) == (code == 0)
+    assert "verify" in "".join(captured)
+
+
 @pytest.mark.parametrize("benchmark", ["ring", "scaling", "training", "model", "kernels", "masks", "hops"])
 def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
