@@ -40,6 +40,7 @@ from ringflash.train.preemption import Preempted, Preemption
 from ringflash.train.profiling import Profile
 from ringflash.train.progress import RingProgressBar
 from ringflash.train.report import Report
+from ringflash.train.ring_module import refused_precision
 from ringflash.train.strategy import RingAttentionStrategy
 from ringflash.train.summary import RunSummary
 from ringflash.train.throughput import Throughput
@@ -141,10 +142,15 @@ class RingCLI(LightningCLI):
             raise cause from None
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them."""
+        """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them.
+
+        Raises:
+            ConfigError: loggers beside trainer.logger, or a precision that the ring's strategy refuses.
+        """
         # The saved configuration leaves open what was left open, and so serves runs of other lengths too.
         self.config = self._written
         config = self._get(self.config_init, "trainer")
+        check_precision(config)
         fit = self.subcommand == "fit"
         callbacks = config.get("callbacks") or []
         callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
@@ -222,6 +228,14 @@ def end_schedule(config: Any, *, fit: bool) -> None:
         )
     warmup_steps = OptimizerConfig.warmup_steps if optimizer is None else optimizer.warmup_steps
     config["model.optimizer.max_steps"] = max(steps, warmup_steps + 1)
+
+
+def check_precision(trainer: Any) -> None:
+    """Raises ConfigError for one that RingAttentionStrategy refuses, before the Trainer takes another for it."""
+    precision, strategy = trainer.get("precision"), trainer.get("strategy")
+    sharded = strategy == STRATEGY or isinstance(strategy, RingAttentionStrategy)
+    if sharded and precision not in (None, 32, "32", "32-true"):
+        raise refused_precision(precision)
 
 
 def check_checkpoint(path: str, *, sharded: bool) -> None:

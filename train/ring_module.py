@@ -270,12 +270,8 @@ class RingModule(pl.LightningModule, ABC):
                 remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
             )
         if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
-            raise ConfigError(
-                "precision",
-                expected="32-true, the Trainer's default",
-                got=getattr(strategy.precision_plugin, "precision", type(strategy.precision_plugin).__name__),
-                remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
-            )
+            plugin = strategy.precision_plugin
+            raise refused_precision(getattr(plugin, "precision", type(plugin).__name__))
         if self.activation_offload and strategy.root_device.type == "cpu":
             raise ConfigError(
                 "activation_offload",
@@ -325,6 +321,16 @@ class RingModule(pl.LightningModule, ABC):
         loss = gathered(self.trainer, local.sum()[None]).sum() / counts.sum().clamp(min=1)
         # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
         self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
+
+
+def refused_precision(got: object) -> ConfigError:
+    """The error of a Trainer precision that would cast behind FSDP."""
+    return ConfigError(
+        "precision",
+        expected="32-true, the Trainer's default",
+        got=got,
+        remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
+    )
 
 
 def shard_model(

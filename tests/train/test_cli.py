@@ -229,6 +229,16 @@ def test_model_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "a multiple of n_heads=3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("strategy", [[], ["--trainer.strategy=ring_attention"]])
+@pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
+def test_a_precision_is_refused_as_it_was_given(
+    tmp_path: Path, strategy: list[str], precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path, CONFIG))
+    assert cli.main(["fit", "--config", config, *strategy, f"--trainer.precision={precision}"]) == 2
+    assert f"precision: expected 32-true, the Trainer's default, got {precision}." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("content", "message"), [("", "all of them empty"), ("short", "lower the context length")])
 def test_bad_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str, capsys: pytest.CaptureFixture[str]
