@@ -51,7 +51,7 @@ class LastCheckpoint(Checkpoint):
             raise ConfigError("every_n_minutes", expected="more than 0", got=every_n_minutes, remedy="Try 30.")
         self.every_n_steps, self.every_n_minutes, self.asynchronous = every_n_steps, every_n_minutes, asynchronous
         self.keep = Keep(keep, keep_every_n_steps)
-        self.path = Path()
+        self.path: Path | None = None  # there once training begins
         self._step = self._saved_step = 0
         self._saved_at = 0.0
 
@@ -84,6 +84,7 @@ class LastCheckpoint(Checkpoint):
         strategy = trainer.strategy
         if trainer.global_step != self._saved_step and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            assert self.path is not None, "training has begun"
             options = SaveOptions(asynchronous, self.keep) if isinstance(strategy, ShardedStrategy) else None
             trainer.save_checkpoint(self.path, storage_options=options)
         elif isinstance(strategy, ShardedStrategy) and not asynchronous:

@@ -195,10 +195,11 @@ class RingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except BaseException:
-            if self._folder is not None and self.trainer.is_global_zero and not self.trainer.global_step:
+        finally:
+            # Not by a run that failed before its first step, nor by one that was at its end already.
+            trained = self._get(self.config_init, "summary").trained and self.trainer.global_step
+            if self._folder is not None and self.trainer.is_global_zero and not trained:
                 discard(self._folder)
-            raise
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would unpickle a file to look for arguments, and LanguageModel saves none."""

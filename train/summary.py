@@ -49,6 +49,11 @@ class RunSummary(Callback):
         self.first_loss = math.nan
         self.last_losses: deque[float] = deque(maxlen=LAST_STEPS)
         self._step = -1
+        self.trained = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes that there are steps to train, which a run that is resumed at its end has not."""
+        self.trained = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,7 +75,12 @@ class RunSummary(Callback):
         self.first_loss = state_dict["first_loss"]
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Samples on all ranks, prints on the first."""
+        """Samples on all ranks, prints on the first; of a run that was at its end already, nothing but that."""
+        if not self.trained:
+            if trainer.is_global_zero:
+                step = trainer.global_step
+                print(f"Already trained to step {step}: nothing was left to do. Raise trainer.max_steps to go on.")
+            return
         sample = self._sample(pl_module) if self.sample_tokens else None
         if trainer.is_global_zero:
             console = Console()
@@ -99,15 +109,17 @@ class RunSummary(Callback):
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        last = sum(self.last_losses) / len(self.last_losses) if self.last_losses else math.nan
-        notes = [f"{last / self.first_loss:.0%} of the first"] if self.first_loss > 0 else []
-        notes += [f"mean of {len(self.last_losses)} steps"]
-        table.add_row("first loss", f"{self.first_loss:.4f}")
-        table.add_row("last loss", f"{last:.4f} ({', '.join(notes)})")
+        if self.last_losses:
+            last = sum(self.last_losses) / len(self.last_losses)
+            notes = [f"{last / self.first_loss:.0%} of the first"] if self.first_loss > 0 else []
+            notes += [f"mean of {len(self.last_losses)} steps"]
+            table.add_row("first loss", f"{self.first_loss:.4f}")
+            table.add_row("last loss", f"{last:.4f} ({', '.join(notes)})")
         if (val := trainer.callback_metrics.get("val/loss")) is not None:
             table.add_row("held-out loss", f"{float(val):.4f}")
         for throughput in (c for c in trainer.callbacks if isinstance(c, Throughput)):  # pyright: ignore[reportAttributeAccessIssue]
-            rate = throughput.tokens_per_second
+            if not (rate := throughput.tokens_per_second):
+                continue
             table.add_row("tokens/s", f"{rate:,.0f} ({rate / throughput.world_size:,.0f} a rank)")
             if throughput.mfu is not None:
                 table.add_row("MFU", f"{throughput.mfu:.1%}")
@@ -119,7 +131,7 @@ class RunSummary(Callback):
     @staticmethod
     def _places(trainer: pl.Trainer) -> list[tuple[str, Path]]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        places = [("checkpoint", c.path) for c in callbacks if isinstance(c, LastCheckpoint)]
+        places = [("checkpoint", c.path) for c in callbacks if isinstance(c, LastCheckpoint) and c.path is not None]
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 places += [("log", Path(logger.log_dir) / METRICS)]

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,44 +22,12 @@ from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
 from ringflash.train.folder import verify
 from ringflash.train.retrieval_cli import RetrievalCLI
+from tests.train.commands import CONFIG, command, environment, write_config
 
 # Lightning's use of a jsonargparse method that has a new name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CONFIGS = Path(ringflash.__file__).parents[1] / "configs"
-CONFIG: dict[str, Any] = {
-    "model": {
-        "model": {"vocab_size": 257, "dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 48},
-        "optimizer": {"lr": 0.01, "warmup_steps": 2, "max_steps": 12},
-    },
-    "data": {"corpus": "text.txt", "context_length": 128, "batch_size": 2, "cache_dir": "cache"},
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": {
-            "class_path": "ringflash.train.strategy.RingAttentionStrategy",
-            "init_args": {"layout": "contiguous"},
-        },
-        "max_steps": 12,
-        "max_epochs": -1,
-        "log_every_n_steps": 2,
-        "val_check_interval": 6,
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 0,
-    },
-    "summary": {"sample_tokens": 8},
-    "throughput": {"warmup_steps": 2},
-    "run_dir": "runs/test",
-}
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "ringflash.cli", *args]
-
-
-def environment() -> dict[str, str]:
-    """Without what an enclosing distributed run would leave there."""
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"COLUMNS": "120"}
 
 
 def children(folder: Path) -> list[int]:
@@ -84,19 +51,14 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
     return met
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    (folder / "text.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(400)))
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder / "config.yaml"
-
-
 @dataclass(frozen=True)
 class Fit:
-    """A run of twelve steps on two processes, and one that goes on with it to the sixteenth."""
+    """A run of twelve steps on two processes, one that goes on to the sixteenth, and one that finds nothing left."""
 
     folder: Path
     first: subprocess.CompletedProcess[str]
     resumed: subprocess.CompletedProcess[str]
+    again: subprocess.CompletedProcess[str]
     left_over: list[int]
 
 
@@ -109,7 +71,8 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     left_over = children(folder)
     more = ["--trainer.max_steps=16", "--trainer.devices=1", "--ckpt_path", "runs/test/checkpoints/last"]
     resumed = subprocess.run(command("train", "fit", "--config", config, *more), **options)
-    return Fit(folder, first, resumed, left_over)
+    again = subprocess.run(command("train", "fit", "--config", config, *more[:2], "--ckpt_path", "last"), **options)
+    return Fit(folder, first, resumed, again, left_over)
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -154,6 +117,13 @@ def test_resume_at_another_world_size(fit: Fit) -> None:
     assert list(losses(fit.folder / "runs" / "test-2" / "metrics.csv")) == [13, 15]
     first = fit.first.stdout.split("first loss")[1].split()[0]
     assert fit.resumed.stdout.split("first loss")[1].split()[0] == first
+
+
+@pytest.mark.xdist_group("fit")
+def test_resume_at_the_end(fit: Fit) -> None:
+    assert fit.again.returncode == 0, fit.again.stderr
+    assert fit.again.stdout == "Already trained to step 16: nothing was left to do. Raise trainer.max_steps to go on.\n"
+    assert [path.name for path in sorted((fit.folder / "runs").iterdir())] == ["test", "test-2"]
 
 
 @pytest.mark.xdist_group("fit")
