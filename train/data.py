@@ -12,7 +12,7 @@ from ringflash.train.corpus import CACHE, load_corpus
 from ringflash.train.sampler import BatchSampler, ResumableLoader
 from ringflash.train.samples import Line, Packing, TokenSamples, train_and_held_out
 from ringflash.train.sources import STDLIB
-from ringflash.train.tokenizer import RUN_FOLDER, Tokenizer
+from ringflash.train.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
 from ringflash.train.tokens import TokenFiles
 
 VAL_FRACTION = 0.01  # of text, of which nobody has said it
@@ -69,9 +69,19 @@ class TextDataModule(pl.LightningDataModule):
         """Maps the token files, and leaves their tokenizer in the folder of a run that is logged.
 
         Raises:
-            DataError: fewer tokens than one sample, or than two with a held-out part; or the model has fewer token ids.
+            DataError: fewer tokens than one sample, or than two with a held-out part; the model has fewer token ids, or
+                begins with a folder of another tokenizer.
         """
         tokens = load_corpus(self.sources, self.cache_dir)
+        begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
+        if begins_with is not None and not tokens.tokenizer.agrees_with(Path(begins_with)):
+            raise DataError(
+                "tokenizer",
+                expected=f"that of {begins_with}, whose weights training begins with",
+                got=f"{tokens.tokenizer.name}, as {tokens.folder} has",
+                remedy=f"Prepare the text with `ringflash prepare --tokenizer {begins_with}`; to have the model learn "
+                f"other ids all the same, take {MODEL_FILE} out of its folder.",
+            )
         known = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
         if known is not None and known < tokens.vocab_size:
             raise DataError(

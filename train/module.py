@@ -73,6 +73,7 @@ class LanguageModel(RingModule):
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
         self.model_config = read_config(str(init_from)) if model is None else model
+        self.init_from = init_from
         self.weights = None if init_from is None else Weights(init_from)
 
     @property

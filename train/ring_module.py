@@ -68,6 +68,7 @@ class RingModule(pl.LightningModule, ABC):
     """
 
     in_pieces = False  # whether feed-forward layers take their tokens in pieces
+    init_from: str | None = None  # folder of the weights to begin with, whose tokenizer data are compared with
 
     def __init__(
         self,

@@ -99,6 +99,27 @@ class Tokenizer:
         """SHA-256 of all that decides which ids a text becomes."""
         return hashlib.sha256(f"{self.end_of_document}\0{self.model or BYTES}".encode()).hexdigest()
 
+    def agrees_with(self, folder: Path) -> bool:
+        """Whether the tokenizer in a model's `folder` makes the same ids of a text, or there is none.
+
+        Which of them ends a document is not compared, nor what a file says of cutting, decoding and special tokens
+        around a text, none of which decides the ids of a document.
+
+        Raises:
+            DataError: what is there cannot be read.
+        """
+        file = folder / MODEL_FILE
+        if not file.is_file():
+            return self.model is None or _config(folder / CONFIG_FILE).get("tokenizer_class") != BYTES
+        if self.model is None:
+            return False
+        try:
+            other = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "Download or write the folder anew."
+            raise DataError("tokenizer", expected=f"a {MODEL_FILE}", got=f"{file}: {error}", remedy=remedy) from error
+        return self.model == other or _rules(self.model, self.name) == _rules(other, str(file))
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any that begin or end a document."""
         return self.encode_batch([text])[0].tolist()
@@ -164,6 +185,12 @@ def _backend(model: str, name: str) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _rules(model: str, name: str) -> dict[str, Any]:
+    """What of a tokenizer.json decides which ids a text becomes, as the library of today writes it."""
+    content: dict[str, Any] = json.loads(_backend(model, name).to_str())
+    return {key: value for key, value in content.items() if key not in ("version", "post_processor", "decoder")}
 
 
 def _put(path: Path, text: str) -> None:

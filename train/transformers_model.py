@@ -84,7 +84,7 @@ class TransformersModel(RingModule):
             activation_offload=activation_offload,
             compile_blocks=compile_blocks,
         )
-        self._folder = str(model) if isinstance(model, str | Path) else None
+        self.init_from = str(model) if isinstance(model, str | Path) else None
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
 
     def configure_model(self) -> None:
@@ -131,8 +131,8 @@ class TransformersModel(RingModule):
 
         rf.hf.register()
         options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.float32}
-        if self._folder is not None:
-            return AutoModelForCausalLM.from_pretrained(self._folder, config=self.config, **options)
+        if self.init_from is not None:
+            return AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # the same weights on every rank
             return AutoModelForCausalLM.from_config(self.config, **options)

@@ -29,8 +29,8 @@ def write_lines(path: Path, texts: list[str], field: str = "text") -> Path:
     return path
 
 
-def write_tokenizer(folder: Path, end: str = "</s>") -> Path:
-    """A small byte-pair tokenizer of bytes, so that any text comes back."""
+def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns and turns around the ring\n") -> Path:
+    """A small byte-pair tokenizer of bytes, so that any text comes back, with the pairs of `text`."""
     folder.mkdir(exist_ok=True, parents=True)
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def write_tokenizer(folder: Path, end: str = "</s>") -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(["the ring turns and turns around the ring\n"] * 10, trainer)
+    made.train_from_iterator([text] * 10, trainer)
     made.enable_truncation(4)  # what a file asks for must not cut documents
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

@@ -108,6 +108,7 @@ class Reader(pl.LightningModule):
     def __init__(self, vocab_size: int = 257) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.init_from: str | None = None
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[list[list[int]]] = []
 
@@ -148,6 +149,17 @@ def test_training_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size: expected at least 257, the ids of bytes, .* Set model"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=256), module(tmp_path))
+
+
+def test_tokens_of_another_tokenizer_than_the_model_s(tmp_path: Path) -> None:
+    own, other = (write_tokenizer(tmp_path / name, text=name * 9) for name in ("own", "other"))
+    lines = write_lines(tmp_path / "lines.jsonl", [f"the ring turns {i} times" for i in range(40)])
+    prepare(str(lines), tmp_path / "to", Recipe(Tokenizer.load(other)))
+    model = Reader(vocab_size=400)
+    model.init_from = str(own.parent)
+    for data, got in ((TextDataModule(str(tmp_path / "to"), 16), "tokenizer of"), (module(tmp_path), "bytes, as")):
+        with pytest.raises(DataError, match=f"tokenizer: expected that of .*own, .* got {got} .*--tokenizer .*own`"):
+            trainer(1, devices=1, enable_checkpointing=False).fit(model, data)
 
 
 def _read(folder: Path, use_distributed_sampler: bool) -> list[list[list[int]]]:

@@ -83,6 +83,36 @@ def test_where_the_end_of_a_document_is_named(tmp_path: Path) -> None:
         assert Tokenizer.load(plain.parent) == Tokenizer.load(plain, "<done>")
 
 
+def test_the_same_ids(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model"))
+    other = Tokenizer.load(write_tokenizer(tmp_path / "other", text="a line of other pairs, another line\n"))
+    (tmp_path / "nothing").mkdir()
+    Tokenizer().save(tmp_path / "bytes")
+    for folder, expected in (
+        ("model", (True, False, False)),
+        ("bytes", (False, False, True)),
+        ("nothing", (True,) * 3),
+    ):
+        assert tuple(t.agrees_with(tmp_path / folder) for t in (tokenizer, other, Tokenizer())) == expected
+
+
+def test_the_same_ids_of_files_that_differ(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "model")
+    content = json.loads(path.read_text())
+    tokenizer = Tokenizer.load(path)
+    older = [" ".join(pair) for pair in content["model"]["merges"]]  # as the library wrote pairs before
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "Ġ"}')
+    path.write_text(json.dumps(content | {"truncation": None, "model": content["model"] | {"merges": older}}, indent=4))
+    assert Tokenizer.load(path).end_of_document != tokenizer.end_of_document
+    assert Tokenizer.load(path).digest != tokenizer.digest
+    assert tokenizer.agrees_with(tmp_path / "model")
+    path.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    assert not tokenizer.agrees_with(tmp_path / "model")
+    path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="tokenizer: expected a tokenizer.json, got .*Download"):
+        tokenizer.agrees_with(tmp_path / "model")
+
+
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("{}")
     with pytest.raises(DataError, match="tokenizer: expected a tokenizer.json of .*text.json: "):
