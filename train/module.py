@@ -107,6 +107,7 @@ class LanguageModel(RingModule):
         strategy = self.trainer.strategy
         self._check_strategy()
         compute = self._resolved_dtype(strategy.root_device)
+        self._check_context_length()
         self._check_memory()
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -280,6 +281,20 @@ class RingModule(pl.LightningModule, ABC):
                 got=True,
                 remedy="Activations are in the host's memory already.",
             )
+
+    def _check_context_length(self) -> None:
+        """Says so where sequences of the data module are longer than those that the model is meant for."""
+        config, data = self.estimated_config, getattr(self.trainer, "datamodule", None)
+        longest = None if config is None or config.rope_scaling is not None else config.max_position_embeddings
+        length = getattr(data, "context_length", None) or 0
+        fits = longest is None or length <= longest
+        if fits or self.trainer.state.fn != TrainerFn.FITTING or not self.trainer.is_global_zero:
+            return
+        text = f"context_length {length} is more than the model's max_position_embeddings {longest}, and there is no "
+        text += (
+            "rope_scaling: set that, or a larger rope_theta, with max_position_embeddings, for the model to reach it"
+        )
+        print(f"ringflash: {text}", file=sys.stderr, flush=True)
 
     def _check_memory(self) -> None:
         """Says what training takes at least on a GPU; raises ConfigError when there is less."""

@@ -99,6 +99,7 @@ class TransformersModel(RingModule):
         strategy = self.trainer.strategy
         self._check_strategy()
         compute = self._resolved_dtype(strategy.root_device)
+        self._check_context_length()
         self._check_memory()
         model = self._build()
         rf.hf.check_model(model)

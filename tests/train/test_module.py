@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.data import TextDataModule
+from ringflash.train.model_config import RopeScaling
 from ringflash.train.module import LanguageModel
 from ringflash.train.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
@@ -97,6 +101,31 @@ def test_refused_activations() -> None:
     module.trainer = trainer()
     with pytest.raises(ConfigError, match="activation_offload: expected False on a CPU"):
         module.configure_model()
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "scaling", "said"),
+    [
+        (65, 64, None, True),
+        (64, 64, None, False),
+        (65, None, None, False),
+        (65, 64, RopeScaling("linear", 2.0), False),
+    ],
+)
+def test_a_context_longer_than_the_model_s(
+    length: int, longest: int | None, scaling: Any, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fn in (TrainerFn.VALIDATING, TrainerFn.FITTING):
+        module = LanguageModel(replace(MODEL, max_position_embeddings=longest, rope_scaling=scaling))
+        module.trainer = trainer()
+        module.trainer.datamodule = TextDataModule(context_length=length)  # pyright: ignore[reportAttributeAccessIssue]
+        module.trainer.state.fn = fn
+        assert capsys.readouterr().err == ""
+        module.configure_model()
+    text = (
+        "ringflash: context_length 65 is more than the model's max_position_embeddings 64, and there is no rope_scaling"
+    )
+    assert capsys.readouterr().err.startswith(text) == said
 
 
 def test_before_configure_model() -> None:
