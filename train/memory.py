@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class TrainingShape:
         compute_dtype: of activations and gathered weights.
         checkpointing: what blocks keep.
         offload: whether what "block" keeps is in the host's memory.
+        offloads_sum: whether the sum after attention is there too, as a Decoder's.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
         copied: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
         in_pieces: whether a block's backward computes gate and up again piece by piece, as a compiled Decoder's.
@@ -38,6 +40,7 @@ class TrainingShape:
     compute_dtype: torch.dtype = torch.bfloat16
     checkpointing: ActivationCheckpointing = "none"
     offload: bool = False
+    offloads_sum: bool = False
     reshard_after_forward: bool = True
     copied: bool = True
     in_pieces: bool = False
@@ -55,6 +58,7 @@ class MemoryEstimate:
         activations: what all blocks keep from the forward.
         loss: logits of a chunk and their gradient, the head, and gradients of it and of the final states.
         block: what the last block's backward computes again, its weights, and the gradient of a head that has none.
+        host: what blocks keep in the host's memory for this GPU, beside `total`.
     """
 
     weights: int
@@ -64,6 +68,7 @@ class MemoryEstimate:
     activations: int
     loss: int
     block: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -108,12 +113,13 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     weights = (config.n_layers * block_parameters + root_parameters) * master // shape.shard_size
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     kept = (config.dim + q_dim) * item + master * config.n_heads
-    gate_and_up = 2 * config.ffn_dim * item
+    gate_and_up, host = 2 * config.ffn_dim * item, 0
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
     if shape.checkpointing == "none":
         kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
     elif shape.offload:
+        host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
@@ -136,7 +142,24 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         activations=config.n_layers * shape.tokens * kept,
         loss=loss,
         block=block,
+        host=host,
     )
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, of which a container may be allowed less."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> None:
+    """Raises ConfigError when `ranks` of one host keep more than its `available` bytes."""
+    if ranks * estimate.host > available:
+        raise ConfigError(
+            "activation_offload",
+            expected=f"at most the host's {available / GIB:.2f} GiB",
+            got=f"at least {estimate.host / GIB:.2f} GiB for each of {ranks} GPUs",
+            remedy="Use a shorter context, a smaller micro-batch, more hosts, or no activation_offload.",
+        )
 
 
 def check_memory(estimate: MemoryEstimate, available: int) -> None:

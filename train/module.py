@@ -45,7 +45,7 @@ class LanguageModel(RingModule):
         CheckpointError: a folder without a model.
     """
 
-    in_pieces = True
+    in_pieces = offloads_sum = True
 
     def __init__(
         self,

@@ -27,7 +27,15 @@ from ringflash.errors import ConfigError
 from ringflash.train.activations import ActivationCheckpointing, check_offload
 from ringflash.train.checkpoint import compare_model_configs
 from ringflash.train.loss import TokenLosses
-from ringflash.train.memory import GIB, MemoryEstimate, TrainingShape, check_memory, estimate_memory
+from ringflash.train.memory import (
+    GIB,
+    MemoryEstimate,
+    TrainingShape,
+    check_host_memory,
+    check_memory,
+    estimate_memory,
+    host_memory,
+)
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.nonfinite import NonFinite, NonFiniteError
 from ringflash.train.observe import gathered
@@ -69,6 +77,7 @@ class RingModule(pl.LightningModule, ABC):
     """
 
     in_pieces = False  # whether feed-forward layers take their tokens in pieces
+    offloads_sum = False  # whether activation_offload keeps what lies between attention and the feed-forward layer too
     init_from: str | None = None  # folder of the weights to begin with, whose tokenizer data are compared with
 
     def __init__(
@@ -154,6 +163,7 @@ class RingModule(pl.LightningModule, ABC):
             compute_dtype=compute,
             checkpointing=self.activation_checkpointing,
             offload=self.activation_offload,
+            offloads_sum=self.offloads_sum,
             reshard_after_forward=self.reshard_after_forward,
             copied=copied,
             in_pieces=self.compile_blocks and self.in_pieces,
@@ -297,15 +307,21 @@ class RingModule(pl.LightningModule, ABC):
         print(f"ringflash: {text}", file=sys.stderr, flush=True)
 
     def _check_memory(self) -> None:
-        """Says what training takes at least on a GPU; raises ConfigError when there is less."""
+        """Says what training takes at least on a GPU, and of its host; raises ConfigError when there is less."""
         device = self.trainer.strategy.root_device
         if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
             return
         if (estimate := self.memory_estimate()) is not None:
             available = torch.cuda.get_device_properties(device).total_memory
+            ranks, host = self.trainer.num_devices, host_memory()
             if self.trainer.is_global_zero:
-                print(f"Memory: {estimate}, of {available / GIB:.2f}", flush=True)
+                text = f"Memory: {estimate}, of {available / GIB:.2f}"
+                if estimate.host:
+                    needed = ranks * estimate.host / GIB
+                    text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
+                print(text, flush=True)
             check_memory(estimate, available)
+            check_host_memory(estimate, ranks, host)
 
     def _shard(
         self,

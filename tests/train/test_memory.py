@@ -15,8 +15,10 @@ from ringflash.errors import ConfigError
 from ringflash.train.memory import (
     GIB,
     TrainingShape,
+    check_host_memory,
     check_memory,
     estimate_memory,
+    host_memory,
     parameter_counts,
 )
 from ringflash.train.model import Decoder
@@ -103,6 +105,20 @@ def test_what_cannot_fit() -> None:
         check_memory(estimate, int(139 * GIB))
 
 
+def test_the_host_s_share() -> None:
+    tokens = 262144 // 4
+    shape = TrainingShape(tokens, shard_size=4, checkpointing="block", offload=True, offloads_sum=True)
+    estimate = estimate_memory(LLAMA_8B, shape)
+    assert estimate.host == 32 * tokens * (6 * 4096 + 4 * 32)  # L T 6 D, and lse
+    assert estimate_memory(LLAMA_8B, replace(shape, offloads_sum=False)).host == 32 * tokens * (4 * 4096 + 4 * 32)
+    assert estimate_memory(LLAMA_8B, replace(shape, offload=False)).host == 0
+    check_host_memory(estimate, 4, 4 * estimate.host)
+    text = r"activation_offload: expected at most the host's 192\.00 GiB, got at least 48\.25 GiB for each of 4 GPUs\. "
+    with pytest.raises(ConfigError, match=text):
+        check_host_memory(estimate, 4, int(192 * GIB))
+    assert host_memory() > GIB / 4
+
+
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 def test_a_module_knows_its_data_and_ranks() -> None:
     class Data(pl.LightningDataModule):
@@ -111,7 +127,7 @@ def test_a_module_knows_its_data_and_ranks() -> None:
     module = LanguageModel(MODEL, compute_dtype="float32", activation_checkpointing="block")
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
-    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False)
+    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False, offloads_sum=True)
     assert module.memory_estimate() == estimate_memory(MODEL, shape)
     module.trainer.datamodule = Data()  # pyright: ignore[reportAttributeAccessIssue]
     assert module.memory_estimate() == estimate_memory(MODEL, replace(shape, tokens=1280))
