@@ -17,11 +17,8 @@ from ringflash.train.model import Decoder
 from tests.distributed import run_ranks
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
 
-CURVE = Run(steps=100, model=replace(MODEL, n_layers=1))  # its steps cost messages and little else
 RESUMED = Run(epoch_batches=5, micro_batches=2, dtype="float64")
 RUNS = {
-    "float64": replace(CURVE, dtype="float64"),
-    "float32": CURVE,
     "uneven": Run(masked="tail", layout="contiguous"),
     "uneven float64": Run(masked="tail", layout="contiguous", dtype="float64"),
     "accumulate": Run(micro_batches=3, masked="tail", layout="contiguous"),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringflash.train.model_config import ModelConfig
+from ringflash.train.ring_module import ComputeDtype
 from tests.distributed import run_ranks
 from tests.train.conftest import RUNS, Worlds
-from tests.train.runs import Outcome, Run, attempt, reference_gradients, train, train_alone
+from tests.train.runs import Outcome, Run, attempt, reference_gradients, sequences, train, train_alone
 
 WINDOWS = [
     "uneven",
@@ -36,15 +38,42 @@ def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) 
     assert relative_error(whole, reference) <= bar
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("name", "bar"), [("float64", 1e-8), ("float32", 1e-4)])
-def test_loss_curve_does_not_depend_on_the_number_of_ranks(
-    worlds: Worlds, world_size: int, name: str, bar: float
-) -> None:
-    one, many = (worlds[n][name].logged["train/loss"] for n in (1, world_size))
-    assert len(one) == len(many) == 100
-    assert max(abs(a - b) / b for a, b in zip(many, one, strict=True)) <= bar
+# Steps that cost messages and little else, of windows of two micro-batches of two sequences, each of four documents.
+CURVE = Run(
+    steps=200,
+    micro_batches=2,
+    epoch_batches=40,
+    model=ModelConfig(vocab_size=61, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32),
+    packed=True,
+    masked="some",
+    max_norm=1.0,
+)
+
+
+def _curves(runs: list[Run]) -> list[list[float]]:
+    outcomes = [train(run) for run in runs]
+    norms = [norm for outcome in outcomes for norm in outcome.logged["train/grad_norm"]]
+    assert sum(norm > 1.0 for norm in norms) > 20 * len(runs), "too few steps are clipped"
+    return [outcome.logged["train/loss"] for outcome in outcomes]
+
+
+@pytest.mark.timeout(600)  # four processes take their time on two cores
+@pytest.mark.parametrize(("dtype", "bar"), [("float64", 1e-8), ("float32", 1e-4)])
+def test_loss_curve_does_not_depend_on_the_number_of_ranks(dtype: ComputeDtype, bar: float) -> None:
+    run = replace(CURVE, dtype=dtype)
+    (one,) = run_ranks(1, _curves, [run])[0]
+    curves = [*run_ranks(2, _curves, [run])[0], *run_ranks(4, _curves, [run, replace(run, data_parallel=2)])[0]]
+    assert len(one) == 200
     assert sum(one[-10:]) < 0.8 * sum(one[:10])
+    for curve in curves:
+        assert max(abs(a - b) / b for a, b in zip(curve, one, strict=True)) <= bar
+
+
+def test_ranks_and_micro_batches_of_the_curve_have_unequal_valid_tokens() -> None:
+    valid = torch.tensor([int((row["labels"] >= 0).sum()) for row in sequences(CURVE)])
+    of_ranks, of_micro_batches = valid.view(-1, 2), valid.view(-1, 2, 2).sum(2)
+    for pairs in (of_ranks, of_micro_batches):
+        assert (pairs[:, 0] != pairs[:, 1]).double().mean() > 0.8
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

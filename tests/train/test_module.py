@@ -171,5 +171,5 @@ def test_refused_configurations() -> None:
 
 
 def test_float64_keeps_its_weights_in_float64(worlds: Worlds) -> None:
-    assert {w.dtype for w in worlds[2]["float64"].weights.values()} == {torch.float64}
-    assert {w.dtype for w in worlds[2]["float32"].weights.values()} == {torch.float32}
+    assert {w.dtype for w in worlds[2]["uneven float64"].weights.values()} == {torch.float64}
+    assert {w.dtype for w in worlds[2]["uneven"].weights.values()} == {torch.float32}
