@@ -45,9 +45,9 @@ _FORWARD = {
 }
 
 
-# A third warpgroup keeps the tensor cores busier; but the tile is longer, and of a diagonal's tiles more is wasted.
+# A third warpgroup keeps the tensor cores busier; but the tile is longer, and of short spans more is wasted.
 _FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160, turns=True)}
-LONG_VISITS = 24
+LONG_VISITS = 12
 
 
 def forward_config(headdim: int, *, masked: bool, visits: float) -> ForwardConfig:

@@ -55,6 +55,7 @@ from ringflash.kernels.hopper.pipeline import (
     masked_visits,
     pass_turn,
     visit,
+    wait_full,
     where_seen,
     work_arguments,
 )
@@ -102,6 +103,7 @@ class Kind(NamedTuple):
     REGISTERS: Any
     OUT_IN_Q: Any
     TURNS: Any
+    PASS_OVER: Any
     ROWS: Any
 
 
@@ -182,17 +184,33 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
 
 
 @gluon.jit
-def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, scale, rings, kind):  # noqa: E741
-    """Takes all tiles of keys that are visited into (acc, m, l)."""
+def _pass_over(C: gl.constexpr, keys, rings, kind):
+    """Takes nothing of the tile that is number `keys`, but its turn."""
+    wait_full(rings.k, keys)  # else who left the buffer's last tile might be counted twice
+    leave(rings.k, keys)
+    wait_full(rings.v, keys)
+    leave(rings.v, keys)
+    await_turn(C)
+    pass_turn(C, kind.CONSUMERS)
+
+
+@gluon.jit
+def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind):  # noqa: E741
+    """Takes all tiles of keys that are visited, but the first `unseen`, into (acc, m, l)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
-    k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
+    begin = 0
+    if kind.PASS_OVER:
+        begin = gl.minimum(unseen, place.end - place.begin - 1)
+        for i in range(begin):
+            _pass_over(C, keys + i, rings, kind)
+    k = filled(rings.k, keys + begin, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    leave(rings.k, keys)
-    n, _ = visit(place, 0)  # it may be one that every row sees whole
+    leave(rings.k, keys + begin)
+    n, _ = visit(place, begin)  # it may be one that every row sees whole
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
     p = carried(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
@@ -201,11 +219,11 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, scale,
     total = place.end - place.begin
     if kind.MASKED:
         begin_full = masked_visits(place)
-        for i in range(1, begin_full):
+        for i in range(begin + 1, begin_full):
             n, _ = visit(place, i)
             row = n * kind.BLOCK_N
             p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
-    for i in range(gl.maximum(begin_full, 1), total):
+    for i in range(gl.maximum(begin_full, begin + 1), total):
         p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
     keys += total
     if not kind.OUT_IN_Q:
@@ -219,14 +237,23 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, scale,
 
 @gluon.jit
 def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
-    """A warpgroup's queries of a tile: the first, all, and of each the first key it sees and the one after the last."""
+    """A warpgroup's queries of a tile: the first, all, and of each the first key it sees and the one after the last.
+
+    And how many of the tiles of keys that are visited first none of them sees: of a diagonal's, which are visited from
+    the last on, the first warpgroups' queries see fewer.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
     queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
     first, stop = queries, queries  # not read
+    unseen = 0
     if kind.MASKED:
         first, stop = bounds_of(bounds, place.batch, queries, queries < rows.seqlen)
-    return row, queries, first, stop
+    if kind.PASS_OVER:
+        last = gl.minimum(row + kind.ROWS, rows.seqlen) - 1
+        _, end = bounds_of(bounds, place.batch, last, last < rows.seqlen)  # ends never fall
+        unseen = gl.minimum(gl.maximum(place.end - gl.cdiv(end, kind.BLOCK_N), 0), place.end - place.full_end)
+    return row, queries, first, stop, unseen
 
 
 @gluon.jit
@@ -239,7 +266,7 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
     if kind.TURNS and C == kind.CONSUMERS - 1:
         pass_turn(C, kind.CONSUMERS)  # to the first, whom nobody has come before
     place = hear(mailbox, 0)
-    row, queries, first, stop = _rows_of(C, place, rows, bounds, kind)
+    row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
     while place.tile >= 0:
         inside = queries < rows.seqlen
         vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries  # into m, l and lse
@@ -254,7 +281,7 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
             acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
-            acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, scale, rings, kind)  # noqa: E741
+            acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind)  # noqa: E741
         elif not kind.OUT_IN_Q:
             leave(rings.q, use)
 
@@ -262,7 +289,7 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
         leave(mailbox, taken)
         taken += 1
         place = hear(mailbox, taken)  # now, so that its bounds come while the results leave
-        row, queries, first, stop = _rows_of(C, place, rows, bounds, kind)
+        row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
         buffer = buffer_of(rings.out, C)
         if kind.FIRST and not kind.OUT_IN_Q:  # nobody waited for the last tile's store to have read the buffer
             tma.store_wait(0)
@@ -391,6 +418,7 @@ def forward(
         REGISTERS=config.registers,
         OUT_IN_Q=config.out_in_q,
         TURNS=config.turns,
+        PASS_OVER=config.turns and known.above and not known.below,  # for both, registers do not suffice
         ROWS=ROWS,
     )
     _forward_kernel[(programs,)](

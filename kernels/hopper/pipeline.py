@@ -301,10 +301,10 @@ def masked_visits(place):
 def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
     """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first.
 
-    With `FROM_END` those that do not are visited from the last to the first.
+    Of these the last is the first. With `FROM_END` the others too are visited from the last to the first.
     """
-    low = place.full_begin - place.begin
-    masked = low + place.end - place.full_end
+    high = place.end - place.full_end
+    masked = high + place.full_begin - place.begin
     full = place.full_end - place.full_begin
     of_masked, of_full = i, i - masked * GROUP
     member = 0
@@ -312,7 +312,7 @@ def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
         member = gl.where(of_full < 0, of_masked // gl.maximum(masked, 1), of_full // gl.maximum(full, 1))
         of_masked -= member * masked
         of_full -= member * full
-    before = gl.where(of_masked < low, place.begin + of_masked, place.full_end + of_masked - low)
+    before = gl.where(of_masked < high, place.end - 1 - of_masked, place.begin + of_masked - high)
     after = place.full_begin + of_full
     if FROM_END:
         after = place.full_end - 1 - of_full

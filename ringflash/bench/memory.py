@@ -11,8 +11,9 @@ from ringflash.bench.problem import Problem
 from ringflash.bench.single import ours
 from ringflash.errors import ArgumentError
 
-STATISTICS = 2  # lse and delta, float32, of each row and query head
-ROUNDING = 2**20  # tables of a few numbers, and the allocator's rounding
+STATISTICS = 4  # of each row and query head, float32: lse and delta, and both as the Hopper kernels take them
+BOUNDS = 4  # of each row, int32: between which keys a query sees, and which queries see a key
+ROUNDING = 2**20  # tables of tiles, and the allocator's rounding
 EXPECTED_TFLOPS = 300  # of forward and backward together, for the estimate alone
 
 
@@ -27,6 +28,7 @@ def allowed_bytes(problem: Problem) -> dict[str, int]:
         "gradients dq, dk, dv": (q + 2 * kv) * size,
         "one float32 dQ": 4 * q,
         "lse and delta, float32": 4 * STATISTICS * rows,
+        "bounds of rows, int32": 4 * BOUNDS * problem.q.shape[1],
     }
 
 

@@ -56,9 +56,13 @@ def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The order of round `number`: each round begins with the next name."""
-    first = number % max(1, len(names))
-    return [*names[first:], *names[:first]]
+    """The order of round `number`: each two rounds begin with the next name, and the second of them runs backwards.
+
+    So nobody always comes after the same one, whose work sets the clocks and temperature that it starts with.
+    """
+    first = number // 2 % max(1, len(names))
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
 
 
 def _wait(on_gpu: bool) -> None:

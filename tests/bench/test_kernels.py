@@ -240,7 +240,7 @@ def test_memory_allowed() -> None:
     problem = Problem.random(64, 8, 1, 16, torch.device("cpu"), torch.bfloat16)
     q, kv = 64 * 8 * 16, 64 * 16
     inputs, results = 2 * (2 * q + 2 * kv), 2 * q + 2 * (q + 2 * kv)
-    assert sum(memory.allowed_bytes(problem).values()) == inputs + results + 4 * q + 8 * 64 * 8
+    assert sum(memory.allowed_bytes(problem).values()) == inputs + results + 4 * q + 16 * 64 * 8 + 16 * 64
 
 
 def test_memory_wants_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
