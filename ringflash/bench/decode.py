@@ -3,7 +3,7 @@
     python -m ringflash.bench.decode --json decode.json
     python -m ringflash.bench.decode --sweep --lengths 4096 131072
 
-Figures are medians over rounds whose order rotates. Bandwidth counts keys and values once, and is compared with that
+Figures are medians over rounds whose order changes. Bandwidth counts keys and values once, and is compared with that
 of a kernel that copies, bytes read and written, timed in every round. Calls go round several caches, together larger
 than any L2. `graph` is a CUDA graph's replay, `queued` the GPU's time when launches are ahead, `host` what Python
 takes, for torch with choosing its backend.

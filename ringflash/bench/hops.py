@@ -5,7 +5,7 @@
 A hop alone ("only") keeps the online-softmax state in registers; of several the first writes it, those in the middle
 read and write it, and the last reads it and writes out and lse. All four meet the same keys here, on one device and
 without a transport, so that `cost`, the time over that of "only", is what the state costs. Roles take turns in rounds
-whose order rotates; figures are medians of the device's own times: see `timing`.
+whose order changes; figures are medians of the device's own times: see `timing`.
 """
 
 from __future__ import annotations

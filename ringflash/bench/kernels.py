@@ -2,7 +2,7 @@
 
     ringflash bench kernels --peers --json kernels.json --png kernels.png
 
-Contenders take turns in rounds whose order rotates, with a large matmul among them; figures are medians. TFLOP/s count
+Contenders take turns in rounds whose order changes, with a large matmul among them; figures are medians. TFLOP/s count
 4 seqlen^2 nheads headdim batch for a forward, half of it where causal, and 2.5 times it for a backward. The forward is
 that of training, with gradients recorded. Times are the device's own: see `timing`. Errors are those of the first
 sequence's first KV head and its query heads; peak memory is beside the inputs. A long run fits in pieces, by --headdims

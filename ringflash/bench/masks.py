@@ -5,7 +5,7 @@
 The yardstick is the causal mask; every other is beside it. A mask's share is its visible pairs of query and key over
 those of the causal triangle, counted exactly; share times the causal ms of the same run is what it should take, and
 `cost` is what it takes over that. Documents are there twice: as a mask, and as the batch of short sequences that they
-are, which shows what short sequences cost without a mask. Cases take turns in rounds whose order rotates; figures are
+are, which shows what short sequences cost without a mask. Cases take turns in rounds whose order changes; figures are
 medians of the device's own times: see `timing`.
 """
 

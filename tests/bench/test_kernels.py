@@ -236,6 +236,16 @@ def test_a_profilers_output_is_read() -> None:
         profiler.trace_bytes('{"traceEvents": []}')
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c", "d"]])
+def test_turns(names: list[str]) -> None:
+    """Each round has all of them, each of them comes first, and none always after the same one."""
+    rounds = [timing.turns(names, number) for number in range(2 * len(names))]
+    assert all(sorted(each) == names for each in rounds)
+    assert {each[0] for each in rounds} == set(names)
+    for name in names if len(names) > 2 else []:
+        assert len({each[each.index(name) - 1] for each in rounds if each[0] != name}) > 1
+
+
 def test_memory_allowed() -> None:
     problem = Problem.random(64, 8, 1, 16, torch.device("cpu"), torch.bfloat16)
     q, kv = 64 * 8 * 16, 64 * 16
