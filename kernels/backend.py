@@ -32,12 +32,12 @@ class TileKernels(Protocol):
         """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
         ...
 
-    def new_dq(self, q: Tensor) -> DqSum:
+    def new_dq(self, q: Tensor, *, deterministic: bool) -> DqSum:
         """Zeros to which `backward_dkdv` adds dq's share of each hop; in the end its `finish` gives dq."""
         ...
 
-    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
-        """Whether `backward_dkdv` with dq is the faster backward."""
+    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+        """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be."""
         ...
 
     def forward(
@@ -93,8 +93,8 @@ class TileKernels(Protocol):
     ) -> None:
         """Writes dk and dv over these queries, or adds them when `accumulate`.
 
-        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order: only where
-        `has_single_pass`.
+        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, where it need not be
+        deterministic in any order: only where `has_single_pass`.
         """
         ...
 

@@ -9,6 +9,8 @@ from torch import Tensor
 class DqSum:
     """A sum of gradients of q (batch, seqlen_q, nheads, headdim) in `dtype`, which `finish` rounds to that of q."""
 
+    ordered = False  # whether tiles that one kernel's programs add have an order, always the same
+
     def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
         self.q, self._dtype = q, dtype
         self._rows: Tensor | None = None

@@ -140,14 +140,14 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
-def new_dq(q: Tensor) -> DqSum:
+def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype))
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
-    """Always: it has fewer matmuls, and here the sums have one order all the same."""
-    return True
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+    """Where either would do: it has fewer matmuls."""
+    return not deterministic
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def new_dq(q: Tensor) -> DqSum:
+def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype))
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
-    """Where the sweeps said so; see `config.has_single_pass`."""
-    return config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+    """Where the sweeps said so; see `config.has_single_pass`. Its order of additions is that of the moment."""
+    return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringflash.double_ring import FarGradients
 from ringflash.kernels.backend import TileKernels
+from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.plan import Hop, Plan
 from ringflash.state import AttentionState
@@ -38,8 +39,12 @@ class Tiles:
         return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
-        """Whether one kernel computes all of a backward, adding dq up in any order."""
-        return not self.deterministic and self.kernels.has_single_pass(q, v, plan.mask, self.scoring)
+        """Whether one kernel computes all of a backward."""
+        return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, deterministic=self.deterministic)
+
+    def new_dq(self, q: Tensor) -> DqSum:
+        """What that kernel adds dq to."""
+        return self.kernels.new_dq(q, deterministic=self.deterministic)
 
 
 class _PairBuffer:
@@ -302,7 +307,7 @@ def backward_from_delta(
     wide = kernels.state_dtype(q.dtype)
     single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    dq_sum, dq = kernels.new_dq(q) if single_pass else None, None
+    dq_sum, dq = tiles.new_dq(q) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None

@@ -91,7 +91,7 @@ class Case:
 
 
 TILE_KERNELS = ("forward", "dq", "dkdv", "single_pass")
-HOPPER_BACKWARDS = ("hopper_backward", "hopper_dkdv", "hopper_dq")
+HOPPER_BACKWARDS = ("hopper_backward", "hopper_ordered")
 
 
 def cases() -> list[Case]:
@@ -223,7 +223,7 @@ def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
 
 
 def _single_pass(x: _Inputs) -> None:
-    _dkdv(x, dq=portable.new_dq(x.q))
+    _dkdv(x, dq=portable.new_dq(x.q, deterministic=False))
 
 
 def _delta(x: _Inputs) -> None:
@@ -246,25 +246,18 @@ def _hopper_forward(x: _Inputs) -> None:
     forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), first=first, last=last)
 
 
-def _hopper_dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
+def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
-
-    dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
-
-
-def _hopper_backward(x: _Inputs) -> None:
     from ringflash.kernels.hopper.dq_sum import ArrangedSum
 
-    total = ArrangedSum(x.q)
-    _hopper_dkdv(x, dq=total)
+    total = ArrangedSum(x.q, ordered=ordered)
+    dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
+    backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=total)
     total.finish()
 
 
-def _hopper_dq(x: _Inputs) -> None:
-    from ringflash.kernels.hopper.backward_dq import backward_dq
-
-    backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
+def _hopper_ordered(x: _Inputs) -> None:
+    _hopper_backward(x, ordered=True)
 
 
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
@@ -276,6 +269,5 @@ LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "decode": _decode,
     "hopper_forward": _hopper_forward,
     "hopper_backward": _hopper_backward,
-    "hopper_dkdv": _hopper_dkdv,
-    "hopper_dq": _hopper_dq,
+    "hopper_ordered": _hopper_ordered,
 }

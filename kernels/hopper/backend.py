@@ -19,7 +19,7 @@ from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
 from ringflash.kernels.meeting import Meeting, Scoring
-from ringflash.kernels.portable import delta, state_dtype
+from ringflash.kernels.portable import backward_dq, delta, state_dtype
 from ringflash.kernels.visibility import row_bounds
 from ringflash.masks import KeyPadding, Mask
 from ringflash.state import AttentionState
@@ -48,17 +48,17 @@ def why_not(device: torch.device) -> str | None:
     )
 
 
-def new_dq(q: Tensor) -> DqSum:
+def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     from ringflash.kernels.hopper.dq_sum import ArrangedSum
 
-    return ArrangedSum(q)
+    return ArrangedSum(q, ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
     """Wherever these kernels apply, as far as that is known without strides and chunks."""
     here = _is_plain(scoring) and _knows(q, v, mask, WIDEST_BACKWARD)
-    return here or portable.has_single_pass(q, v, mask, scoring)
+    return here or portable.has_single_pass(q, v, mask, scoring, deterministic=deterministic)
 
 
 def forward(
@@ -85,27 +85,6 @@ def forward(
     return forward(q, k, v, meeting, **given)
 
 
-def backward_dq(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    meeting: Meeting,
-    *,
-    accumulate: bool,
-) -> None:
-    """See `TileKernels.backward_dq`."""
-    if not _knows_backward(dout, q, k, v, meeting):
-        return portable.backward_dq(dout, q, k, v, lse, delta, dq, meeting, accumulate=accumulate)
-    from ringflash.kernels.hopper.backward_dq import backward_dq
-
-    inputs = _cleaned(dout, q, k, v, lse, delta, meeting)
-    return backward_dq(*inputs, dq, meeting, accumulate=accumulate)
-
-
 def backward_dkdv(
     dout: Tensor,
     q: Tensor,
@@ -121,9 +100,9 @@ def backward_dkdv(
     dq: DqSum | None = None,
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
-    if not _knows_backward(dout, q, k, v, meeting) or (dq is not None and _is_mostly_padding(q)):
+    if dq is None or not _knows_backward(dout, q, k, v, meeting) or _is_mostly_padding(q):
         given = dout, q, k, v, lse, delta
-        if dq is not None and not portable.has_single_pass(q, v, meeting.mask, meeting.scoring):
+        if dq is not None and not _portable_adds(dq, q, v, meeting):
             portable.backward_dq(*given, dq.rows(), meeting, accumulate=True)
             dq = None
         return portable.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
@@ -131,6 +110,10 @@ def backward_dkdv(
 
     inputs = _cleaned(dout, q, k, v, lse, delta, meeting)
     return backward(*inputs, dk, dv, meeting, accumulate=accumulate, dq=dq)
+
+
+def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
+    return portable.has_single_pass(q, v, meeting.mask, meeting.scoring, deterministic=dq.ordered)
 
 
 def _is_plain(scoring: Scoring) -> bool:

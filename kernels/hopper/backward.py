@@ -1,8 +1,8 @@
 """Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added to float32 as its tiles come.
 
 A program owns 128 keys of one KV head at a time, 64 for each of two warpgroups, and streams the queries that see them,
-of all heads of the group: first the tiles that need a mask. Without dQ nothing is added in memory, and every run gives
-the same bits.
+of all heads of the group: first the tiles that need a mask, or from the last tile to the first. dQ is added as tiles
+come, or in an order that is always the same, so that every run gives the same bits.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
 (batch, nheads, seqlen_q); dq is summed as `dq_sum.py` says, and there multiplied by softmax_scale. Scores are computed
@@ -12,7 +12,8 @@ begin with the last terms, or these are added after:
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
 P^T and dS^T leave the registers as operands of dv and dk. dq needs dS of both warpgroups: it passes through shared
-memory and is multiplied one tile late, each warpgroup computing half of it; a warp of its own adds it to memory.
+memory and is multiplied one tile late, each warpgroup computing half of it; a warp of its own adds it to memory, or two
+in turn where each waits for others.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with the tiles and the order of matmuls that were measured best
 on an H200.
 """
@@ -20,6 +21,7 @@ on an H200.
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -38,7 +40,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
-from ringflash.kernels.hopper.dq_sum import HALF, ArrangedSum, arranged
+from ringflash.kernels.hopper.dq_sum import (
+    HALF,
+    ArrangedSum,
+    Turns,
+    arranged,
+    await_turn_to_add,
+    pass_turn_to_add,
+    turn_of,
+)
 from ringflash.kernels.hopper.intervals import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
@@ -66,6 +76,7 @@ from ringflash.kernels.hopper.pipeline import (
     slot_of,
     store_rows,
     visit,
+    visit_from_end,
     wait_empty,
     wait_full,
     where_seen,
@@ -117,15 +128,16 @@ class Gradients(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the kernel is compiled for, all constexpr."""
+    """What the kernel is compiled for, all constexpr; `ADDERS` are the warps that add dq to memory."""
 
     MASKED: Any
     BELOW: Any
     ABOVE: Any
-    WITH_DQ: Any
+    ORDERED: Any
+    ADDERS: Any
+    DESCENDING: Any
     ACCUMULATE: Any
     GROUP: Any
-    FROM_END: Any
     PRELOADED: Any
     HEADDIM: Any
     BLOCK_D: Any
@@ -156,9 +168,19 @@ def _number(place, member, row, heads, padded, kind):
 
 
 @gluon.jit
+def _visit(place, i, kind):
+    """The `i`-th tile of queries that is visited, and of which head."""
+    if kind.DESCENDING:
+        n, member = visit_from_end(place, i, kind.GROUP)
+    else:
+        n, member = visit(place, i, kind.GROUP, FROM_END=True)
+    return n, member
+
+
+@gluon.jit
 def _copy_queries(inputs, shared, place, i, use, heads, kind):
     """The `i`-th tile of queries that is visited."""
-    n, member = visit(place, i, kind.GROUP, kind.FROM_END)
+    n, member = _visit(place, i, kind)
     head = place.head * kind.GROUP + member
     row = n * kind.BLOCK_M
     number = _number(place, member, row, heads, inputs.padded, kind)
@@ -192,8 +214,8 @@ def _produce(inputs, shared, pace, heads, kind):
 
 
 @gluon.jit
-def _reduce(view, shared, heads, padded, kind):
-    """Another warp's role: adds the tiles of dq to memory, each in two halves."""
+def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
+    """The role of each of `ADDERS` warps: adds every so many-th tile of dq to memory, in two halves."""
     ROWS: gl.constexpr = view.block_type.shape[0]  # of a half
     COLUMNS: gl.constexpr = view.block_type.shape[1]
     queries = 0
@@ -201,16 +223,22 @@ def _reduce(view, shared, heads, padded, kind):
     place = hear(shared.mailbox, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        for i in range(total):
-            n, member = visit(place, i, kind.GROUP, kind.FROM_END)
+        for i in range((C + queries) % kind.ADDERS, total, kind.ADDERS):
+            n, member = _visit(place, i, kind)
             number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
             row = number // (COLUMNS // kind.BLOCK_D)
+            if kind.ORDERED:
+                counter = turns.counters + number // kind.BLOCK_M
+                turn, following = turn_of(turns, place, n)
+                await_turn_to_add(counter, turn)
             for c in gl.static_range(2):
                 wait_full(shared.dq, (queries + i) * 2 + c)
-                reduce_add(view, [row + c * ROWS, 0], buffer_of(shared.dq, c))
+                reduce_add(view, [row + c * ROWS, 0], shared.dq.buffers.index(c))
             tma.store_wait(0)
             for c in gl.static_range(2):
-                leave(shared.dq, c)
+                leave(shared.dq, (queries + i) * 2 + c)
+            if kind.ORDERED:
+                pass_turn_to_add(counter, following)
         queries += total
         leave(shared.mailbox, taken)
         taken += 1
@@ -236,10 +264,11 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 @gluon.jit
 def _pass_dq(C: gl.constexpr, dq, i, ring):
     """Hands it to the warp that adds it to memory."""
-    wait_empty(ring, i * 2 + C)
-    buffer_of(ring, C).store(arranged(dq))
+    use = i * 2 + C
+    wait_empty(ring, use + 2)  # the buffer of the tile before, which is that of the one after
+    ring.buffers.index(C).store(arranged(dq))
     fence_async_shared()
-    mbarrier.arrive(full_barrier(ring, C), count=1)
+    mbarrier.arrive(full_barrier(ring, use), count=1)
 
 
 @gluon.jit
@@ -285,13 +314,12 @@ def _step(
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
-    if kind.WITH_DQ:
-        if not BEGINS:
-            wait_full(shared.ds, i - 1)
-        shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(full_barrier(shared.ds, i), count=1)
-    if kind.WITH_DQ and not BEGINS:
+    if not BEGINS:
+        wait_full(shared.ds, i - 1)
+    shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(full_barrier(shared.ds, i), count=1)
+    if not BEGINS:
         dq = _start_dq(C, i - 1, shared, kind)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv = warpgroup_mma_wait(3, deps=[dv])
@@ -333,28 +361,34 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
             wait_full(shared.k, taken * 2 + c)
             wait_full(shared.v, taken * 2 + c)
         if place.end > place.begin:
-            n, _ = visit(place, 0, kind.GROUP, kind.FROM_END)  # it may be one whose rows all see all keys
+            n, _ = _visit(place, 0, kind)  # it may be one whose rows all see all keys
             row = n * kind.BLOCK_M
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
-            begin_full = begin
-            end = begin + (place.end - place.begin) * kind.GROUP
-            if kind.MASKED:
+            begin_full, end_full = begin, begin + (place.end - place.begin) * kind.GROUP
+            end = end_full
+            if kind.MASKED and not kind.DESCENDING:
                 begin_full = begin + masked_visits(place) * kind.GROUP
+            if kind.DESCENDING and kind.ABOVE:
+                begin_full = begin + (place.end - place.full_end) * kind.GROUP
+            if kind.DESCENDING and kind.BELOW:
+                end_full = end - (place.full_begin - place.begin) * kind.GROUP
+            if kind.MASKED and (kind.ABOVE or not kind.DESCENDING):
                 for i in range(begin + 1, begin_full):
-                    n, _ = visit(place, i - begin, kind.GROUP)
+                    n, _ = _visit(place, i - begin, kind)
                     row = n * kind.BLOCK_M
                     dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
-            for i in range(gl.maximum(begin + 1, begin_full), end):
+            for i in range(gl.maximum(begin + 1, begin_full), end_full):
                 dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
+            if kind.DESCENDING and kind.BELOW:
+                for i in range(gl.maximum(begin + 1, end_full), end):
+                    row = (place.begin + (end - 1 - i) // kind.GROUP) * kind.BLOCK_M  # `_visit`'s, in fewer registers
+                    dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
             begin = end
             _leave_keys(shared.v)
-            if kind.WITH_DQ:
-                wait_full(shared.ds, end - 1)
-                dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
-                _leave_keys(shared.k)
-                _pass_dq(C, dq, end - 1, shared.dq)
-            else:
-                _leave_keys(shared.k)
+            wait_full(shared.ds, end - 1)
+            dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
+            _leave_keys(shared.k)
+            _pass_dq(C, dq, end - 1, shared.dq)
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
@@ -366,10 +400,10 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
         place = hear(shared.mailbox, taken)
 
 
-@gluon.jit(do_not_specialize=["padded", "seqlen_k", *Sizes._fields])
+@gluon.jit(do_not_specialize=["turns_stride", "padded", "seqlen_k", *Sizes._fields])
 def _backward_kernel(
-    q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, padded, seqlen_k, scale, softmax_scale, tables, bounds_stride,
-    tiles_stride, ntiles, heads, all_heads, together, kind,
+    q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
+    softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, together, kind,
 ):  # fmt: skip
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
@@ -378,44 +412,44 @@ def _backward_kernel(
     queries = make_tiles(q, 2 * STAGES)
     keys = make_tiles(k, 4)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, kind.BLOCK_M], minus_lse.layout)
-    barriers = make_barriers(4 * STAGES + 20 + 2 * kind.DS_STAGES)
+    barriers = make_barriers(4 * STAGES + 24 + 2 * kind.DS_STAGES)
     q_ring = make_ring(queries, barriers, 0, 0, STAGES, 2)
     dout_ring = make_ring(queries, barriers, STAGES, 2 * STAGES, STAGES, 2)
     k_ring = make_ring(keys, barriers, 0, 4 * STAGES, 2, 2)
     v_ring = make_ring(keys, barriers, 2, 4 * STAGES + 4, 2, 2)
     pace = make_pace(barriers, 4 * STAGES + 8)
-    if kind.WITH_DQ:
-        DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
-        ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
-        dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 2, 1)
-        ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 20, kind.DS_STAGES, 1, 2)
-        mailbox = make_mailbox(barriers, 4 * STAGES + 12, 4)
-        shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
-        fence_async_shared()
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
+    ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
+    dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
+    ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
+    mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + kind.ADDERS)
+    shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
+    fence_async_shared()
+    turns = Turns(counters, turns, turns_stride, ntiles)
+    if kind.ADDERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, gradients, bounds, kind)),
                 (_consume, (1, shared, gradients, bounds, kind)),
                 (_produce, (inputs, shared, pace, heads, kind)),
-                (draw, (work, mailbox, pace)),
-                (_reduce, (dq, shared, heads, padded, kind)),
+                (draw, (work, mailbox, pace, kind.ORDERED)),
+                (_add, (0, dq, turns, shared, heads, padded, kind)),
+                (_add, (1, dq, turns, shared, heads, padded, kind)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, gradients, bounds, kind)),
+                (_consume, (1, shared, gradients, bounds, kind)),
+                (_produce, (inputs, shared, pace, heads, kind)),
+                (draw, (work, mailbox, pace, kind.ORDERED)),
+                (_add, (0, dq, turns, shared, heads, padded, kind)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
-        )
-    else:
-        mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3)
-        shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, q_ring, q_ring, mailbox)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, gradients, bounds, kind)),
-                (_consume, (1, shared, gradients, bounds, kind)),
-                (_produce, (inputs, shared, pace, heads, kind)),
-                (draw, (work, mailbox, pace)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
         )
 
 
@@ -431,31 +465,32 @@ def backward(
     meeting: Meeting,
     *,
     accumulate: bool,
-    dq: DqSum | None = None,
+    dq: DqSum,
 ) -> None:
-    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    """One hop's dk, dv and share of dq; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    assert isinstance(dq, ArrangedSum)
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
-    config = backward_config(headdim, with_dq=dq is not None)
-    known = intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True)
+    config, ordered = backward_config(headdim), dq.ordered
+    known = intervals(
+        meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
+    )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
-    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device)
+    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
     minus_lse, minus_delta = vectors(lse, delta, factor, meeting.kept)
-    view = None
-    if dq is not None:
-        assert isinstance(dq, ArrangedSum)
-        view = rows_view(dq.tiles(meeting.scoring.softmax_scale), *HALF)
+    view = rows_view(dq.tiles(meeting.scoring.softmax_scale), *HALF)
     kind = Kind(
         MASKED=known.masked,
         BELOW=known.below,
         ABOVE=known.above,
-        WITH_DQ=dq is not None,
+        ORDERED=ordered,
+        ADDERS=1 + ordered,
+        DESCENDING=ordered or config.descending,
         ACCUMULATE=accumulate,
         GROUP=group,
-        FROM_END=config.from_end,
         PRELOADED=preloaded,
         HEADDIM=headdim,
         BLOCK_D=config.block_d,
@@ -467,7 +502,7 @@ def backward(
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
-        view, dk, dv,
+        view, dk, dv, dq.counters, known.turns, known.turns_stride,
         minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
         constants(kind), num_warps=4,
     )  # fmt: skip

@@ -70,8 +70,8 @@ class BackwardConfig:
         block_d: headdim rounded up to a tile's.
         block_m: rows of queries in a tile.
         ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least.
-        from_end: whether tiles that need no mask are visited from the last to the first. Under a causal mask programs
-            then read the same queries at about the same time.
+        descending: whether tiles are visited from the last to the first, of all heads of a group in turn, rather than
+            first those that need a mask.
         preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
             fewer registers, but the matmuls begin later.
         preloaded_masked: the same where some tiles need a mask.
@@ -80,47 +80,20 @@ class BackwardConfig:
     block_d: int
     block_m: int
     ds_stages: int
-    from_end: bool
+    descending: bool
     preloaded: bool
     preloaded_masked: bool
 
 
-_BACKWARD = {64: BackwardConfig(64, 128, 3, False, True, False), 128: BackwardConfig(128, 64, 4, True, True, True)}
+_BACKWARD = {64: BackwardConfig(64, 128, 3, True, True, False), 128: BackwardConfig(128, 64, 4, False, True, True)}
 
 
-_DKDV = {64: BackwardConfig(64, 64, 0, False, True, True), 128: BackwardConfig(128, 64, 0, True, True, True)}
-
-
-def backward_config(headdim: int, *, with_dq: bool) -> BackwardConfig:
+def backward_config(headdim: int) -> BackwardConfig:
     """For any headdim up to 128."""
-    table = _BACKWARD if with_dq else _DKDV
-    return table[next(block for block in table if headdim <= block)]
+    return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
     """Of the sum of gradients of q (batch, seqlen_q, nheads, headdim): (batch, nheads, rows, columns), whole tiles."""
     batch, seqlen, nheads, headdim = q.shape
-    return batch, nheads, padded_rows(seqlen), backward_config(headdim, with_dq=True).block_d
-
-
-@dataclass(frozen=True)
-class QueryConfig:
-    """How the kernel of dq alone is tiled.
-
-    Args:
-        block_d: headdim rounded up to a tile's.
-        block_n: rows of keys in a tile.
-        stages: tiles of keys, and of values, in flight.
-    """
-
-    block_d: int
-    block_n: int
-    stages: int
-
-
-_DQ = {64: QueryConfig(64, 64, 4), 128: QueryConfig(128, 64, 4)}
-
-
-def dq_config(headdim: int) -> QueryConfig:
-    """For any headdim up to 128."""
-    return _DQ[next(block for block in _DQ if headdim <= block)]
+    return batch, nheads, padded_rows(seqlen), backward_config(headdim).block_d

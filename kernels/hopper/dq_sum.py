@@ -7,24 +7,34 @@ consecutive in memory. In the end another kernel puts the sum into rows.
 
 The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64 or 128. A tile
 of queries is two halves of 64 by 64, one after the other: its columns with heads of more than 64, else its rows.
+
+Where every run is to give the same bits, programs add to a tile in the order of their tiles of keys. Each tile has a
+counter: whose turn it is. A program waits for its own, adds, waits until that is in memory, and passes the turn on; the
+last leaves 0 for the next launch. Tiles of keys are drawn in that order too, so that whose turn it is runs or has run,
+however few programs the GPU runs at a time. And all visit queries from the last to the first: who began with the next
+tile of keys follows at the heels, and waits for no more than what an addition takes.
 """
 
 # Triton's DSL is not Python to a type checker.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape
 
 HALF = (16, 256)  # of a tile, as the copy engine takes it
+TILE = 2 * HALF[0] * HALF[1]
 
 
 @gluon.jit
@@ -34,11 +44,56 @@ def arranged(x):
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([16, 256])
 
 
-class ArrangedSum(DqSum):
-    """A sum of arranged tiles, which `finish` multiplies by `scale`, and of rows that other kernels add."""
+class Turns(NamedTuple):
+    """Whose turn it is to add to each tile of dq; `Intervals.turns`, its stride, and how many tiles keys have."""
 
-    def __init__(self, q: Tensor) -> None:
+    counters: Any
+    table: Any
+    stride: Any
+    ntiles: Any
+
+
+@gluon.jit
+def turn_of(turns, place, n):
+    """When the tile of keys at `place` adds to the `n`-th tile of queries, and whose turn it is then."""
+    of_sequence = turns.table + place.batch * turns.stride
+    entry = of_sequence + turns.ntiles + n * 2
+    turn = gl.load(of_sequence + place.tile) - gl.load(entry)
+    following = turn + 1
+    return turn, gl.where(following == gl.load(entry + 1), 0, following)
+
+
+@gluon.jit
+def await_turn_to_add(counter, turn):
+    """Holds a warp until those before it have added theirs."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred early; .reg .b32 now; again: ld.relaxed.gpu.global.b32 now, [$1]; setp.ne.s32 early, now, $2; "
+        "@early bra again; fence.acq_rel.gpu; fence.proxy.async.global; mov.b32 $0, now; }",
+        "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn_to_add(counter, following):
+    """Tells the next one, when all that this warp has added is in memory; one of its threads began the additions."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one; .reg .b32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
+        "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; "
+        "@one st.release.gpu.global.b32 [$1], $2; mov.b32 $0, lane; }",
+        "=r,l,r", [counter, following], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+class ArrangedSum(DqSum):
+    """A sum of arranged tiles, which `finish` multiplies by `scale`, and of rows that other kernels add.
+
+    When `ordered` tiles are added in the order of their keys; whose turn it is at each is in `counters`.
+    """
+
+    def __init__(self, q: Tensor, *, ordered: bool) -> None:
         super().__init__(q, torch.float32)
+        self.ordered = ordered
+        self.counters: Tensor | None = None
         self._arranged: Tensor | None = None
         self._scale = 1.0
 
@@ -48,6 +103,8 @@ class ArrangedSum(DqSum):
         if total is None:
             total = self.q.new_zeros(dq_sum_shape(self.q), dtype=torch.float32)
             self._arranged, self._scale = total, scale
+            if self.ordered:
+                self.counters = total.new_zeros(total.numel() // TILE, dtype=torch.int32)
         assert scale == self._scale
         return total
 
@@ -65,7 +122,7 @@ class ArrangedSum(DqSum):
         dq = self.q.new_empty(self.q.shape, dtype=dtype)
         batch, seqlen, nheads, headdim = dq.shape
         rows, columns = total.shape[2:]
-        ntiles = rows * columns // (2 * HALF[0] * HALF[1])
+        ntiles = rows * columns // TILE
         _finish_kernel[(ntiles * batch * nheads,)](
             total, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns
         )

@@ -111,6 +111,14 @@ AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next til
 
 
 @gluon.jit
+def _copy_state(state, rings, place, taken, kind):
+    """The state's o, once the results before it have left its buffers: tiles of keys need not wait for that."""
+    for c in gl.static_range(kind.CONSUMERS):
+        at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
+        fill(rings.out, taken * kind.CONSUMERS + c, state, at)
+
+
+@gluon.jit
 def _produce(views, state, rings, mailbox, pace, kind):
     """One warp's role: copies what the consumers need."""
     keys = 0  # tiles of them so far
@@ -126,16 +134,18 @@ def _produce(views, state, rings, mailbox, pace, kind):
         for c in gl.static_range(kind.CONSUMERS):
             at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
             fill(rings.q, taken * kind.CONSUMERS + c, views.q, at)
-            if not kind.FIRST:
-                fill(rings.out, taken * kind.CONSUMERS + c, state, at)
         if total > 0:
             fill(rings.v, keys, views.v, [place.batch, n * kind.BLOCK_N, head, 0])
+        if not kind.FIRST and total < 2:
+            _copy_state(state, rings, place, taken, kind)
         for i in range(1, total):
             keep_pace(pace, taken, i, total, AHEAD)
             n, _ = visit(place, i)
             at = [place.batch, n * kind.BLOCK_N, head, 0]
             fill(rings.k, keys + i, views.k, at)
             fill(rings.v, keys + i, views.v, at)
+            if not kind.FIRST and i == 1:
+                _copy_state(state, rings, place, taken, kind)
         keys += total
         leave(mailbox, taken)
         taken += 1
@@ -214,7 +224,8 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
     p = carried(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
-        acc = acc * rescale[:, None]
+        wait_full(rings.out, use)
+        acc = buffer_of(rings.out, C).reshape([kind.ROWS, kind.BLOCK_D]).load(A) * rescale[:, None]
     begin_full = 0
     total = place.end - place.begin
     if kind.MASKED:
@@ -274,17 +285,25 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
         if kind.FIRST:
             m = gl.full([kind.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
             l = gl.zeros([kind.ROWS], gl.float32, gl.SliceLayout(1, S))  # noqa: E741
-            acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         else:
             m = gl.load(rows.m + vector, mask=inside, other=float("-inf"))
             l = gl.load(rows.l + vector, mask=inside, other=0.0)  # noqa: E741
-            acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
+        acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)  # of the state when the first tile's scores are there
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
             acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind)  # noqa: E741
-        elif not kind.OUT_IN_Q:
-            leave(rings.q, use)
+        else:
+            if not kind.FIRST:
+                acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
+            if not kind.OUT_IN_Q:
+                leave(rings.q, use)
 
+        if not kind.FIRST:  # where registers are few: rather than to keep all this
+            place = hear(mailbox, taken)
+            row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
+            queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
+            inside = queries < rows.seqlen
+            vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries
         at = [place.batch, row, place.head, 0]
         leave(mailbox, taken)
         taken += 1

@@ -33,8 +33,10 @@ class Intervals:
         tiles: int32 (batch or 1, ntiles, 4): [first, third of these) some row of the tile sees; of [first, second) and
             [third, fourth) some rows see only some; [second, third) every row sees whole. Counted in tiles.
         tiles_stride: as `bounds_stride`.
-        order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late.
+        order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late; or as they lie.
         visits: how many of the other side's tiles one visits, on average.
+        turns: int32, `_turns`, where tiles are in the order in which they lie.
+        turns_stride: as `bounds_stride`.
     """
 
     below: bool
@@ -45,6 +47,8 @@ class Intervals:
     tiles_stride: int
     order: Tensor
     visits: float
+    turns: Tensor | None
+    turns_stride: int
 
     @property
     def masked(self) -> bool:
@@ -66,6 +70,7 @@ def intervals(
     block: int,
     device: torch.device,
     by_keys: bool,
+    ordered: bool = False,
 ) -> Intervals:
     """The tables for tiles of `own_block` rows that visit tiles of `block` rows; with `by_keys` keys own."""
     first, stop = _seen(mask, q_chunks, k_chunks)
@@ -81,11 +86,32 @@ def intervals(
     above |= by_keys and first.shape[1] % own_block > 0
     visits = end - begin
     order = visits.sum(0).argsort(descending=True, stable=True)
-    bounds, tiles, order = (
-        uploaded(x.to(torch.int32).contiguous(), device) for x in (torch.stack([first, stop], -1), tiles, order)
+    turns = None
+    if ordered:
+        nrows = sum(chunk.length for chunk in (q_chunks if by_keys else k_chunks))
+        turns = _table(_turns(begin, end, -(-nrows // block)), device)
+        order = torch.arange(len(order), device="cpu")
+    bounds, tiles, order = (_table(x, device) for x in (torch.stack([first, stop], -1), tiles, order))
+    return Intervals(
+        below=below,
+        above=above,
+        bounds=bounds,
+        bounds_stride=_stride(bounds),
+        tiles=tiles,
+        tiles_stride=_stride(tiles),
+        order=order,
+        visits=float(visits.double().mean()),
+        turns=turns,
+        turns_stride=0 if turns is None else _stride(turns),
     )
-    strides = (0 if x.shape[0] == 1 else x.stride(0) for x in (bounds, tiles))
-    return Intervals(below, above, bounds, next(strides), tiles, next(strides), order, float(visits.double().mean()))
+
+
+def _table(x: Tensor, device: torch.device) -> Tensor:
+    return uploaded(x.to(torch.int32).contiguous(), device)
+
+
+def _stride(table: Tensor) -> int:
+    return 0 if table.shape[0] == 1 else table.stride(0)
 
 
 def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
@@ -120,3 +146,25 @@ def _tiles(first: Tensor, stop: Tensor, own_block: int, block: int, by_keys: boo
     full_begin = (-(-all_first // block)).clamp(begin, end)
     full_end = (all_stop // block).clamp(full_begin, end)
     return torch.stack([begin, full_begin, full_end, end], -1)
+
+
+def _turns(begin: Tensor, end: Tensor, nothers: int) -> Tensor:
+    """In which order owned tiles do something to a tile that they visit, of [begin, end), where they take turns.
+
+    Neither bound ever falls from one tile that visits any to the next, so that those that visit a tile are consecutive.
+
+    Args:
+        begin: int64 (batch or 1, ntiles).
+        end: the same.
+        nothers: tiles of the other side.
+
+    Returns:
+        int64 (batch or 1, ntiles + 2 nothers): how many tiles before an owned one visit any; then for each tile of the
+        other side that number of the first that visits it, and how many do.
+    """
+    visits = (end > begin).long()
+    opened, closed = (torch.zeros(len(begin), nothers + 1, dtype=torch.int64, device="cpu") for _ in range(2))
+    opened.scatter_add_(1, begin.where(visits > 0, nothers), visits)
+    closed.scatter_add_(1, end, visits)
+    opened, closed = (x.cumsum(1)[:, :nothers] for x in (opened, closed))
+    return torch.cat([visits.cumsum(1) - visits, torch.stack([closed, opened - closed], -1).flatten(1)], 1)

@@ -32,6 +32,7 @@ from ringflash.kernels.hopper.intervals import Intervals
 K = TypeVar("K", bound=tuple[Any, ...])
 
 TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
+TOGETHER_TILES = 6  # of keys of one head at a time, at the most, where each waits for the one before it
 TOGETHER_WAVES = 2  # of their tiles, at the least, so that the last heads' longest tiles do not begin at the end
 
 
@@ -278,11 +279,16 @@ def _place_of(work, number):
 
 
 @gluon.jit
-def draw(work, mailbox, pace):
-    """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end."""
+def draw(work, mailbox, pace, IN_ORDER: gl.constexpr = False):
+    """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end.
+
+    With `IN_ORDER` no tile is drawn before those with lower numbers: programs need not start in the order of theirs.
+    """
     total = work.ntiles * work.all_heads
     drawn = 0
     number = gl.program_id(0)
+    if IN_ORDER:
+        number = gl.atomic_add(work.counter, 1)
     while number < total:
         tell(mailbox, drawn, _place_of(work, number))
         wait_full(pace, drawn)
@@ -317,6 +323,12 @@ def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
     if FROM_END:
         after = place.full_end - 1 - of_full
     return gl.where(i < masked * GROUP, before, after), member
+
+
+@gluon.jit
+def visit_from_end(place, i, GROUP: gl.constexpr):
+    """The `i`-th tile that is visited, and of which of `GROUP` heads: from the last tile on, of all heads in turn."""
+    return place.end - 1 - i // GROUP, i % GROUP
 
 
 @gluon.jit
@@ -450,27 +462,29 @@ def constants(kind: K) -> K:
 
 
 def work_arguments(
-    known: Intervals, batch: int, heads: int, streamed_bytes: int, device: torch.device
+    known: Intervals, batch: int, heads: int, streamed_bytes: int, device: torch.device, *, in_order: bool = False
 ) -> tuple[Tables, Sizes, int]:
     """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
-    counter = torch.full((1,), programs, dtype=torch.int32, device=device)
+    counter = torch.full((1,), 0 if in_order else programs, dtype=torch.int32, device=device)
     sizes = Sizes(
         bounds_stride=known.bounds_stride,
         tiles_stride=known.tiles_stride,
         ntiles=ntiles,
         heads=heads,
         all_heads=batch * heads,
-        together=heads_together(ntiles, batch * heads, streamed_bytes, programs),
+        together=heads_together(ntiles, batch * heads, streamed_bytes, programs, in_order=in_order),
     )
     return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
 
 
 @lru_cache(maxsize=1024)
-def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int) -> int:
+def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int, *, in_order: bool = False) -> int:
     """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others."""
     least = max(TOGETHER_BYTES // max(streamed_bytes, 1), triton.cdiv(TOGETHER_WAVES * programs, ntiles))
+    if in_order:
+        least = max(least, programs // TOGETHER_TILES)
     if least >= heads:
         return heads
     return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)

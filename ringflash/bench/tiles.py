@@ -19,7 +19,7 @@ from ringflash.bench import traffic
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.kernels import config
 from ringflash.kernels.config import TileConfig
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, dq_config, forward_config
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, forward_config
 from ringflash.kernels.hopper.storage import ALIGNMENT
 
 PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
@@ -179,12 +179,10 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
         tiles = forward_config(shape.headdim, masked=shape.causal or shape.seqlen % KEYS > 0, visits=visits)
         passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * ROWS, tiles.block_n))
     if known and shape.headdim <= WIDEST_BACKWARD:
-        dq = Tile(2 * ROWS, dq_config(shape.headdim).block_n)
-        dkdv, single = (Tile(backward_config(shape.headdim, with_dq=x).block_m, KEYS) for x in (False, True))
+        tile = Tile(backward_config(shape.headdim).block_m, KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
-        separate = traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
-        passes["backward deterministic"] = before + separate
-        passes["backward fast"] = before + traffic.dkdv_kernel(shape, single) + traffic.added_dq(shape, single)
+        backward = before + traffic.dkdv_kernel(shape, tile) + traffic.added_dq(shape, tile)
+        passes |= {"backward deterministic": backward, "backward fast": backward}
     return passes
 
 

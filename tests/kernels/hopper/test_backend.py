@@ -68,11 +68,12 @@ def run_forward(given: Call) -> None:
     backend.forward(q, k, v, meeting, state=state, out=out, lse=lse, first=not carried, last=True)
 
 
-def run_backward(given: Call) -> None:
+def run_backward(given: Call, *, deterministic: bool = False) -> None:
     (q, k, v), meeting, carried = given
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=backend.new_dq(q))
+    dq = backend.new_dq(q, deterministic=deterministic)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=dq)
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -118,7 +119,11 @@ UNKNOWN: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("run", [run_forward, run_backward])
+def run_deterministic(given: Call) -> None:
+    run_backward(given, deterministic=True)
+
+
+@pytest.mark.parametrize("run", [run_forward, run_backward, run_deterministic])
 @pytest.mark.parametrize(
     ("name", "kernels"), [*((name, "hopper") for name in KNOWN), *((name, "portable") for name in UNKNOWN)]
 )
@@ -126,7 +131,8 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
     given = KNOWN[name] if kernels == "hopper" else UNKNOWN[name]
     run(given)
     (q, _, v), meeting, _ = given
-    single = kernels == "hopper" or portable.has_single_pass(q, v, meeting.mask, meeting.scoring)
+    modes = {"deterministic": run is run_deterministic}
+    single = kernels == "hopper" or portable.has_single_pass(q, v, meeting.mask, meeting.scoring, **modes)
     assert [kernels_called for kernels_called, _, _ in calls] == [kernels] * (1 if run is run_forward or single else 2)
 
 
@@ -158,7 +164,8 @@ def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_portable.py has it on GPUs")
 @pytest.mark.parametrize("headdim", [64, 72, 128])
 @pytest.mark.parametrize("mask", [rf.Causal(), rf.Documents([0, 7, SEQLEN])])
-def test_what_goes_to_portable_with_dq_comes_out_right(mask: Mask, headdim: int) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask: Mask, headdim: int) -> None:
     """There one pass may be slower than two, and have no tiles."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(4, headdim), (4, headdim), (2, headdim), (2, headdim)]
@@ -169,7 +176,7 @@ def test_what_goes_to_portable_with_dq_comes_out_right(mask: Mask, headdim: int)
     given = dout, q, k, v, lse, eager.delta(out, dout, None)
     results = []
     for kernels in (backend, eager):
-        dq, dk, dv = kernels.new_dq(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = kernels.new_dq(q, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
         kernels.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
     for got, expected in zip(*results, strict=True):
@@ -181,7 +188,8 @@ def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: 
     (q, _, v), meeting, _ = given = (KNOWN | UNKNOWN)[name]
     run_backward(given)
     if calls[0][0] == "hopper":
-        assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring)
+        for deterministic in (False, True):
+            assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("run", [run_forward, run_backward])
@@ -231,7 +239,8 @@ def test_nan_in_queries_that_see_nothing_is_gone(calls: list[Any], mask: Mask, s
     dout = torch.ones_like(q)
     for x in (q, dout):
         x[blind] = math.nan
-    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False)
+    dq = backend.new_dq(q, deterministic=True)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False, dq=dq)
     ((kernels, (got_dout, got_q, *_), _),) = calls
     assert kernels == "hopper"
     for x in (got_dout, got_q):

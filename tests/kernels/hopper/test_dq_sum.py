@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ringflash as rf
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper import backend
 from ringflash.kernels.hopper.dq_sum import ArrangedSum
@@ -45,7 +46,7 @@ def arrange(rows: Tensor) -> Tensor:
 def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool) -> None:
     seqlen, headdim = shape[1], shape[3]
     q = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q)
+    total = ArrangedSum(q, ordered=False)
     tiles = total.tiles(0.5)
     rows = torch.randn(tiles.shape, device=DEVICE)
     tiles += arrange(rows)
@@ -61,7 +62,7 @@ def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool) -> None:
 
 def test_nothing_added_is_contiguous_zeros() -> None:
     q = torch.full((1, 2, 5, 64), torch.nan, dtype=torch.float16, device=DEVICE).transpose(1, 2)
-    for total in (ArrangedSum(q), DqSum(q, torch.float32)):
+    for total in (ArrangedSum(q, ordered=False), ArrangedSum(q, ordered=True), DqSum(q, torch.float32)):
         dq = total.finish()
         assert torch.equal(dq, torch.zeros_like(q))
         assert dq.is_contiguous()  # as the operator's fake kernel says
@@ -69,7 +70,7 @@ def test_nothing_added_is_contiguous_zeros() -> None:
 
 def test_only_rows_added() -> None:
     q = torch.zeros(1, 5, 2, 64, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q)
+    total = ArrangedSum(q, ordered=False)
     total.rows().add_(3.0)
     assert torch.equal(total.finish(), torch.full_like(q, 3.0))
     assert torch.equal(total.finish(), q)  # the sum is given once
@@ -77,7 +78,8 @@ def test_only_rows_added() -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("headdim", [64, 128])
-def test_hops_of_both_kinds_of_kernels(headdim: int) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> None:
     """A hop whose keys the copy engine cannot read as they lie is added in rows, beside the others' tiles."""
     shape, halves = (2, 1024, 4, headdim), (Chunk(0, 512), Chunk(512, 512))
     q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
@@ -89,7 +91,7 @@ def test_hops_of_both_kinds_of_kernels(headdim: int) -> None:
     delta = backend.delta(out, dout, None)
 
     def gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
-        total = backend.new_dq(q)
+        total = backend.new_dq(q, deterministic=deterministic)
         for chunk, keep in zip(halves, (change, Tensor.contiguous), strict=True):
             keys, values = (keep(x[:, chunk.start : chunk.stop]) for x in (k, v))
             dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
@@ -103,3 +105,25 @@ def test_hops_of_both_kinds_of_kernels(headdim: int) -> None:
 
     same, mixed = gradient(Tensor.contiguous), gradient(misaligned)
     assert (mixed - same).norm() < 5e-3 * same.norm()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
+    """Counters are zeros again after every launch, whichever tiles of keys add to a tile of queries."""
+    q, k, v, dout = (torch.randn(2, 1000, 4, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    total = backend.new_dq(q, deterministic=True)
+    assert isinstance(total, ArrangedSum)
+    lse = torch.zeros(2, 4, 1000, device=DEVICE)
+    for mask in (
+        Full(),
+        rf.Causal(),
+        rf.SlidingWindow(200, 50),
+        rf.Documents([0, 300, 310, 1000]),
+        rf.KeyPadding([5, 0]),
+    ):
+        meeting = Meeting((Chunk(0, 1000),), (Chunk(0, 1000),), mask, Scoring(headdim**-0.5))
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=False, dq=total)
+        assert total.counters is not None
+        assert not total.counters.any()

@@ -107,12 +107,34 @@ def check_order(got: Intervals) -> None:
     assert (visits.diff() <= 0).all()
 
 
+def check_turns(got: Intervals, nothers: int) -> None:
+    """Those that visit a tile take turns from 0 on, as they are drawn, and the last of them is known."""
+    assert got.turns is not None
+    assert got.turns.dtype == torch.int32
+    ntiles = got.tiles.shape[1]
+    assert got.turns.shape == (len(got.tiles), ntiles + 2 * nothers)
+    assert got.turns_stride == (ntiles + 2 * nothers if len(got.turns) > 1 else 0)
+    assert torch.equal(got.order, torch.arange(ntiles, dtype=torch.int32))
+    for tiles, turns in zip(got.tiles.tolist(), got.turns.tolist(), strict=True):
+        before, (first, count) = turns[:ntiles], (turns[ntiles + i :: 2] for i in range(2))
+        taken = [0] * nothers
+        for n, (begin, _, _, end) in enumerate(tiles):
+            for other in range(begin, end):
+                assert before[n] - first[other] == taken[other]
+                taken[other] += 1
+        assert taken == count
+
+
 def check(mask: Mask, hop: Hop, own_block: int, block: int, by_keys: bool) -> None:
     got = intervals(mask, *hop, own_block, block, CPU, by_keys)
     seen = seen_by_own(mask, hop, by_keys)
     check_bounds(got, seen)
     check_tiles(got, seen, own_block, block, by_keys)
     check_order(got)
+    assert got.turns is None
+    ordered = intervals(mask, *hop, own_block, block, CPU, by_keys, ordered=True)
+    assert torch.equal(ordered.tiles, got.tiles)
+    check_turns(ordered, -(-seen.shape[2] // block))
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
