@@ -25,8 +25,8 @@ class AttentionOptions:
 
     Args:
         return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm; differentiable too.
-        deterministic: gradients bitwise the same from run to run, by a kernel for dq and one for dk and dv; False lets
-            one kernel add dq up in any order, in float32. None does what torch.use_deterministic_algorithms says.
+        deterministic: gradients bitwise the same from run to run; False lets kernels add dq up in any order, where that
+            is faster. None does what torch.use_deterministic_algorithms says.
         alibi_slopes: (nheads,) or (batch, nheads) float32; scores lose slope * |position_q - position_k|, after the
             softcap. Has no gradient. Source: Press et al. 2021, "Train short, test long".
         sinks: (nheads,), a learned logit a head that takes part in the softmax of every row that sees a key and has no

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -26,6 +25,7 @@ from ringflash.transport import helpers
 from ringflash.transport.base import Message
 from ringflash.transport.control import ControlPlane
 from ringflash.transport.driver import Driver
+from ringflash.transport.rendezvous import Rendezvous
 from ringflash.transport.watch import Watch
 
 _CHANNELS = 8  # more than a ring uses
@@ -55,23 +55,22 @@ def _together(control: ControlPlane, action: Callable[[], T]) -> T:
 class _Region:
     """As many bytes on each rank, which all ranks can read and write; making one is a collective."""
 
-    def __init__(self, nbytes: int, control: ControlPlane, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, nbytes: int, control: ControlPlane, rendezvous: Rendezvous, device: torch.device) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
         # All ranks have memory before it is exchanged: a rank that has none could not break that off.
         make = partial(_SymmetricMemory.empty_strided_p2p, (self.nbytes,), (1,), torch.uint8, device)
         with torch.inference_mode(False):  # it outlives the call that it is made in
             self.own = _together(control, make)
-            self._handle, self.of = _together(control, partial(self._exchange, group))
+            self._handle, self.of = _together(control, partial(self._exchange, rendezvous, control.world_size))
         self._rank, self._start = control.rank, self.own.data_ptr()
         self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def _exchange(self, group: dist.ProcessGroup) -> tuple[_SymmetricMemory, list[Tensor]]:
+    def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[_SymmetricMemory, list[Tensor]]:
         """What keeps the peers' memory mapped, and every rank's bytes."""
         with _without_multicast():
-            handle = symm_mem.rendezvous(self.own, group)
-        ranks = range(dist.get_world_size(group))
-        return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
+            handle = rendezvous.share(self.own)
+        return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(world_size)]
 
     def offset(self, address: int) -> int | None:
         """Where an address lies in this rank's bytes; None if it does not."""
@@ -120,14 +119,14 @@ class SymmetricTransport:
     """
 
     def __init__(self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
-        self._control, self._group, self._device = control, group, device
+        self._control, self._rendezvous, self._device = control, Rendezvous(control, group), device
         self._faults, self._watch, self._driver = control.faults, watch, _together(control, Driver)
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
         self._captured: set[_Region] = set()  # a graph that is replayed reads them, whatever has grown since
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
-            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, group, device)
+            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, self._rendezvous, device)
             self._streams = _together(control, self._begin)  # before anyone writes to the words
         control.faults.on_release(self._let_go)
 
@@ -155,7 +154,7 @@ class SymmetricTransport:
             least = 0 if region is None else int(region.nbytes * _GROWTH)
             self._regions.pop(slot, None)
             del region
-            region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._group, self._device)
+            region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._rendezvous, self._device)
         if capturing:
             self._captured.add(region)
         if self._last is not None and self._last != current and not capturing:
