@@ -37,9 +37,13 @@ class OwnNumbers(Store):
         """As of any store."""
         return self._store.get(self._own(key))
 
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """As of any store."""
-        self._store.wait(list(map(self._own, keys)), *timeout)
+        own = list(map(self._own, keys))
+        if timeout is None:
+            self._store.wait(own)
+        else:
+            self._store.wait(own, timeout)
 
     def _own(self, key: str) -> str:
         exchange, rank = key.rsplit("/", 1)
