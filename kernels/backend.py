@@ -93,8 +93,8 @@ class TileKernels(Protocol):
     ) -> None:
         """Writes dk and dv over these queries, or adds them when `accumulate`.
 
-        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, where it need not be
-        deterministic in any order: only where `has_single_pass`.
+        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order unless that was
+        asked for a deterministic one: only where `has_single_pass`.
         """
         ...
 

@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 class DqSum:
-    """A sum of gradients of q (batch, seqlen_q, nheads, headdim) in `dtype`, which `finish` rounds to that of q."""
+    """A sum of gradients of q (batch, seqlen_q, nheads, headdim) in `dtype`, which `finish` rounds to that of q.
 
-    ordered = False  # whether tiles that one kernel's programs add have an order, always the same
+    `ordered` is whether what is added is to be so in one order in every run.
+    """
 
-    def __init__(self, q: Tensor, dtype: torch.dtype) -> None:
-        self.q, self._dtype = q, dtype
+    def __init__(self, q: Tensor, dtype: torch.dtype, *, ordered: bool) -> None:
+        self.q, self._dtype, self.ordered = q, dtype, ordered
         self._rows: Tensor | None = None
 
     def rows(self) -> Tensor:

@@ -142,11 +142,11 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
-    return DqSum(q, state_dtype(q.dtype))
+    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
-    """Where either would do: it has fewer matmuls."""
+    """Where it need not be deterministic, though here it is: so that without a GPU both ways are taken."""
     return not deterministic
 
 

@@ -40,7 +40,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
-    return DqSum(q, state_dtype(q.dtype))
+    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
 
@@ -46,7 +49,33 @@ def uploaded(table: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(aside):
         there = table.pin_memory().to(device, non_blocking=True)
     aside.synchronize()  # for others than the current stream will read it
+    weakref.finalize(there, _retire, there.detach()).atexit = False
     return there
+
+
+def _retire(table: Tensor) -> None:
+    """Keeps the memory of a table that nobody looks up any more until the kernels that read it are through."""
+    retired = _retired(table.device)
+    retired.append(_Retired(table))
+    if _capturing():  # an event would be part of the graph
+        return
+    for last in retired:
+        if last.read is None:
+            last.read = torch.cuda.Event()
+            last.read.record(torch.cuda.current_stream(table.device))
+    while retired and retired[0].read is not None and retired[0].read.query():
+        retired.popleft()
+
+
+@dataclass
+class _Retired:
+    table: Tensor
+    read: torch.cuda.Event | None = None  # when it has been, if that is known
+
+
+@cache
+def _retired(device: torch.device) -> deque[_Retired]:
+    return deque()
 
 
 @cache

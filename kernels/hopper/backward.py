@@ -265,7 +265,7 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 def _pass_dq(C: gl.constexpr, dq, i, ring):
     """Hands it to the warp that adds it to memory."""
     use = i * 2 + C
-    wait_empty(ring, use + 2)  # the buffer of the tile before, which is that of the one after
+    wait_empty(ring, use + 2)  # until the tile before has left, whose barriers are those of the one after
     ring.buffers.index(C).store(arranged(dq))
     fence_async_shared()
     mbarrier.arrive(full_barrier(ring, use), count=1)
@@ -420,6 +420,8 @@ def _backward_kernel(
     pace = make_pace(barriers, 4 * STAGES + 8)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
+    # A half of dq has one buffer, but two pairs of barriers: of two warps that add, each awaits its own tiles, and a
+    # barrier's parity tells no more than two uses apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
     mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + kind.ADDERS)

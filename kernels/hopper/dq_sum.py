@@ -91,8 +91,7 @@ class ArrangedSum(DqSum):
     """
 
     def __init__(self, q: Tensor, *, ordered: bool) -> None:
-        super().__init__(q, torch.float32)
-        self.ordered = ordered
+        super().__init__(q, torch.float32, ordered=ordered)
         self.counters: Tensor | None = None
         self._arranged: Tensor | None = None
         self._scale = 1.0

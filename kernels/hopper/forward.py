@@ -112,7 +112,10 @@ AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next til
 
 @gluon.jit
 def _copy_state(state, rings, place, taken, kind):
-    """The state's o, once the results before it have left its buffers: tiles of keys need not wait for that."""
+    """The state's o, once the results before it have left its buffers: tiles of keys need not wait for that.
+
+    After the first two tiles: a second one that had no buffer would wait for the first to be multiplied, which takes o.
+    """
     for c in gl.static_range(kind.CONSUMERS):
         at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
         fill(rings.out, taken * kind.CONSUMERS + c, state, at)
@@ -298,7 +301,7 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
             if not kind.OUT_IN_Q:
                 leave(rings.q, use)
 
-        if not kind.FIRST:  # where registers are few: rather than to keep all this
+        if not kind.FIRST:  # these again, rather than keep them all the while: registers are few
             place = hear(mailbox, taken)
             row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
             queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))

@@ -72,7 +72,10 @@ def intervals(
     by_keys: bool,
     ordered: bool = False,
 ) -> Intervals:
-    """The tables for tiles of `own_block` rows that visit tiles of `block` rows; with `by_keys` keys own."""
+    """The tables for tiles of `own_block` rows that visit tiles of `block` rows; with `by_keys` keys own.
+
+    `ordered` has owned tiles as they lie, and their turns at those that they visit.
+    """
     first, stop = _seen(mask, q_chunks, k_chunks)
     if by_keys:
         keys = torch.arange(sum(chunk.length for chunk in k_chunks), device="cpu").expand(len(first), -1).contiguous()

@@ -69,7 +69,7 @@ def test_better_is_remarked() -> None:
 
 
 def test_hopper_kernels_that_spill_are_remarked() -> None:
-    names = [f"sm_90 {kernel} bfloat16 d128 causal alone" for kernel in ("hopper_dkdv", "hopper_dq", "dq")]
+    names = [f"sm_90 {kernel} bfloat16 d128 causal alone" for kernel in ("hopper_backward", "hopper_ordered", "dq")]
     spills = HOPPER_SPILLS + 4, HOPPER_SPILLS, 100
     measured = {name: dataclasses.replace(USAGE, spills=x) for name, x in zip(names, spills, strict=True)}
     assert spilling(measured) == [f"{names[0]}: spills 20 bytes, a Hopper kernel should not"]

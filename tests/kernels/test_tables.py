@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
+from ringflash.kernels import tables
 from ringflash.kernels.tables import device_tables
 from ringflash.masks import Mask
 from tests.accuracy import Problem
@@ -24,6 +27,30 @@ def test_recent_tables_are_kept() -> None:
 
     assert [table(n) for n in (0, 0, 1, 2, 0)] == [0, 0, 1, 2, 0]
     assert made == [0, 1, 2, 0]
+
+
+def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory would be the next table's, while kernels that read them may still be queued."""
+    through, capturing = [False], [False]
+
+    class Event:
+        def record(self, stream: object) -> None:
+            assert not capturing[0]
+
+        def query(self) -> bool:
+            return through[0]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(tables, "_capturing", lambda: capturing[0])
+    retired: deque[tables._Retired] = deque()
+    monkeypatch.setattr(tables, "_retired", lambda device: retired)
+    for capturing[0], kept in ((True, 1), (False, 2), (True, 3)):
+        tables._retire(torch.zeros(1))
+        assert len(retired) == kept
+    capturing[0], through[0] = False, True
+    tables._retire(torch.zeros(1))
+    assert not retired
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs")

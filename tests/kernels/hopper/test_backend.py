@@ -131,8 +131,10 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
     given = KNOWN[name] if kernels == "hopper" else UNKNOWN[name]
     run(given)
     (q, _, v), meeting, _ = given
-    modes = {"deterministic": run is run_deterministic}
-    single = kernels == "hopper" or portable.has_single_pass(q, v, meeting.mask, meeting.scoring, **modes)
+    deterministic = run is run_deterministic
+    single = kernels == "hopper" or portable.has_single_pass(
+        q, v, meeting.mask, meeting.scoring, deterministic=deterministic
+    )
     assert [kernels_called for kernels_called, _, _ in calls] == [kernels] * (1 if run is run_forward or single else 2)
 
 

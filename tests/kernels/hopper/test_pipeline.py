@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringflash.kernels.hopper.pipeline import TOGETHER_BYTES, heads_together
+from ringflash.kernels.hopper.pipeline import TOGETHER_BYTES, TOGETHER_TILES, heads_together
 
 MIB = 2**20
 
@@ -26,3 +26,10 @@ def test_the_last_group_is_about_as_large(heads: int, ntiles: int) -> None:
 
 def test_keys_that_are_few_for_a_large_group() -> None:
     assert heads_together(ntiles=1, heads=65, streamed_bytes=0, programs=132) == 65
+
+
+def test_in_order_few_tiles_of_a_head_are_in_turn() -> None:
+    for programs, heads in ((132, 64), (132, 16), (3, 16)):
+        size = heads_together(1000, heads, streamed_bytes=2**40, programs=programs, in_order=True)
+        assert size == heads or size * (TOGETHER_TILES + 1) > programs
+        assert size >= heads_together(1000, heads, streamed_bytes=2**40, programs=programs)

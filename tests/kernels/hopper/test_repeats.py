@@ -13,6 +13,7 @@ from tests.kernels.backends import GPU_BACKENDS
 pytestmark = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")
 
 MASKS = [rf.Causal(), rf.Causal() & rf.SlidingWindow(300, 0), None]
+MASKS_BACKWARD = [*MASKS, rf.KeyPadding([1500, 3, 700]), rf.Causal() & rf.Documents([0, 700, 713, 1500])]
 
 
 def problem(mask: rf.Causal | None, headdim: int) -> Problem:
@@ -37,7 +38,30 @@ def test_forward(headdim: int, mask: rf.Causal | None) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", MASKS[:2])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_hops(headdim: int, mask: rf.Causal) -> None:
+    """States that pass from hop to hop, of tiles that visit none, one and many, and sums of many launches."""
+    given = Problem.random(
+        seqlen=6000, heads=(8, 2), headdim=headdim, dtype=torch.bfloat16, mask=mask, device="cuda", batch=2
+    )
+    context = rf.ContextParallel.local(3, hops="ring")
+    first = given.ring(context, deterministic=True)
+    for _ in range(20):
+        assert all(map(torch.equal, given.ring(context, deterministic=True), first))
+
+
+@pytest.mark.parametrize("processors", [1, 3, 131])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_any_number_of_programs(headdim: int, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a tile that no program has begun, and the order of additions is that of all."""
+    given = problem(MASKS_BACKWARD[-1], headdim)
+    expected = given.flash(backend="hopper", deterministic=True)
+    monkeypatch.setattr("ringflash.kernels.hopper.pipeline.processors", lambda device: processors)
+    assert all(map(torch.equal, given.flash(backend="hopper", deterministic=True), expected))
+
+
+@pytest.mark.parametrize("mask", MASKS_BACKWARD)
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_deterministic_backward(headdim: int, mask: rf.Causal | None) -> None:
     given = problem(mask, headdim)
