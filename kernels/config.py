@@ -5,7 +5,7 @@ A tile pair must fit registers (the accumulators, float32) and shared memory (nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -62,20 +62,26 @@ class _Tables:
         short: what differs where a row sees a part of the sequence, as under documents and windows: programs are many
             and short, so that several must fit beside each other.
         ragged: what differs where rows are loaded with bounds, which takes registers.
+        fitted: what differs where a row sees a part of the sequence, and neither bounds nor lists of tiles take
+            registers: one more program fits beside.
+        listed: what differs where tiles are listed, and rows are loaded without bounds: tiles arrive later, for their
+            numbers do first.
         small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
         long: what differs from LONG_KEYS keys on, where none of the above does: larger tiles read them less often.
     """
 
     usual: _Table
-    short: _Table
-    ragged: _Table
-    small: _Table
-    long: _Table
+    short: _Table = field(default_factory=dict)
+    ragged: _Table = field(default_factory=dict)
+    fitted: _Table = field(default_factory=dict)
+    listed: _Table = field(default_factory=dict)
+    small: _Table = field(default_factory=dict)
+    long: _Table = field(default_factory=dict)
 
 
 _FORWARD = _Tables(
     usual={
-        (False, 64): (64, 128, 4, 3),
+        (False, 64): (64, 128, 4, 2, 160),
         (False, 128): (64, 64, 4, 3),
         (False, 256): (128, 64, 8, 2),
         (True, 64): (64, 32, 4, 1),
@@ -84,6 +90,7 @@ _FORWARD = _Tables(
     },
     short={(False, 64): (64, 64, 4, 3, 128)},
     ragged={(False, 64): (64, 64, 4, 3)},
+    listed={(False, 64): (64, 128, 4, 3), (False, 128): (64, 64, 4, 2)},
     small={(False, 64): (64, 64, 4, 3)},
     long={(False, 128): (128, 128, 8, 3)},
 )
@@ -96,10 +103,7 @@ _DQ = _Tables(
         (True, 128): (32, 32, 4, 1),
         (True, 256): (16, 16, 4, 1),
     },
-    short={},
-    ragged={},
     small={(False, 128): (128, 64, 8, 2), (False, 256): (64, 32, 8, 1)},
-    long={},
 )
 _DKDV = _Tables(
     usual={
@@ -110,20 +114,16 @@ _DKDV = _Tables(
         (True, 128): (32, 32, 4, 1),
         (True, 256): (16, 16, 4, 1),
     },
-    short={},
     ragged={(False, 128): (32, 64, 4, 3)},
+    fitted={(False, 64): (64, 64, 4, 2, 168)},
     small={(False, 64): (64, 64, 4, 2), (False, 128): (32, 64, 4, 3), (False, 256): (32, 64, 8, 1)},
-    long={},
 )
 _SINGLE_PASS = _Tables(
     usual={
         (False, 64): (64, 64, 4, 3),
         (True, 64): (32, 32, 4, 1),
     },
-    short={},
-    ragged={},
     small={(False, 64): (64, 64, 4, 2)},
-    long={},
 )
 
 
@@ -137,6 +137,7 @@ class Call:
         dtype: of all of them.
         ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
         short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
+        listed: whether tiles to visit are listed, as under a mask with a bitmap.
         seqlen_k: keys of a sequence.
         capability: of the GPU, as in 90.
     """
@@ -146,6 +147,7 @@ class Call:
     dtype: torch.dtype
     ragged: bool
     short_spans: bool
+    listed: bool
     seqlen_k: int
     capability: int
 
@@ -153,6 +155,8 @@ class Call:
         """The tiles of a kernel."""
         block_d, block_dv = padded_headdim(self.headdim), padded_headdim(self.headdim_v)
         table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
+        if self.short_spans and not self.ragged:
+            table |= tables.listed if self.listed else tables.fitted
         if self.capability < LARGE_SHARED:
             table |= tables.small
         elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):
@@ -176,14 +180,14 @@ def dkdv_config(call: Call) -> TileConfig:
     return call.choose(_DKDV)
 
 
-def has_single_pass(headdim: int, headdim_v: int, *, short_spans: bool) -> bool:
+def has_single_pass(headdim: int, headdim_v: int, *, listed: bool) -> bool:
     """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
 
-    To add dQ up in memory takes longer than the two matmuls that it saves, except where keys are seen by few queries:
-    a launch and a reading of everything fewer then weigh more. Above headdim 64 a thread's registers hold its
-    accumulators only in small tiles, so that dQ is added up more often.
+    To add dQ up in memory takes longer than the two matmuls that it saves, except where tiles are listed: the list is
+    followed once, not twice. Above headdim 64 a thread's registers hold its accumulators only in small tiles, so that
+    dQ is added up more often.
     """
-    return short_spans and max(headdim, headdim_v) <= 64
+    return listed and max(headdim, headdim_v) <= 64
 
 
 def single_pass_config(call: Call) -> TileConfig:

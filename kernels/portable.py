@@ -14,7 +14,6 @@ from ringflash.kernels.delta import delta
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.forward import forward
 from ringflash.kernels.meeting import Scoring
-from ringflash.kernels.visibility import has_short_spans
 from ringflash.masks import Mask
 
 __all__ = [
@@ -45,7 +44,7 @@ def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
     """Where the sweeps said so; see `config.has_single_pass`. Its order of additions is that of the moment."""
-    return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], short_spans=has_short_spans(mask))
+    return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:

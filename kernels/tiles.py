@@ -63,7 +63,8 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
     ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
     seqlen_k = sum(chunk.length for chunk in meeting.k_chunks)
-    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), seqlen_k, capability())
+    listed = meeting.mask.bitmap() is not None
+    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), listed, seqlen_k, capability())
 
 
 def strided(x: Tensor) -> Strided:

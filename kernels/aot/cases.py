@@ -96,13 +96,12 @@ HOPPER_BACKWARDS = ("hopper_backward", "hopper_ordered")
 
 def cases() -> list[Case]:
     """Every case, those that compile longest first."""
-    shipped = [case for case in _cases() if case.kernel != "single_pass" or _single_pass_ships(case)]
+    shipped = [case for case in _cases() if case.kernel != "single_pass" or _has_single_pass(case)]
     return sorted(dict.fromkeys(shipped), key=lambda case: (case.dtype != "float32", -case.headdim))
 
 
-def _single_pass_ships(case: Case) -> bool:
-    short_spans = case.mask not in ("full", "causal")
-    return has_single_pass(case.headdim, case.headdim_v or case.headdim, short_spans=short_spans)
+def _has_single_pass(case: Case) -> bool:
+    return has_single_pass(case.headdim, case.headdim_v or case.headdim, listed=MASKS[case.mask].bitmap() is not None)
 
 
 def _cases() -> Iterator[Case]:
@@ -123,6 +122,10 @@ def _cases() -> Iterator[Case]:
             yield Case(kernel, "bfloat16", headdim, mask, "ragged")
         for mode in ("softcap", "alibi", "dropout"):
             yield Case(kernel, "bfloat16", 128, "causal", mode)
+    for dtype in ("float16", "float32"):
+        yield Case("single_pass", dtype, 64, "listed")
+    yield Case("single_pass", "bfloat16", 64, "listed", "ragged")
+    yield Case("single_pass", "bfloat16", 64, "listed", arch=80)
     yield Case("forward", "bfloat16", 128, "causal", "sinks")
     for mask in ("full", "causal"):
         yield Case("forward", "bfloat16", 128, mask, "long")

@@ -128,13 +128,12 @@ class Gradients(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the kernel is compiled for, all constexpr; `ADDERS` are the warps that add dq to memory."""
+    """What the kernel is compiled for, all constexpr."""
 
     MASKED: Any
     BELOW: Any
     ABOVE: Any
     ORDERED: Any
-    ADDERS: Any
     DESCENDING: Any
     ACCUMULATE: Any
     GROUP: Any
@@ -147,6 +146,7 @@ class Kind(NamedTuple):
 
 
 STAGES = gl.constexpr(2)  # of queries
+ADDERS = gl.constexpr(2)  # warps that add dq to memory
 AHEAD = gl.constexpr(3)  # tiles of queries: what is left to copy when the next tile of keys is drawn
 
 
@@ -223,7 +223,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
     place = hear(shared.mailbox, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        for i in range((C + queries) % kind.ADDERS, total, kind.ADDERS):
+        for i in range((C + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
             number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
             row = number // (COLUMNS // kind.BLOCK_D)
@@ -424,35 +424,22 @@ def _backward_kernel(
     # barrier's parity tells no more than two uses apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
-    mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + kind.ADDERS)
+    mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
     shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
     fence_async_shared()
     turns = Turns(counters, turns, turns_stride, ntiles)
-    if kind.ADDERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, gradients, bounds, kind)),
-                (_consume, (1, shared, gradients, bounds, kind)),
-                (_produce, (inputs, shared, pace, heads, kind)),
-                (draw, (work, mailbox, pace, kind.ORDERED)),
-                (_add, (0, dq, turns, shared, heads, padded, kind)),
-                (_add, (1, dq, turns, shared, heads, padded, kind)),
-            ],
-            [4, 1, 1, 1, 1],
-            [240, 24, 24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, gradients, bounds, kind)),
-                (_consume, (1, shared, gradients, bounds, kind)),
-                (_produce, (inputs, shared, pace, heads, kind)),
-                (draw, (work, mailbox, pace, kind.ORDERED)),
-                (_add, (0, dq, turns, shared, heads, padded, kind)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (0, shared, gradients, bounds, kind)),
+            (_consume, (1, shared, gradients, bounds, kind)),
+            (_produce, (inputs, shared, pace, heads, kind)),
+            (draw, (work, mailbox, pace, kind.ORDERED)),
+            (_add, (0, dq, turns, shared, heads, padded, kind)),
+            (_add, (1, dq, turns, shared, heads, padded, kind)),
+        ],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
+    )
 
 
 def backward(
@@ -489,7 +476,6 @@ def backward(
         BELOW=known.below,
         ABOVE=known.above,
         ORDERED=ordered,
-        ADDERS=1 + ordered,
         DESCENDING=ordered or config.descending,
         ACCUMULATE=accumulate,
         GROUP=group,
