@@ -62,10 +62,10 @@ class _Tables:
         short: what differs where a row sees a part of the sequence, as under documents and windows: programs are many
             and short, so that several must fit beside each other.
         ragged: what differs where rows are loaded with bounds, which takes registers.
-        fitted: what differs where a row sees a part of the sequence, and neither bounds nor lists of tiles take
-            registers: one more program fits beside.
-        listed: what differs where tiles are listed, and rows are loaded without bounds: tiles arrive later, for their
-            numbers do first.
+        lean: what differs under full and causal masks where neither bounds nor modes take registers: one more program
+            fits beside.
+        lean_short: the same where a row sees a part of the sequence.
+        lean_listed: the same where tiles are listed.
         small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
         long: what differs from LONG_KEYS keys on, where none of the above does: larger tiles read them less often.
     """
@@ -73,15 +73,16 @@ class _Tables:
     usual: _Table
     short: _Table = field(default_factory=dict)
     ragged: _Table = field(default_factory=dict)
-    fitted: _Table = field(default_factory=dict)
-    listed: _Table = field(default_factory=dict)
+    lean: _Table = field(default_factory=dict)
+    lean_short: _Table = field(default_factory=dict)
+    lean_listed: _Table = field(default_factory=dict)
     small: _Table = field(default_factory=dict)
     long: _Table = field(default_factory=dict)
 
 
 _FORWARD = _Tables(
     usual={
-        (False, 64): (64, 128, 4, 2, 160),
+        (False, 64): (64, 128, 4, 3),
         (False, 128): (64, 64, 4, 3),
         (False, 256): (128, 64, 8, 2),
         (True, 64): (64, 32, 4, 1),
@@ -90,7 +91,8 @@ _FORWARD = _Tables(
     },
     short={(False, 64): (64, 64, 4, 3, 128)},
     ragged={(False, 64): (64, 64, 4, 3)},
-    listed={(False, 64): (64, 128, 4, 3), (False, 128): (64, 64, 4, 2)},
+    lean={(False, 64): (64, 128, 4, 2, 160)},
+    lean_listed={(False, 64): (64, 128, 4, 3), (False, 128): (64, 64, 4, 2)},
     small={(False, 64): (64, 64, 4, 3)},
     long={(False, 128): (128, 128, 8, 3)},
 )
@@ -115,7 +117,7 @@ _DKDV = _Tables(
         (True, 256): (16, 16, 4, 1),
     },
     ragged={(False, 128): (32, 64, 4, 3)},
-    fitted={(False, 64): (64, 64, 4, 2, 168)},
+    lean_short={(False, 64): (64, 64, 4, 2, 168)},
     small={(False, 64): (64, 64, 4, 2), (False, 128): (32, 64, 4, 3), (False, 256): (32, 64, 8, 1)},
 )
 _SINGLE_PASS = _Tables(
@@ -138,6 +140,7 @@ class Call:
         ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
         short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
         listed: whether tiles to visit are listed, as under a mask with a bitmap.
+        modes: whether scores take more than a product and a factor: softcap, ALiBi or dropout.
         seqlen_k: keys of a sequence.
         capability: of the GPU, as in 90.
     """
@@ -148,6 +151,7 @@ class Call:
     ragged: bool
     short_spans: bool
     listed: bool
+    modes: bool
     seqlen_k: int
     capability: int
 
@@ -155,8 +159,8 @@ class Call:
         """The tiles of a kernel."""
         block_d, block_dv = padded_headdim(self.headdim), padded_headdim(self.headdim_v)
         table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
-        if self.short_spans and not self.ragged:
-            table |= tables.listed if self.listed else tables.fitted
+        if not (self.ragged or self.modes):
+            table |= tables.lean_listed if self.listed else tables.lean_short if self.short_spans else tables.lean
         if self.capability < LARGE_SHARED:
             table |= tables.small
         elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):

@@ -59,6 +59,11 @@ class Scoring:
             dropout_seed=0 if dropout_seed is None else int(dropout_seed),
         )
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether scores are more than `softmax_scale` q k^T, or weights are dropped."""
+        return self.softcap != 0 or self.alibi_slopes is not None or self.dropout_p != 0
+
     def of_heads(self, heads: range) -> Scoring:
         """The same for some of the heads, next to each other."""
         slopes, sinks = self.alibi_slopes, self.sinks

@@ -63,8 +63,17 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
     ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
     seqlen_k = sum(chunk.length for chunk in meeting.k_chunks)
-    listed = meeting.mask.bitmap() is not None
-    return Call(q.shape[3], v.shape[3], q.dtype, ragged, has_short_spans(meeting.mask), listed, seqlen_k, capability())
+    return Call(
+        headdim=q.shape[3],
+        headdim_v=v.shape[3],
+        dtype=q.dtype,
+        ragged=ragged,
+        short_spans=has_short_spans(meeting.mask),
+        listed=meeting.mask.bitmap() is not None,
+        modes=meeting.scoring.has_modes,
+        seqlen_k=seqlen_k,
+        capability=capability(),
+    )
 
 
 def strided(x: Tensor) -> Strided:

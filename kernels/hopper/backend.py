@@ -118,8 +118,7 @@ def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
 
 def _is_plain(scoring: Scoring) -> bool:
     """Whether weights are exp(softmax_scale q k^T), but for sinks."""
-    bare = scoring.softcap == 0 and scoring.alibi_slopes is None and scoring.dropout_p == 0
-    return bare and scoring.softmax_scale > 0
+    return not scoring.has_modes and scoring.softmax_scale > 0
 
 
 def _knows(q: Tensor, v: Tensor, mask: Mask, widest: int) -> bool:

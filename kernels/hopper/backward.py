@@ -12,8 +12,8 @@ begin with the last terms, or these are added after:
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
 P^T and dS^T leave the registers as operands of dv and dk. dq needs dS of both warpgroups: it passes through shared
-memory and is multiplied one tile late, each warpgroup computing half of it; a warp of its own adds it to memory, or two
-in turn where each waits for others.
+memory and is multiplied one tile late, each warpgroup computing half of it; two warps of their own add it to memory,
+every other tile each.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with the tiles and the order of matmuls that were measured best
 on an H200.
 """

@@ -53,7 +53,17 @@ class Kernel:
 
 def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype, int], TileConfig]:
     def tiles(headdim: int, dtype: torch.dtype, seqlen_k: int) -> TileConfig:
-        call = config.Call(headdim, headdim, dtype, False, False, False, seqlen_k, config.LARGE_SHARED)
+        call = config.Call(
+            headdim,
+            headdim,
+            dtype,
+            ragged=False,
+            short_spans=False,
+            listed=False,
+            modes=False,
+            seqlen_k=seqlen_k,
+            capability=config.LARGE_SHARED,
+        )
         return choose(call)
 
     return tiles

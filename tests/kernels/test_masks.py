@@ -30,6 +30,8 @@ EXAMPLES: list[Mask] = [
 # What a kernel sees of a mask does not depend on its tensors' dtype, whose own paths two of them take.
 CASES = [(mask, dtype) for i, mask in enumerate(EXAMPLES) for dtype in (DTYPES if GPU or i in (4, 5) else DTYPES[:1])]
 
+NOTHING_FROM_66 = rf.BlockSparse(torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]).bool(), 22)
+
 
 @settings(deadline=None, max_examples=60)
 @given(mask=masks(SEQLEN), seqlen_q=st.integers(1, SEQLEN + 10))
@@ -68,10 +70,11 @@ def test_kernels_within_the_bars(mask: Mask, dtype: torch.dtype, backend: str) -
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
 @pytest.mark.parametrize("value", [math.nan, 3e38])
+@pytest.mark.parametrize("other", [rf.Documents([0, 30, 66, 70]), NOTHING_FROM_66])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
-def test_padding_is_never_read(backend: str, value: float, deterministic: bool) -> None:
+def test_padding_is_never_read(other: Mask, backend: str, value: float, deterministic: bool) -> None:
     """Keys past their sequence's end, and rows past the longest sequence, may hold anything."""
-    mask = rf.KeyPadding([66, 21]) & rf.Documents([0, 30, 66, 70])
+    mask = rf.KeyPadding([66, 21]) & other
     dtype = DTYPE_OF.get(backend, torch.float32)
     clean = Problem.random(seqlen=70, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
     expected = clean.flash(backend=backend, deterministic=deterministic)

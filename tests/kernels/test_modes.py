@@ -13,7 +13,7 @@ from ringflash.masks import Mask
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
-from tests.strategies import masks, modes
+from tests.strategies import block_sparse, masks, modes
 from tests.test_modes import MODES
 
 SEQLEN = 515 if GPU else 83
@@ -55,7 +55,14 @@ def test_rings(dtype: torch.dtype, layout: str, mode: str, backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("mask", [None, rf.Causal() & rf.Documents([0, 13, 60, SEQLEN])])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        rf.Causal() & rf.Documents([0, 13, 60, SEQLEN]),
+        rf.Causal() & block_sparse(SEQLEN, 16, seed=0, density=0.5),
+    ],
+)
 @pytest.mark.parametrize("mode", CASES if GPU else ["all"])
 def test_masks(mode: str, mask: Mask | None, backend: str) -> None:
     given = problem(mode, mask=mask, dtype=DTYPE_OF[backend])

@@ -165,7 +165,9 @@ def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytes
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_portable.py has it on GPUs")
 @pytest.mark.parametrize("headdim", [64, 72, 128])
-@pytest.mark.parametrize("mask", [rf.Causal(), rf.Documents([0, 7, SEQLEN])])
+@pytest.mark.parametrize(
+    "mask", [rf.Causal(), rf.Documents([0, 7, SEQLEN]), block_sparse(SEQLEN, 16, seed=0, density=0.5)]
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask: Mask, headdim: int) -> None:
     """There one pass may be slower than two, and have no tiles."""
