@@ -67,7 +67,8 @@ class _Tables:
         lean_short: the same where a row sees a part of the sequence.
         lean_listed: the same where tiles are listed.
         small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
-        long: what differs from LONG_KEYS keys on, where none of the above does: larger tiles read them less often.
+        long: what differs from LONG_KEYS keys on, under full and causal masks, without bounds: larger tiles read them
+            less often.
     """
 
     usual: _Table
@@ -137,23 +138,23 @@ class Call:
         headdim: of queries and keys.
         headdim_v: of values.
         dtype: of all of them.
+        seqlen_k: keys of a sequence.
+        capability: of the GPU, as in 90.
         ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
         short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
         listed: whether tiles to visit are listed, as under a mask with a bitmap.
         modes: whether scores take more than a product and a factor: softcap, ALiBi or dropout.
-        seqlen_k: keys of a sequence.
-        capability: of the GPU, as in 90.
     """
 
     headdim: int
     headdim_v: int
     dtype: torch.dtype
-    ragged: bool
-    short_spans: bool
-    listed: bool
-    modes: bool
     seqlen_k: int
     capability: int
+    ragged: bool = False
+    short_spans: bool = False
+    listed: bool = False
+    modes: bool = False
 
     def choose(self, tables: _Tables) -> TileConfig:
         """The tiles of a kernel."""
@@ -187,9 +188,8 @@ def dkdv_config(call: Call) -> TileConfig:
 def has_single_pass(headdim: int, headdim_v: int, *, listed: bool) -> bool:
     """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
 
-    To add dQ up in memory takes longer than the two matmuls that it saves, except where tiles are listed: the list is
-    followed once, not twice. Above headdim 64 a thread's registers hold its accumulators only in small tiles, so that
-    dQ is added up more often.
+    To add dQ up in memory takes longer than the two matmuls that it saves, except where tiles are listed. Above headdim
+    64 a thread's registers hold its accumulators only in small tiles, so that dQ is added up more often.
     """
     return listed and max(headdim, headdim_v) <= 64
 

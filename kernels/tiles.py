@@ -67,12 +67,12 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
         headdim=q.shape[3],
         headdim_v=v.shape[3],
         dtype=q.dtype,
+        seqlen_k=seqlen_k,
+        capability=capability(),
         ragged=ragged,
         short_spans=has_short_spans(meeting.mask),
         listed=meeting.mask.bitmap() is not None,
         modes=meeting.scoring.has_modes,
-        seqlen_k=seqlen_k,
-        capability=capability(),
     )
 
 

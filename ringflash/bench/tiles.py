@@ -53,18 +53,7 @@ class Kernel:
 
 def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype, int], TileConfig]:
     def tiles(headdim: int, dtype: torch.dtype, seqlen_k: int) -> TileConfig:
-        call = config.Call(
-            headdim,
-            headdim,
-            dtype,
-            ragged=False,
-            short_spans=False,
-            listed=False,
-            modes=False,
-            seqlen_k=seqlen_k,
-            capability=config.LARGE_SHARED,
-        )
-        return choose(call)
+        return choose(config.Call(headdim, headdim, dtype, seqlen_k, config.LARGE_SHARED))
 
     return tiles
 

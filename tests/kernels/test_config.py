@@ -7,17 +7,7 @@ import torch
 
 from ringflash.kernels import config
 
-PLAIN = config.Call(
-    headdim=64,
-    headdim_v=64,
-    dtype=torch.bfloat16,
-    ragged=False,
-    short_spans=False,
-    listed=False,
-    modes=False,
-    seqlen_k=4096,
-    capability=90,
-)
+PLAIN = config.Call(headdim=64, headdim_v=64, dtype=torch.bfloat16, seqlen_k=4096, capability=90)
 CHOICES = [config.forward_config, config.dq_config, config.dkdv_config]
 
 
@@ -54,8 +44,8 @@ def test_every_call_has_tiles(dtype: torch.dtype, capability: int) -> None:
                 seqlen_k=config.LONG_KEYS if long else 4096,
                 capability=capability,
             )
-            choices = [*CHOICES, *[config.single_pass_config] * config.has_single_pass(headdim, headdim, listed=listed)]
-            for choose in choices:
+            single_pass = config.has_single_pass(headdim, headdim, listed=listed)
+            for choose in [*CHOICES, config.single_pass_config] if single_pass else CHOICES:
                 tiles = choose(call)
                 assert tiles.block_d >= headdim
                 assert min(tiles.block_m, tiles.block_n) >= 16
