@@ -36,7 +36,7 @@ from ringflash.kernels.scores import (
     slope_of,
     weighed,
 )
-from ringflash.kernels.spans import bounds_of, keys_read, place_of, schedule, sees, span_of, visit
+from ringflash.kernels.spans import bounds_of, hidden, keys_read, place_of, schedule, span_of, visit
 from ringflash.kernels.stream import load_tile, stream_at, streamed
 from ringflash.kernels.tiles import (
     UNSPECIALIZED,
@@ -69,6 +69,7 @@ def _over_queries(
     span,
     number,
     keys,
+    first_key,
     read,
     short,
     schedule,
@@ -102,14 +103,14 @@ def _over_queries(
         t = capped(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
         p = tl.exp2(s * unit - lse2[None, :])
-        if kind.MASK == 3 and kind.DROPOUT:
-            masked = True  # in float32 Triton 3.6 fails to compile this branch beside Philox
-        elif not kind.EVEN:
+        if not kind.EVEN:
             masked = masked | short
         if (kind.MASK != 0 or not kind.EVEN) and masked:
             lo, hi, bit_row = bounds_of(visible, batch, span.row, rows, inside, kind.MASK)
-            seen = sees(queries, keys, lo[None, :], hi[None, :], bit_row[None, :], visible, kind.MASK)
-            p = tl.where(seen & read[:, None], p, 0.0)
+            p = hidden(
+                p, 0.0, read[:, None], queries, keys, first_key, lo[None, :], hi[None, :], bit_row[None, :],
+                visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=kind.PRECISION)
         if kind.EVEN:
             delta_row = load_columns(delta + number + i, kind.BLOCK_M, kind, COPIED)
@@ -195,8 +196,8 @@ def _dkdv_kernel(
                 dq_chunk = dq_base + wide(span.row) * stride_dqs
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_tiles, dout_tiles, dq_chunk, lse, delta,
-                stride_dqs, span, number, keys, read, left < kind.BLOCK_N, schedule, visible, scores, slope, seed,
-                batch, head, WITH_DQ, kind,
+                stride_dqs, span, number, keys, position, read, left < kind.BLOCK_N, schedule, visible, scores,
+                slope, seed, batch, head, WITH_DQ, kind,
             )  # fmt: skip
 
     dk_acc *= scores.softmax_scale

@@ -20,7 +20,7 @@ from torch import Tensor
 from ringflash.kernels.config import dq_config
 from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.scores import Seed, capped, kind_argument, load_lse, scored, scores_argument, slope_of, weighed
-from ringflash.kernels.spans import bounds_of, place_of, schedule, sees, span_of, visit
+from ringflash.kernels.spans import bounds_of, hidden, place_of, schedule, span_of, visit
 from ringflash.kernels.stream import load_tile, stream_at, streamed
 from ringflash.kernels.tiles import (
     UNSPECIALIZED,
@@ -75,8 +75,10 @@ def _over_keys(
         if kind.SOFTCAP:
             ds *= 1.0 - t * t
         if masked:  # not p: rows that see nothing may hold anything, NaN too
-            seen = sees(queries, keys, lo[:, None], hi[:, None], bit_row[:, None], visible, kind.MASK)
-            ds = tl.where(seen & inside[None, :], ds, 0.0)
+            ds = hidden(
+                ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
+                visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=kind.PRECISION)
     return acc
 

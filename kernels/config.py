@@ -62,10 +62,9 @@ class _Tables:
         short: what differs where a row sees a part of the sequence, as under documents and windows: programs are many
             and short, so that several must fit beside each other.
         ragged: what differs where rows are loaded with bounds, which takes registers.
-        lean: what differs under full and causal masks where neither bounds nor modes take registers: one more program
-            fits beside.
-        lean_short: the same where a row sees a part of the sequence.
-        lean_listed: the same where tiles are listed.
+        lean: what differs under full and causal masks, and where tiles are listed, if neither bounds nor modes take
+            registers: one more program fits beside.
+        lean_short: the same under other masks, where a row sees a part of the sequence.
         small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
         long: what differs from LONG_KEYS keys on, under full and causal masks, without bounds: larger tiles read them
             less often.
@@ -76,7 +75,6 @@ class _Tables:
     ragged: _Table = field(default_factory=dict)
     lean: _Table = field(default_factory=dict)
     lean_short: _Table = field(default_factory=dict)
-    lean_listed: _Table = field(default_factory=dict)
     small: _Table = field(default_factory=dict)
     long: _Table = field(default_factory=dict)
 
@@ -93,7 +91,6 @@ _FORWARD = _Tables(
     short={(False, 64): (64, 64, 4, 3, 128)},
     ragged={(False, 64): (64, 64, 4, 3)},
     lean={(False, 64): (64, 128, 4, 2, 160)},
-    lean_listed={(False, 64): (64, 128, 4, 3), (False, 128): (64, 64, 4, 2)},
     small={(False, 64): (64, 64, 4, 3)},
     long={(False, 128): (128, 128, 8, 3)},
 )
@@ -161,7 +158,7 @@ class Call:
         block_d, block_dv = padded_headdim(self.headdim), padded_headdim(self.headdim_v)
         table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
         if not (self.ragged or self.modes):
-            table |= tables.lean_listed if self.listed else tables.lean_short if self.short_spans else tables.lean
+            table |= tables.lean_short if self.short_spans and not self.listed else tables.lean
         if self.capability < LARGE_SHARED:
             table |= tables.small
         elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):

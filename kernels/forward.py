@@ -23,7 +23,7 @@ from torch import Tensor
 from ringflash.kernels.config import forward_config
 from ringflash.kernels.meeting import Meeting
 from ringflash.kernels.scores import Seed, capped, kept, kind_argument, scored, scores_argument, slope_of
-from ringflash.kernels.spans import bounds_of, place_of, schedule, sees, span_of, visit
+from ringflash.kernels.spans import bounds_of, hidden, place_of, schedule, span_of, visit
 from ringflash.kernels.stream import load_tile, stream_at, streamed
 from ringflash.kernels.tiles import (
     UNSPECIALIZED,
@@ -81,8 +81,10 @@ def _attend(
         keys = (span.start + columns)[None, :]
         s, unit = scored(s, queries, keys, scores, slope, kind.ALIBI)
         if masked:
-            seen = sees(queries, keys, lo[:, None], hi[:, None], bit_row[:, None], visible, kind.MASK)
-            s = tl.where(seen & inside[None, :], s, float("-inf"))
+            s = hidden(
+                s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
+                bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
         origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: -inf minus -inf is NaN
         p = tl.exp2(s * unit - origin[:, None])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.tables import device_tables, uploaded
-from ringflash.kernels.visibility import LAST_KEY, LISTED, RowBounds, TileBounds, Tiles, row_bounds, visits
+from ringflash.kernels.visibility import LAST_KEY, LISTED, RowBounds, TileBounds, Tiles, row_bounds, rows_seeing, visits
 from ringflash.layout import Chunk, positions
 from ringflash.masks import Mask
 
@@ -64,12 +64,12 @@ def make_programs(
     block = block_n if by_keys else block_m
     owned = Tiles.of(own, block)
     lengths, starts = (torch.tensor([(c.length, c.start) for c in others], device="cpu")).unbind(1)
-    lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
     if by_keys:
         ends = lengths.expand(1, 1, -1)
-        even = bool((hi > lo).all()) and all(c.length % block_m == 0 for c in q_chunks)
-        even &= all(c.length % block_n == 0 for c in k_chunks)
+        even = all(c.length % block_m == 0 for c in q_chunks) and all(c.length % block_n == 0 for c in k_chunks)
+        even = even and _met_see(mask, q_chunks, block_m)
     else:  # past the last key that any row sees storage may hold anything
+        lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
         ends = torch.minimum((hi.where(hi > lo, 0).amax(1)[:, None] - starts).clamp(min=0), lengths)[:, None]
         even = bool((ends % block_n == 0).all())
     tiles = bounds.lo  # not read
@@ -91,6 +91,15 @@ def make_programs(
     places, spans = (uploaded(x.to(torch.int32).contiguous(), device) for x in (places[order], spans[:, order]))
     batch_stride = 0 if spans.shape[0] == 1 else spans.stride(0)
     return Programs(bounds, even, len(row), len(others), places, spans, batch_stride, tiles)
+
+
+def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
+    """Whether all rows of the tiles of queries that are met see some key; listed tiles of which none does are not."""
+    seeing = rows_seeing(mask, q_chunks)
+    if mask.bitmap() is None:
+        return bool(seeing.all())
+    tiled = seeing.unflatten(1, (-1, block_m))
+    return bool((tiled.all(2) == tiled.any(2)).all())
 
 
 def _key_spans(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int) -> Tensor:

@@ -35,8 +35,8 @@ class Visible(NamedTuple):
     hull: Any
     hull_batch: Any
     bit_rows: Any
-    cells: Any
-    ncells: Any
+    words: Any
+    nwords: Any
     cell_size: Any
 
 
@@ -71,8 +71,8 @@ def schedule(
             bounds.hull,
             2 if bounds.batch_stride else 0,
             bounds.bit_rows,
-            bounds.cells,
-            bounds.cells.shape[-1],
+            bounds.words,
+            bounds.words.shape[-1],
             bounds.size,
         ),
     )
@@ -133,16 +133,37 @@ def keys_read(visible, batch, keys, inside, MASK: tl.constexpr):
 
 
 @triton.jit
-def sees(queries, keys, lo, hi, bit_row, visible, MASK: tl.constexpr):
-    """Which keys each query sees, both by global position; all but `visible` broadcast to the tile's shape."""
+def hidden(
+    x,
+    value,
+    read,
+    queries,
+    keys,
+    first_key,
+    lo,
+    hi,
+    bit_row,
+    visible,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """A tile's numbers `x`, with `value` where the query does not see the key or the key is not to be `read`.
+
+    Queries and BLOCK_N keys are global positions; all but `visible` broadcasts to the tile's shape.
+
+    Bits are loaded a word a row and picked out in registers. A load of as many elements as the tile has would choose
+    their layout by itself, and the scores would pass through shared memory in each step to meet it, masked or not.
+    """
     if MASK == 1:
-        seen = keys <= queries
+        read &= keys <= queries
     elif MASK >= 2:
-        seen = (keys >= lo) & (keys < hi)
-    else:
-        seen = keys == keys
+        read &= (keys >= lo) & (keys < hi)
+    x = tl.where(read, x, value)
     if MASK == 3:
         cell = keys // visible.cell_size
-        inside = seen & (cell < visible.ncells)
-        seen = tl.load(visible.cells + bit_row * visible.ncells + cell, mask=inside, other=0) != 0
-    return seen
+        first_word = first_key // visible.cell_size // 32
+        for i in tl.static_range((BLOCK_N + 30) // 32 + 1):
+            at = first_word + i
+            word = tl.load(visible.words + bit_row * visible.nwords + at, mask=at < visible.nwords, other=0)
+            x = tl.where((cell // 32 != at) | ((word >> (cell % 32)) & 1 != 0), x, value)
+    return x

@@ -38,9 +38,10 @@ class RowBounds:
         hi: one past the last.
         batch_stride: elements from one sequence's bounds to the next's, 0 when they are all alike.
         hull: int32 (batch or 1, 2), between which keys any row sees one: what lies outside may hold anything.
-        bit_rows: int32 (seqlen_q,), each row's row of `cells`; this and what follows is read when LISTED only.
-        cells: uint8 (R, C), contiguous: key j is shown iff j // size < C and cells[bit_row, j // size].
-        size: keys a column of `cells` stands for.
+        bit_rows: int32 (seqlen_q,), each row's row of `words`; this and what follows is read when LISTED only.
+        words: int32 (R, W), contiguous: key j is shown iff, with c = j // size, c // 32 < W and bit c % 32 of
+            words[bit_row, c // 32] is set.
+        size: keys a bit stands for.
     """
 
     kind: int
@@ -49,7 +50,7 @@ class RowBounds:
     batch_stride: int
     hull: Tensor
     bit_rows: Tensor
-    cells: Tensor
+    words: Tensor
     size: int
 
 
@@ -57,9 +58,8 @@ class RowBounds:
 def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> RowBounds:
     """The bounds of the rows that `q_chunks` store."""
     unread = torch.zeros(1, dtype=torch.int32, device=device)
-    no_cells = torch.zeros(1, 1, dtype=torch.uint8, device=device)
     if not has_short_spans(mask):
-        return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, no_cells, 1)
+        return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, unread, 1)
     rows = positions(q_chunks, "cpu")
     lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
     live = hi > lo
@@ -68,21 +68,35 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
     batch_stride = 0 if lo.shape[0] == 1 else lo.shape[1]
     bitmap = mask.bitmap()
     if bitmap is None:
-        return RowBounds(TABLE, lo, hi, batch_stride, hull, unread, no_cells, 1)
+        return RowBounds(TABLE, lo, hi, batch_stride, hull, unread, unread, 1)
     bit_rows = uploaded(bitmap.rows(rows).to(torch.int32), device)
-    return RowBounds(LISTED, lo, hi, batch_stride, hull, bit_rows, _cells(mask, device), bitmap.size)
+    return RowBounds(LISTED, lo, hi, batch_stride, hull, bit_rows, _words(mask, device), bitmap.size)
+
+
+def rows_seeing(mask: Mask, q_chunks: Sequence[Chunk]) -> Tensor:
+    """Whether each row that `q_chunks` store sees any key: bool (batch or 1, seqlen_q), on the CPU."""
+    rows = positions(q_chunks, "cpu")
+    lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
+    bitmap = mask.bitmap()
+    return hi > lo if bitmap is None else bitmap.sees_any(rows, lo, hi)
 
 
 @device_tables(maxsize=32)
-def _cells(mask: Mask, device: torch.device) -> Tensor:
-    """The cells of a mask's bitmap: once for all chunks of queries."""
+def _words(mask: Mask, device: torch.device) -> Tensor:
+    """The cells of a mask's bitmap, 32 a word: once for all chunks of queries."""
     bitmap = mask.bitmap()
     assert bitmap is not None
-    if bitmap.cells.numel() >= 2**31:  # its offsets are int32 in the kernels
+    rows, columns = bitmap.cells.shape
+    nwords = -(-columns // 32)
+    if rows * nwords >= 2**31:  # their offsets are int32 in the kernels
         remedy = "Use larger blocks of a common size, or a tree nearer to the sequence's beginning."
-        got = f"{bitmap.cells.shape[0]} x {bitmap.cells.shape[1]} cells"
-        raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
-    return uploaded(bitmap.cells.view(torch.uint8).contiguous(), device)
+        got = f"{rows} x {columns} cells"
+        raise ArgumentError("mask", expected="a bitmap of less than 2^36 cells", got=got, remedy=remedy)
+    words = torch.zeros(rows, nwords, dtype=torch.int32, device="cpu")
+    for bit in range(min(32, columns)):
+        cells = bitmap.cells[:, bit::32]
+        words[:, : cells.shape[1]] |= cells.to(torch.int32) << bit
+    return uploaded(words, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,14 +186,19 @@ def visits(
 ) -> Visits:
     """For each tile of `block_m` queries the tiles of `block_n` keys to visit, or with `by_keys` the other way round.
 
-    Left out is a pair of which the intervals' hull holds no key or the bitmap shows none. A visited tile that is short
-    never counts as seen by all, so that those that do need no bound.
+    Left out is a pair of which the intervals' hull holds no key or the bitmap shows none, and all of a tile of queries
+    that see nothing. A visited tile that is short never counts as seen by all, so that those that do need no bound.
     """
     bitmap = mask.bitmap()
     assert bitmap is not None
     queries, keys = Tiles.of(q_chunks, block_m), Tiles.of(k_chunks, block_n)
     rows = TileBounds.of(mask, q_chunks, block_m)
     first_bits, last_bits = bitmap.rows(queries.start), bitmap.rows(queries.stop - 1)
+    seeing = [
+        pad(x, (0, -x.shape[1] % block_m)).unflatten(1, (-1, block_m)).any(2)
+        for x in rows_seeing(mask, q_chunks).split([chunk.length for chunk in q_chunks], 1)
+    ]
+    seeing = torch.cat(seeing, 1)[..., None]
     batch, nq_tiles = rows.some_lo.shape
     nk_tiles = len(keys.start)
     pairs: list[Tensor] = []  # (pairs, 4): sequence, tile of queries, tile of keys, whether some see some but not all
@@ -188,7 +207,7 @@ def visits(
     for begin in range(0, nk_tiles, step):
         starts, stops = keys.start[begin : begin + step], keys.stop[begin : begin + step]
         some, every = bitmap.over(first_bits, last_bits, starts, stops)
-        some = some & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
+        some = some & seeing & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
         every = every & (rows.all_lo[..., None] <= starts) & (rows.all_hi[..., None] >= stops)
         every &= ~(queries.short[:, None] if by_keys else keys.short[begin : begin + step])
         found = some.nonzero()

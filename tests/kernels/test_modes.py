@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ringflash as rf
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.accuracy import Problem, as_tensor, assert_accurate, assert_accurate_together
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
 from tests.strategies import block_sparse, masks, modes
@@ -92,10 +92,12 @@ def test_any_modes_and_masks_agree_with_eager(
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("mode", CASES if GPU else ["all"])
 def test_heads_split_over_ranks(mode: str, backend: str) -> None:
-    given = problem(mode, dtype=DTYPE_OF[backend], seqlen=SEQLEN if GPU else 30, heads=(4, 1) if GPU else (2, 1))
+    sizes: dict[str, Any] = {"seqlen": SEQLEN, "heads": (4, 1)} if GPU else {"seqlen": 30, "heads": (2, 1)}
+    draws = [problem(mode, dtype=DTYPE_OF[backend], seed=seed, **sizes) for seed in range(4 if GPU else 1)]
     context = rf.ContextParallel.local(4 if GPU else 2, heads=2)
     for deterministic in (True, False):
-        assert_accurate(given.ring(context, backend=backend, deterministic=deterministic), given, rounding=ROUNDING)
+        results = [draw.ring(context, backend=backend, deterministic=deterministic) for draw in draws]
+        assert_accurate_together(results, draws, rounding=ROUNDING)
 
 
 def test_the_weights_that_eager_drops() -> None:

@@ -129,7 +129,7 @@ def test_lists_of_a_mask_that_shows_nothing() -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(mask=masks(SEQLEN), hop=hops())
-def test_bounds_and_cells_say_what_the_dense_mask_says(
+def test_bounds_and_words_say_what_the_dense_mask_says(
     mask: Mask, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]]
 ) -> None:
     rows, keys = (positions(chunks) for chunks in hop)
@@ -142,15 +142,16 @@ def test_bounds_and_cells_say_what_the_dense_mask_says(
     seen = (keys >= lo) & (keys < hi)
     assert got.kind == (TABLE if mask.bitmap() is None else LISTED)
     if got.kind == LISTED:
-        assert got.cells.dtype == torch.uint8
-        assert got.cells.is_contiguous()
+        assert got.words.dtype == torch.int32
+        assert got.words.is_contiguous()
         columns = keys // got.size
-        within = columns < got.cells.shape[1]
-        seen = seen & within & got.cells.bool()[got.bit_rows.long()[:, None], columns.where(within, 0)]
+        within = columns < 32 * got.words.shape[1]
+        words = got.words[got.bit_rows.long()[:, None], (columns // 32).where(within, 0)]
+        seen = seen & within & ((words >> columns % 32) & 1).bool()
     assert torch.equal(seen, mask.dense(rows, keys))
 
 
 @given(mask=single_masks(SEQLEN).filter(lambda mask: mask.bitmap() is None))
-def test_intervals_need_no_cells(mask: Mask) -> None:
+def test_intervals_need_no_words(mask: Mask) -> None:
     got = row_bounds(mask, (Chunk(0, SEQLEN),), CPU)
-    assert (got.bit_rows.numel(), got.cells.shape, got.size) == (1, (1, 1), 1)
+    assert (got.bit_rows.numel(), got.words.shape, got.size) == (1, (1,), 1)
