@@ -94,7 +94,7 @@ def make_programs(
 
 
 def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
-    """Whether all rows of the tiles of queries that are met see some key; listed tiles of which none does are not."""
+    """Whether every row of a tile that may be met sees a key; a listed tile of which none does is never met."""
     seeing = rows_seeing(mask, q_chunks)
     if mask.bitmap() is None:
         return bool(seeing.all())

@@ -149,10 +149,12 @@ def hidden(
 ):
     """A tile's numbers `x`, with `value` where the query does not see the key or the key is not to be `read`.
 
-    Queries and BLOCK_N keys are global positions; all but `visible` broadcasts to the tile's shape.
+    Queries and BLOCK_N keys are global positions, the first key's `first_key` >= 0. These, `read`, lo, hi and bit_row
+    broadcast to the tile's shape.
 
-    Bits are loaded a word a row and picked out in registers. A load of as many elements as the tile has would choose
-    their layout by itself, and the scores would pass through shared memory in each step to meet it, masked or not.
+    Bits are loaded in words, as many a row as BLOCK_N of them may touch, and picked out in registers. A load of as many
+    elements as the tile has would choose their layout by itself, and the scores would pass through shared memory in
+    each step to meet it, masked or not.
     """
     if MASK == 1:
         read &= keys <= queries

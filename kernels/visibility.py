@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,12 +75,20 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
     return RowBounds(LISTED, lo, hi, batch_stride, hull, bit_rows, _words(mask, device), bitmap.size)
 
 
+@lru_cache(maxsize=32)
 def rows_seeing(mask: Mask, q_chunks: Sequence[Chunk]) -> Tensor:
     """Whether each row that `q_chunks` store sees any key: bool (batch or 1, seqlen_q), on the CPU."""
     rows = positions(q_chunks, "cpu")
     lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
     bitmap = mask.bitmap()
-    return hi > lo if bitmap is None else bitmap.sees_any(rows, lo, hi)
+    if bitmap is None:
+        return hi > lo
+    first, end = (x[bitmap.rows(rows)] for x in bitmap.hull)
+    seeing = (first < end) & (((lo <= first) & (first < hi)) | ((lo < end) & (end <= hi)))
+    unknown = ((lo.maximum(first) < hi.minimum(end)) & ~seeing).any(0).nonzero().squeeze(1)
+    if len(unknown):  # neither the first key that the bitmap shows nor its last is in the interval
+        seeing[:, unknown] = bitmap.sees_any(rows[unknown], lo[:, unknown], hi[:, unknown])
+    return seeing
 
 
 @device_tables(maxsize=32)
@@ -86,17 +96,13 @@ def _words(mask: Mask, device: torch.device) -> Tensor:
     """The cells of a mask's bitmap, 32 a word: once for all chunks of queries."""
     bitmap = mask.bitmap()
     assert bitmap is not None
-    rows, columns = bitmap.cells.shape
-    nwords = -(-columns // 32)
-    if rows * nwords >= 2**31:  # their offsets are int32 in the kernels
+    if bitmap.cells.numel() >= 2**31:  # the host holds a byte a cell, and sums of them
         remedy = "Use larger blocks of a common size, or a tree nearer to the sequence's beginning."
-        got = f"{rows} x {columns} cells"
-        raise ArgumentError("mask", expected="a bitmap of less than 2^36 cells", got=got, remedy=remedy)
-    words = torch.zeros(rows, nwords, dtype=torch.int32, device="cpu")
-    for bit in range(min(32, columns)):
-        cells = bitmap.cells[:, bit::32]
-        words[:, : cells.shape[1]] |= cells.to(torch.int32) << bit
-    return uploaded(words, device)
+        got = f"{bitmap.cells.shape[0]} x {bitmap.cells.shape[1]} cells"
+        raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
+    packed = np.packbits(bitmap.cells.numpy(), axis=1, bitorder="little")
+    whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4)))
+    return uploaded(torch.from_numpy(whole).view(torch.int32), device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,8 +192,9 @@ def visits(
 ) -> Visits:
     """For each tile of `block_m` queries the tiles of `block_n` keys to visit, or with `by_keys` the other way round.
 
-    Left out is a pair of which the intervals' hull holds no key or the bitmap shows none, and all of a tile of queries
-    that see nothing. A visited tile that is short never counts as seen by all, so that those that do need no bound.
+    Left out is a pair of which the intervals' hull holds no key or the bitmap shows none, and every pair of a tile of
+    queries that all see nothing. A visited tile that is short never counts as seen by all, so that those that do need
+    no bound.
     """
     bitmap = mask.bitmap()
     assert bitmap is not None

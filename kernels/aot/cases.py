@@ -124,6 +124,8 @@ def _cases() -> Iterator[Case]:
             yield Case(kernel, "bfloat16", 128, "causal", mode)
     for dtype in ("float16", "float32"):
         yield Case("single_pass", dtype, 64, "listed")
+    for kernel in ("dkdv", "single_pass"):
+        yield Case(kernel, "float32", 64, "listed", "dropout")
     yield Case("single_pass", "bfloat16", 64, "listed", "ragged")
     yield Case("single_pass", "bfloat16", 64, "listed", arch=80)
     yield Case("forward", "bfloat16", 128, "causal", "sinks")

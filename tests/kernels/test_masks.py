@@ -99,8 +99,8 @@ def test_padding_is_never_read(other: Mask, backend: str, value: float, determin
     [
         # What the blocks show and what the documents show have keys each, and none in common: in a part of a tile,
         ([(0, 0), (1, 0), (1, 2), (2, 1), (3, 3)], 1.25, (1.25, 2)),
-        # and in all of one, whose rows together have.
-        ([(0, 0), (1, 1), (3, 0)], 3, (2, 4)),
+        # and in all of one, some of whose rows the blocks show a key that the documents show others of its rows.
+        ([(0, 0), (1, 1), (2, 0), (2, 3), (3, 0)], 2, (2, 4)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
@@ -128,6 +128,17 @@ def test_queries_that_see_nothing_are_never_read(
         rounding = 1e-5 if dtype == torch.float32 else 2e-2
         tolerance = 0.0 if deterministic or not GPU else rounding  # fast: dq is added up in any order
         torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_tiles_that_begin_within_a_word_of_bits(backend: str) -> None:
+    """A rank's keys begin at 34, and a bit is a key."""
+    dtype = DTYPE_OF[backend]
+    mask = block_sparse(67, 1, seed=2, density=0.5)
+    problem = Problem.random(seqlen=67, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
+    assert_accurate(
+        problem.ring(rf.ContextParallel.local(2, "contiguous"), backend=backend), problem, rounding=ROUNDING
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.kernels.programs import make_programs
 from ringflash.kernels.visibility import CAUSAL, FULL, LISTED, TABLE, Visits, row_bounds, visits
 from ringflash.layout import LAYOUTS, Chunk, make_layout, positions
-from ringflash.masks import Full, Mask
+from ringflash.masks import Bitmap, Full, Mask
 from tests.strategies import masks, single_masks
 
 SEQLEN = 90
@@ -62,11 +64,13 @@ def check(
                 assert partial == sorted(set(partial))
                 for _, begin, other in (tile for tile in others if tile[0] == chunk):
                     rows, keys = (other, own) if by_keys else (own, other)
-                    seen = mask.dense(rows, keys)
-                    seen = seen[min(sequence, len(seen) - 1)]
+                    dense = mask.dense(rows, keys), mask.dense(rows, torch.arange(SEQLEN))
+                    seen, anything = (x[min(sequence, len(x) - 1)] for x in dense)
                     assert (begin in full) == bool(seen.all() and len(other) == block)
                     if seen.any() or exact:
                         assert (begin in full or begin in partial) == bool(seen.any())
+                    if not anything.any():
+                        assert begin not in (*full, *partial)
                     assert not (begin in full and begin in partial)
 
 
@@ -82,6 +86,31 @@ def test_visits_agree_with_the_dense_mask(
     mask: Mask, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]], block_m: int, block_n: int, by_keys: bool
 ) -> None:
     check(mask, hop, block_m, block_n, by_keys, exact=len(mask.parts) == 1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(mask=masks(96), block_m=st.sampled_from([16, 32]), block_n=st.sampled_from([16, 32, 64]))
+def test_loads_are_even_where_tiles_are_whole_and_their_queries_see_alike(
+    mask: Mask, block_m: int, block_n: int
+) -> None:
+    chunks = (Chunk(0, 96),)
+    seeing = mask.dense(torch.arange(96), torch.arange(96)).any(2)
+    tiled = seeing.unflatten(1, (-1, block_m))
+    alike = seeing.all() if mask.bitmap() is None else (tiled.all(2) == tiled.any(2)).all()
+    got = make_programs(mask, chunks, chunks, block_m, block_n, CPU, by_keys=True)
+    assert got.even == (bool(alike) and 96 % block_n == 0)
+
+
+def test_a_bitmap_that_is_too_large() -> None:
+    class Wide(rf.Tree):
+        def bitmap(self) -> Bitmap:
+            return Bitmap(torch.arange(2**16 - 1), torch.ones(1, 1, dtype=torch.bool).expand(2**16, 2**15), 1)
+
+        def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+            return positions_q[None] * 0, positions_q[None] + 1
+
+    with pytest.raises(ArgumentError, match="65536 x 32768 cells"):
+        row_bounds(Wide([-1], start=12345), (Chunk(0, 8),), CPU)
 
 
 def test_lists_that_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
