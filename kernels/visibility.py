@@ -164,7 +164,7 @@ class TileBounds:
         columns: list[tuple[Tensor, ...]] = []
         for chunk in chunks:
             lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
-            live = hi > lo
+            live = rows_seeing(mask, (chunk,))
 
             def tiled(x: Tensor, filling: int, chunk: Chunk = chunk) -> Tensor:
                 return pad(x, (0, -chunk.length % block), value=filling).unflatten(1, (-1, block))
@@ -201,11 +201,6 @@ def visits(
     queries, keys = Tiles.of(q_chunks, block_m), Tiles.of(k_chunks, block_n)
     rows = TileBounds.of(mask, q_chunks, block_m)
     first_bits, last_bits = bitmap.rows(queries.start), bitmap.rows(queries.stop - 1)
-    seeing = [
-        pad(x, (0, -x.shape[1] % block_m)).unflatten(1, (-1, block_m)).any(2)
-        for x in rows_seeing(mask, q_chunks).split([chunk.length for chunk in q_chunks], 1)
-    ]
-    seeing = torch.cat(seeing, 1)[..., None]
     batch, nq_tiles = rows.some_lo.shape
     nk_tiles = len(keys.start)
     pairs: list[Tensor] = []  # (pairs, 4): sequence, tile of queries, tile of keys, whether some see some but not all
@@ -214,7 +209,7 @@ def visits(
     for begin in range(0, nk_tiles, step):
         starts, stops = keys.start[begin : begin + step], keys.stop[begin : begin + step]
         some, every = bitmap.over(first_bits, last_bits, starts, stops)
-        some = some & seeing & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
+        some = some & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
         every = every & (rows.all_lo[..., None] <= starts) & (rows.all_hi[..., None] >= stops)
         every &= ~(queries.short[:, None] if by_keys else keys.short[begin : begin + step])
         found = some.nonzero()
