@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ class TileConfig:
         num_warps: warps of a program.
         num_stages: tiles in flight.
         max_registers: most a thread may use, so that another program fits beside; None is the hardware's limit.
+        by_pointers: whether what streams does so by pointers even where the tensor memory accelerator could.
         precision: of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
     """
 
@@ -33,6 +35,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    by_pointers: bool = False
     precision: str = "ieee"
 
     @property
@@ -46,8 +49,18 @@ def padded_headdim(headdim: int) -> int:
     return max(16, 1 << (headdim - 1).bit_length())
 
 
-_Tiles = tuple[int, int, int, int] | tuple[int, int, int, int, int]
-_Table = dict[tuple[bool, int], _Tiles]
+class _Tiles(NamedTuple):
+    """The part of a `TileConfig` that sweeps choose."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    by_pointers: bool = False
+
+
+_Table = dict[tuple[bool, int], _Tiles]  # (is float32, headdim up to)
 
 LONG_KEYS = 131072  # from here on keys and values of a head leave no room in L2 for others
 LARGE_SHARED = 90  # from this compute capability on a block has 227 KiB of shared memory, before at most 163 KiB
@@ -55,7 +68,7 @@ LARGE_SHARED = 90  # from this compute capability on a block has 227 KiB of shar
 
 @dataclass(frozen=True)
 class _Tables:
-    """Tiles of one kernel: (is float32, headdim up to) -> block_m, block_n, num_warps, num_stages[, max_registers].
+    """Tiles of one kernel.
 
     Args:
         usual: bfloat16 by sweeps on an H200; float16 as bfloat16.
@@ -81,49 +94,51 @@ class _Tables:
 
 _FORWARD = _Tables(
     usual={
-        (False, 64): (64, 128, 4, 3),
-        (False, 128): (64, 64, 4, 3),
-        (False, 256): (128, 64, 8, 2),
-        (True, 64): (64, 32, 4, 1),
-        (True, 128): (32, 32, 4, 1),
-        (True, 256): (32, 16, 4, 1),
+        (False, 64): _Tiles(64, 128, 4, 3),
+        (False, 128): _Tiles(64, 64, 4, 3),
+        (False, 256): _Tiles(128, 64, 8, 2),
+        (True, 64): _Tiles(64, 32, 4, 1),
+        (True, 128): _Tiles(32, 32, 4, 1),
+        (True, 256): _Tiles(32, 16, 4, 1),
     },
-    short={(False, 64): (64, 64, 4, 3, 128)},
-    ragged={(False, 64): (64, 64, 4, 3)},
-    lean={(False, 64): (64, 128, 4, 2, 160)},
-    small={(False, 64): (64, 64, 4, 3)},
-    long={(False, 128): (128, 128, 8, 3)},
+    short={
+        (False, 64): _Tiles(64, 64, 4, 3, 128, by_pointers=True)
+    },  # the accelerator's barriers would leave a fourth program no room
+    ragged={(False, 64): _Tiles(64, 64, 4, 3)},
+    lean={(False, 64): _Tiles(64, 128, 4, 2, 160)},
+    small={(False, 64): _Tiles(64, 64, 4, 3)},
+    long={(False, 128): _Tiles(128, 128, 8, 3)},
 )
 _DQ = _Tables(
     usual={
-        (False, 64): (64, 64, 4, 3),
-        (False, 128): (128, 64, 8, 3),
-        (False, 256): (128, 64, 8, 1),
-        (True, 64): (32, 32, 4, 1),
-        (True, 128): (32, 32, 4, 1),
-        (True, 256): (16, 16, 4, 1),
+        (False, 64): _Tiles(64, 64, 4, 3),
+        (False, 128): _Tiles(128, 64, 8, 3),
+        (False, 256): _Tiles(128, 64, 8, 1),
+        (True, 64): _Tiles(32, 32, 4, 1),
+        (True, 128): _Tiles(32, 32, 4, 1),
+        (True, 256): _Tiles(16, 16, 4, 1),
     },
-    small={(False, 128): (128, 64, 8, 2), (False, 256): (64, 32, 8, 1)},
+    small={(False, 128): _Tiles(128, 64, 8, 2), (False, 256): _Tiles(64, 32, 8, 1)},
 )
 _DKDV = _Tables(
     usual={
-        (False, 64): (64, 64, 4, 3),
-        (False, 128): (64, 64, 4, 2),
-        (False, 256): (64, 64, 8, 2),
-        (True, 64): (32, 32, 4, 1),
-        (True, 128): (32, 32, 4, 1),
-        (True, 256): (16, 16, 4, 1),
+        (False, 64): _Tiles(64, 64, 4, 3),
+        (False, 128): _Tiles(64, 64, 4, 2),
+        (False, 256): _Tiles(64, 64, 8, 2),
+        (True, 64): _Tiles(32, 32, 4, 1),
+        (True, 128): _Tiles(32, 32, 4, 1),
+        (True, 256): _Tiles(16, 16, 4, 1),
     },
-    ragged={(False, 128): (32, 64, 4, 3)},
-    lean_short={(False, 64): (64, 64, 4, 2, 168)},
-    small={(False, 64): (64, 64, 4, 2), (False, 128): (32, 64, 4, 3), (False, 256): (32, 64, 8, 1)},
+    ragged={(False, 128): _Tiles(32, 64, 4, 3)},
+    lean_short={(False, 64): _Tiles(64, 64, 4, 2, 168)},
+    small={(False, 64): _Tiles(64, 64, 4, 2), (False, 128): _Tiles(32, 64, 4, 3), (False, 256): _Tiles(32, 64, 8, 1)},
 )
 _SINGLE_PASS = _Tables(
     usual={
-        (False, 64): (64, 64, 4, 3),
-        (True, 64): (32, 32, 4, 1),
+        (False, 64): _Tiles(64, 64, 4, 3),
+        (True, 64): _Tiles(32, 32, 4, 1),
     },
-    small={(False, 64): (64, 64, 4, 2)},
+    small={(False, 64): _Tiles(64, 64, 4, 2)},
 )
 
 
@@ -163,8 +178,8 @@ class Call:
             table |= tables.small
         elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):
             table |= tables.long
-        block_m, block_n, num_warps, num_stages, *most = table[self.dtype == torch.float32, max(64, block_d, block_dv)]
-        return TileConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages, most[0] if most else None)
+        tiles = table[self.dtype == torch.float32, max(64, block_d, block_dv)]
+        return TileConfig(block_d=block_d, block_dv=block_dv, **tiles._asdict())
 
 
 def forward_config(call: Call) -> TileConfig:

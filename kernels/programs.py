@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.tables import device_tables, uploaded
-from ringflash.kernels.visibility import LAST_KEY, LISTED, RowBounds, TileBounds, Tiles, row_bounds, rows_seeing, visits
+from ringflash.kernels.visibility import (
+    CAUSAL,
+    LAST_KEY,
+    LISTED,
+    TABLE,
+    RowBounds,
+    TileBounds,
+    Tiles,
+    row_bounds,
+    rows_seeing,
+    visits,
+)
 from ringflash.layout import Chunk, positions
 from ringflash.masks import Mask
 
@@ -24,6 +35,8 @@ class Programs:
 
     Args:
         bounds: what the rows see.
+        kind: what tiles that need a mask need of it: `bounds.kind`, or CAUSAL where its table says nothing else in any
+            tile that is met, as under documents that begin where tiles do.
         even: every tile is whole, and of queries that are met none sees nothing: loads need no bounds.
         ntiles: tiles owned, for each sequence and head. Those with most to do come first, so that none begins late.
         nchunks: chunks of the other side.
@@ -39,6 +52,7 @@ class Programs:
     """
 
     bounds: RowBounds
+    kind: int
     even: bool
     ntiles: int
     nchunks: int
@@ -72,15 +86,18 @@ def make_programs(
         lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
         ends = torch.minimum((hi.where(hi > lo, 0).amax(1)[:, None] - starts).clamp(min=0), lengths)[:, None]
         even = bool((ends % block_n == 0).all())
-    tiles = bounds.lo  # not read
-    if bounds.kind == LISTED:
+    kind, tiles = bounds.kind, bounds.lo  # the latter not read
+    if kind == LISTED:
         lists = visits(mask, q_chunks, k_chunks, block_m, block_n, device, by_keys)
         full, partial, end = lists.ranges.unbind(-1)
         spans, tiles = torch.stack([full, full, partial, end], -1), lists.tiles
-    elif by_keys:
-        spans = _query_spans(mask, q_chunks, owned, block_m)
     else:
-        spans = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
+        if by_keys:
+            spans, cut = _query_spans(mask, q_chunks, owned, block_m)
+        else:
+            spans, cut = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
+        if kind == TABLE and not cut and _see_to_themselves(mask, q_chunks):
+            kind = CAUSAL
     about = torch.stack([lengths.cumsum(0) - lengths, starts, lengths], 1).expand(*spans.shape[:-1], 3)
     spans = torch.cat([spans, ends.expand(spans.shape[:-1])[..., None], about], -1)
     own_lengths = torch.tensor([chunk.length for chunk in own], device="cpu")
@@ -90,7 +107,7 @@ def make_programs(
     places = torch.stack([row, own_lengths[owned.chunk] - owned.offset, owned.stop - owned.start, owned.start], 1)
     places, spans = (uploaded(x.to(torch.int32).contiguous(), device) for x in (places[order], spans[:, order]))
     batch_stride = 0 if spans.shape[0] == 1 else spans.stride(0)
-    return Programs(bounds, even, len(row), len(others), places, spans, batch_stride, tiles)
+    return Programs(bounds, kind, even, len(row), len(others), places, spans, batch_stride, tiles)
 
 
 def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
@@ -102,29 +119,45 @@ def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
     return bool((tiled.all(2) == tiled.any(2)).all())
 
 
-def _key_spans(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int) -> Tensor:
-    """int64 (batch or 1, tiles, nk_chunks, 4): the keys that the rows of each tile of queries see."""
+def _see_to_themselves(mask: Mask, q_chunks: Sequence[Chunk]) -> bool:
+    """Whether the keys that each row sees end with its own; rows before the first key see nothing."""
+    rows = positions(q_chunks, "cpu")
+    lo, hi = mask.bounds(rows, LAST_KEY)
+    return bool((hi == (rows + 1).clamp(min=0)).all() and (lo <= rows.clamp(min=0)).all())
+
+
+def _key_spans(
+    mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int
+) -> tuple[Tensor, bool]:
+    """int64 (batch or 1, tiles, nk_chunks, 4): the keys that the rows of each tile of queries see.
+
+    And whether there is a row that does not see the first key that its tile meets, which is not the causal rule.
+    """
     seen = TileBounds.of(mask, q_chunks, block_m)
-    columns = []
+    columns, cut = [], False
     for chunk in k_chunks:
         some_lo, some_hi, all_lo, all_hi = (
             (x - chunk.start).clamp(0, chunk.length) for x in (seen.some_lo, seen.some_hi, seen.all_lo, seen.all_hi)
         )
         begin = some_lo // block_n * block_n
         end = torch.maximum(some_hi, begin)
+        cut |= bool(((all_lo > begin) & (begin < end)).any())
         full_begin = (-(-all_lo // block_n) * block_n).clamp(begin, -(-end // block_n) * block_n)
         full_end = torch.maximum(all_hi // block_n * block_n, full_begin)
         columns.append(torch.stack([begin, full_begin, full_end, end], -1))
-    return torch.stack(columns, 2)
+    return torch.stack(columns, 2), cut
 
 
-def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: int) -> Tensor:
+def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: int) -> tuple[Tensor, bool]:
     """int64 (batch or 1, tiles, nq_chunks, 4): the queries that see each tile of keys.
 
     They are consecutive because neither bound of a row ever falls. The rows past a chunk's end in its last tile count
     as seeing all: their lse makes their probabilities 0.
+
+    And whether there is a tile of keys that meets queries whose first key lies behind its own, or has keys behind all
+    that are seen, which may hold anything: neither is the causal rule.
     """
-    columns = []
+    columns, cut = [], False
     for chunk in q_chunks:
         lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
         lo, hi = lo.contiguous(), hi.contiguous()
@@ -133,8 +166,10 @@ def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: in
         begin = torch.minimum(torch.searchsorted(hi, starts, right=True), end)  # hi > start
         full_begin = torch.searchsorted(hi, stops).clamp(begin, end)  # hi >= stop
         full_end = torch.searchsorted(lo, starts, right=True).clamp(begin, end)  # lo <= start
+        behind = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
+        cut |= bool((behind & (begin < end)).any())
         begin = begin // block_m * block_m
         full_begin = (-(-full_begin // block_m) * block_m).clamp(begin, -(-end // block_m) * block_m)
         full_end = torch.where(full_end == chunk.length, full_end, full_end // block_m * block_m)
         columns.append(torch.stack([begin, full_begin, torch.maximum(full_end, full_begin), end], -1))
-    return torch.stack(columns, 2)
+    return torch.stack(columns, 2), cut

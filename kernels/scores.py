@@ -66,7 +66,7 @@ def kind_argument(
 ) -> Kind:
     """What a kernel is compiled for."""
     values = Kind(
-        MASK=programs.bounds.kind,
+        MASK=programs.kind,
         SOFTCAP=scoring.softcap > 0,
         ALIBI=scoring.alibi_slopes is not None,
         SINKS=scoring.sinks is not None,

@@ -55,6 +55,7 @@ def streamed(
     views = [_view(x) for x in tensors]
     accelerated = (
         programs.even
+        and not config.by_pointers
         and capability() >= 90
         and not knobs.runtime.interpret
         and all(x.shape[3] == width and x.itemsize == 2 for x, width in zip(tensors, widths, strict=True))

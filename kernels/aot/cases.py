@@ -20,7 +20,7 @@ from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
-from ringflash.masks import BlockSparse, Causal, Full, Mask, SlidingWindow, Tree
+from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
 BATCH, SEQLEN, NHEADS, NHEADS_KV = 2, 256, 8, 2
@@ -33,6 +33,7 @@ MASKS: dict[str, Mask] = {
     "causal": Causal(),
     "table": Causal() & SlidingWindow(64, 64),
     "window": Causal() & SlidingWindow(LONG_SEQLEN // 2, 0),
+    "documents": Causal() & Documents([0, SEQLEN // 2, SEQLEN]),  # of whole tiles: the causal rule, in spans
     "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
     "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
 }
@@ -122,6 +123,8 @@ def _cases() -> Iterator[Case]:
             yield Case(kernel, "bfloat16", headdim, mask, "ragged")
         for mode in ("softcap", "alibi", "dropout"):
             yield Case(kernel, "bfloat16", 128, "causal", mode)
+    for kernel in ("forward", "dkdv"):
+        yield Case(kernel, "bfloat16", 64, "documents")
     for dtype in ("float16", "float32"):
         yield Case("single_pass", dtype, 64, "listed")
     for kernel in ("dkdv", "single_pass"):

@@ -17,6 +17,14 @@ def test_registers_are_capped_where_nothing_else_takes_them() -> None:
     assert config.dkdv_config(PLAIN).max_registers is None
 
 
+def test_four_programs_have_room_where_spans_are_short() -> None:
+    """228 KiB an SM, of which every program takes 1 more than it asks for; barriers are asked for."""
+    tiles = config.forward_config(replace(PLAIN, short_spans=True))
+    shared = 2 * 64 * (tiles.block_m + 2 * tiles.num_stages * tiles.block_n)
+    assert tiles.by_pointers
+    assert 4 * (shared + 1024) == 228 * 1024
+
+
 @pytest.mark.parametrize("other", [{"ragged": True}, {"modes": True}])
 def test_they_are_not_elsewhere(other: dict[str, bool]) -> None:
     assert config.forward_config(replace(PLAIN, **other)).max_registers is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.kernels.programs import make_programs
+from ringflash.kernels.programs import Programs, make_programs
 from ringflash.kernels.visibility import CAUSAL, FULL, LISTED, TABLE, Visits, row_bounds, visits
 from ringflash.layout import LAYOUTS, Chunk, make_layout, positions
 from ringflash.masks import Bitmap, Full, Mask
@@ -99,6 +99,64 @@ def test_loads_are_even_where_tiles_are_whole_and_their_queries_see_alike(
     alike = seeing.all() if mask.bitmap() is None else (tiled.all(2) == tiled.any(2)).all()
     got = make_programs(mask, chunks, chunks, block_m, block_n, CPU, by_keys=True)
     assert got.even == (bool(alike) and 96 % block_n == 0)
+
+
+def shown(
+    programs: Programs, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]], block_m: int, block_n: int, by_keys: bool
+) -> Tensor:
+    """The pairs that a launch counts by the rules of the kernels: bool (batch or 1, seqlen_q, seqlen_k), in storage."""
+    rows, keys = (positions(chunks, "cpu") for chunks in hop)
+    seen = torch.ones(1, len(rows), len(keys), dtype=torch.bool)
+    if programs.kind == CAUSAL:
+        seen &= (rows >= 0)[:, None] & (keys <= rows[:, None])
+    if programs.kind == TABLE:
+        lo, hi = (x[..., None] for x in (programs.bounds.lo, programs.bounds.hi))
+        seen = (keys >= lo) & (keys < hi)
+    every, seen = (x.mT if by_keys else x for x in (torch.ones_like(seen), seen))
+    counted = torch.zeros(len(programs.spans), *seen.shape[1:], dtype=torch.bool)
+    block = block_m if by_keys else block_n
+    for batch, sequence in enumerate(programs.spans.tolist()):
+        for (row, _, count, _), spans in zip(programs.places.tolist(), sequence, strict=True):
+            own = slice(row, row + count)
+            for begin, full_begin, full_end, end, met_end, first, _, length in spans:
+                for i in range(begin, end, block):
+                    masked = i < full_begin or i >= full_end
+                    others = slice(first + i, first + min(i + block, met_end if masked else length))
+                    counted[batch, own, others] = (seen if masked else every)[min(batch, len(seen) - 1), own, others]
+    return counted.mT if by_keys else counted
+
+
+def documents(seqlen: int, block: int) -> st.SearchStrategy[Mask]:
+    """Causal ones, each of whole blocks."""
+    borders = st.sets(st.integers(1, seqlen // block), max_size=3)
+    return borders.map(lambda inner: rf.Causal() & rf.Documents(sorted({0, seqlen} | {block * i for i in inner})))
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), block_m=st.sampled_from([16, 32]), block_n=st.sampled_from([16, 32]), by_keys=st.booleans())
+def test_spans_and_rules_show_the_dense_mask(data: st.DataObject, block_m: int, block_n: int, by_keys: bool) -> None:
+    drawn = st.one_of(masks(SEQLEN).filter(lambda mask: mask.bitmap() is None), documents(SEQLEN, 16))
+    mask, hop = data.draw(drawn), data.draw(hops())
+    programs = make_programs(mask, *hop, block_m, block_n, CPU, by_keys)
+    dense = mask.dense(*(positions(chunks, "cpu") for chunks in hop))
+    got = shown(programs, hop, block_m, block_n, by_keys)
+    assert torch.equal(*torch.broadcast_tensors(got, dense))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (rf.Causal() & rf.Documents([0, 64, 64, 192, 256]), CAUSAL),
+        (rf.Causal() & rf.Documents([0, 64, 180, 256]), TABLE),
+        (rf.Causal() & rf.SlidingWindow(100), TABLE),
+        (rf.Causal() & rf.KeyPadding([256, 100]), TABLE),
+        (rf.Documents([0, 64, 256]), TABLE),
+    ],
+)
+def test_no_table_where_the_causal_rule_says_the_same(mask: Mask, kind: int, by_keys: bool) -> None:
+    chunks = (Chunk(0, 256),)
+    assert make_programs(mask, chunks, chunks, 64, 64, CPU, by_keys).kind == kind
 
 
 def test_a_bitmap_that_is_too_large() -> None:
