@@ -37,7 +37,10 @@ class TileKernels(Protocol):
         ...
 
     def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
-        """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be."""
+        """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be.
+
+        q, and v of as many rows as a launch takes of keys: in a ring those of a hop.
+        """
         ...
 
     def forward(
@@ -115,7 +118,7 @@ def choose(name: str, q: Tensor) -> TileKernels:
     """The kernels for `q`.
 
     "triton" and "eager" are those. "hopper" are those for sm_90, with Triton's for what they do not know. "auto" is
-    the first of hopper, triton and eager that device and dtype allow.
+    the first of hopper, triton and eager that device and dtype allow, and in place of hopper `automatic`.
 
     Raises:
         ArgumentError: unknown name, or a device or dtype that the named backend cannot do.
@@ -138,4 +141,8 @@ def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKerne
     if name == "hopper" and missing is not None:
         remedy = 'Choose "auto" or "triton".'
         raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)
-    return portable if name == "triton" or missing is not None else hopper
+    if name == "triton" or missing is not None:
+        return portable
+    from ringflash.kernels import automatic
+
+    return hopper if name == "hopper" else automatic

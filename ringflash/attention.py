@@ -33,7 +33,8 @@ class AttentionOptions:
             value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
             parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
         backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
-            or "auto": the first of these that the device and dtype allow.
+            or "auto": the first of these that the device and dtype allow; but backwards of up to 1024 tokens (above
+            headdim 64, unless deterministic, 512) whose heads do not share keys are Triton's, which are faster there.
     """
 
     return_lse: bool = False

@@ -39,7 +39,7 @@ class Tiles:
         return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
-        """Whether one kernel computes all of a backward."""
+        """Whether one kernel computes all of a backward, of as many keys at a time as v has rows."""
         return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, deterministic=self.deterministic)
 
     def new_dq(self, q: Tensor) -> DqSum:

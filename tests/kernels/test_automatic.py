@@ -1,0 +1,61 @@
+"""Which backward "auto" takes on sm_90; no kernel runs."""
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.kernels import automatic
+from ringflash.kernels.meeting import Scoring
+from ringflash.masks import Full, Mask
+from tests.accuracy import Problem, assert_accurate
+from tests.kernels.test_portable import DEVICE, GPU, ROUNDING
+from tests.strategies import block_sparse
+
+PLAIN = Scoring(softmax_scale=0.125)
+
+
+@pytest.mark.parametrize(
+    ("headdim", "seqlen_q", "seqlen_k", "heads", "in_one", "ordered_in_one"),
+    [
+        (64, 1024, 1024, (4, 4), False, False),
+        (64, 1025, 1025, (4, 4), True, True),
+        (64, 16, 1025, (4, 4), True, True),
+        (64, 1025, 16, (4, 4), True, True),
+        (64, 1024, 1024, (4, 2), True, True),
+        (72, 512, 512, (4, 4), False, False),
+        (128, 513, 513, (4, 4), True, False),
+        (128, 1025, 1025, (4, 4), True, True),
+        (128, 512, 512, (4, 1), True, True),
+        (192, 4096, 4096, (4, 4), False, False),  # not for sm_90's
+    ],
+)
+def test_the_backward_of_short_sequences_is_two_kernels(
+    headdim: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], in_one: bool, ordered_in_one: bool
+) -> None:
+    q = torch.empty(2, seqlen_q, heads[0], headdim, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(2, seqlen_k, heads[1], headdim, dtype=torch.bfloat16, device="meta")
+    for mask in (Full(), rf.Causal()):
+        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=False) == in_one
+        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=True) == ordered_in_one
+
+
+@pytest.mark.parametrize(("mask", "in_one"), [(block_sparse(64, 32, seed=0, density=0.5), True), (Full(), False)])
+def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
+    q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
+    assert automatic.has_single_pass(q, q, mask, PLAIN, deterministic=False) == in_one
+    assert not automatic.has_single_pass(q, q, mask, PLAIN, deterministic=True)
+
+
+@pytest.mark.skipif(not GPU, reason="what a GPU is given")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mask", [None, rf.Causal(), rf.Causal() & rf.Documents([0, 128, 500])])
+@pytest.mark.parametrize(("headdim", "heads"), [(64, (4, 4)), (128, (4, 4)), (64, (4, 2))])
+def test_short_sequences_within_the_bars(
+    headdim: int, heads: tuple[int, int], mask: Mask | None, deterministic: bool
+) -> None:
+    """The forward and what its backward reads may be of other kernels."""
+    problem = Problem.random(seqlen=500, heads=heads, headdim=headdim, dtype=torch.bfloat16, mask=mask, device=DEVICE)
+    assert_accurate(problem.flash(deterministic=deterministic), problem, rounding=ROUNDING)
+    for hops in ("ring", "grouped"):
+        context = rf.ContextParallel.local(3, hops=hops)
+        assert_accurate(problem.ring(context, deterministic=deterministic), problem, rounding=ROUNDING)
