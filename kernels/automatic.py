@@ -1,4 +1,4 @@
-"""What "auto" is on sm_90: the Hopper kernels, but for backwards of short sequences, where Triton's two are faster."""
+"""What "auto" is on sm_90: the Hopper kernels, but for backwards of short sequences Triton's two."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from ringflash.masks import Mask
 
 __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "new_dq", "state_dtype"]
 
-SHORT, SHORT_DEFAULT_WIDE = 1024, 512  # rows of a sequence, the latter of the default mode above headdim 64
+# By sweeps on an H200, the latter for the default mode above headdim 64. Between the two the deterministic mode there
+# differs by a few percent, but for a single sequence, where Triton's are far ahead.
+SHORT, SHORT_DEFAULT_WIDE = 1024, 512
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
-    """As `hopper.has_single_pass`, but for sequences that are short, by sweeps on an H200.
+def is_short(rows: int, nheads: int, nheads_kv: int, headdim: int, *, deterministic: bool) -> bool:
+    """Whether a backward is of so few rows of queries and keys, the more of them counted, that it is Triton's.
 
     Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves. Where
     heads share keys, the Hopper kernel is ahead from 1024 rows on, and was not measured below.
     """
-    rows = SHORT if deterministic or q.shape[3] <= 64 else SHORT_DEFAULT_WIDE
-    short = max(q.shape[1], v.shape[1]) <= rows and q.shape[2] == v.shape[2]
-    return (portable if short else hopper).has_single_pass(q, v, mask, scoring, deterministic=deterministic)
+    return nheads == nheads_kv and rows <= (SHORT if deterministic or headdim <= 64 else SHORT_DEFAULT_WIDE)
+
+
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+    """As `hopper.has_single_pass`, but where `is_short`."""
+    shape = max(q.shape[1], v.shape[1]), q.shape[2], v.shape[2], q.shape[3]
+    kernels = portable if is_short(*shape, deterministic=deterministic) else hopper
+    return kernels.has_single_pass(q, v, mask, scoring, deterministic=deterministic)

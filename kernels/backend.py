@@ -118,7 +118,8 @@ def choose(name: str, q: Tensor) -> TileKernels:
     """The kernels for `q`.
 
     "triton" and "eager" are those. "hopper" are those for sm_90, with Triton's for what they do not know. "auto" is
-    the first of hopper, triton and eager that device and dtype allow, and in place of hopper `automatic`.
+    the first of hopper, triton and eager that device and dtype allow; where that is hopper it is `automatic`, which
+    leaves the backward of short sequences to Triton's.
 
     Raises:
         ArgumentError: unknown name, or a device or dtype that the named backend cannot do.

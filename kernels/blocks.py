@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.visibility import LAST_KEY
 from ringflash.layout import Chunk
-from ringflash.masks import Bitmap
+from ringflash.masks import Bitmap, Mask
 
 BLOCK_Q = 256
 BLOCK_K = 1024
@@ -50,16 +51,15 @@ def key_rows(x: Tensor, block: Block) -> Tensor:
 class Visibility:
     """What the rows of one block of queries see."""
 
-    def __init__(self, meeting: Meeting, block: Block, group: int, device: torch.device) -> None:
+    def __init__(self, mask: Mask, block: Block, group: int, device: torch.device) -> None:
         rows = block.positions(device)
-        lo, hi = meeting.mask.bounds(rows, max((chunk.stop for chunk in meeting.k_chunks), default=0))
-        lo, hi = torch.broadcast_tensors(lo, hi)
+        lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
         live = hi > lo
         self._none = not bool(live.any())
         self._lo_min, self._lo_max = int(lo.where(live, hi.max()).min()), int(lo.max())
         self._hi_min, self._hi_max = int(hi.min()), int(hi.where(live, 0).max())
         self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
-        self._bitmap, self._positions, self._group = meeting.mask.bitmap(), rows, group
+        self._bitmap, self._positions, self._group = mask.bitmap(), rows, group
         self._bounds = lo, hi
         # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
         self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
@@ -100,3 +100,11 @@ class Visibility:
     def over(self, chunks: Sequence[Chunk]) -> list[Block]:
         """Blocks of the keys of `chunks` that any row may see."""
         return [seen for keys in blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
+
+
+_kept_visibility = lru_cache(maxsize=64)(Visibility)
+
+
+def visibility(mask: Mask, block: Block, group: int, device: torch.device) -> Visibility:
+    """That of a block; on the CPU kept for the next hop or pass. On a GPU it would be another stream's, too."""
+    return (_kept_visibility if device.type == "cpu" else Visibility)(mask, block, group, device)

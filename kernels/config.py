@@ -92,6 +92,7 @@ class _Tables:
     long: _Table = field(default_factory=dict)
 
 
+# Under short spans by pointers: the accelerator's barriers would leave a fourth program no room.
 _FORWARD = _Tables(
     usual={
         (False, 64): _Tiles(64, 128, 4, 3),
@@ -101,9 +102,7 @@ _FORWARD = _Tables(
         (True, 128): _Tiles(32, 32, 4, 1),
         (True, 256): _Tiles(32, 16, 4, 1),
     },
-    short={
-        (False, 64): _Tiles(64, 64, 4, 3, 128, by_pointers=True)
-    },  # the accelerator's barriers would leave a fourth program no room
+    short={(False, 64): _Tiles(64, 64, 4, 3, 128, by_pointers=True)},
     ragged={(False, 64): _Tiles(64, 64, 4, 3)},
     lean={(False, 64): _Tiles(64, 128, 4, 2, 160)},
     small={(False, 64): _Tiles(64, 64, 4, 3)},

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.dropout import kept
-from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype
+from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype, visibility
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
@@ -101,7 +101,7 @@ def forward(
     nheads_kv = k.shape[2]
     group = nheads // nheads_kv
     for queries in blocks(meeting.q_chunks, BLOCK_Q):
-        sees = Visibility(meeting, queries, group, q.device)
+        sees = visibility(meeting.mask, queries, group, q.device)
         seen = sees.over(meeting.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
@@ -204,7 +204,7 @@ def backward_dq(
     """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in blocks(meeting.q_chunks, BLOCK_Q):
-        sees = Visibility(meeting, queries, nheads // nheads_kv, q.device)
+        sees = visibility(meeting.mask, queries, nheads // nheads_kv, q.device)
         rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(meeting.k_chunks):
@@ -235,7 +235,7 @@ def backward_dkdv(
     """
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
-        (queries, Visibility(meeting, queries, nheads // nheads_kv, q.device))
+        (queries, visibility(meeting.mask, queries, nheads // nheads_kv, q.device))
         for queries in blocks(meeting.q_chunks, BLOCK_Q)
     ]
     for block in blocks(meeting.k_chunks, BLOCK_K):

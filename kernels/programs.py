@@ -36,7 +36,7 @@ class Programs:
     Args:
         bounds: what the rows see.
         kind: what tiles that need a mask need of it: `bounds.kind`, or CAUSAL where its table says nothing else in any
-            tile that is met, as under documents that begin where tiles do.
+            tile that is met, as under documents that begin where tiles do. It may differ from hop to hop.
         even: every tile is whole, and of queries that are met none sees nothing: loads need no bounds.
         ntiles: tiles owned, for each sequence and head. Those with most to do come first, so that none begins late.
         nchunks: chunks of the other side.
@@ -93,10 +93,10 @@ def make_programs(
         spans, tiles = torch.stack([full, full, partial, end], -1), lists.tiles
     else:
         if by_keys:
-            spans, cut = _query_spans(mask, q_chunks, owned, block_m)
+            spans, needs_table = _query_spans(mask, q_chunks, owned, block_m)
         else:
-            spans, cut = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
-        if kind == TABLE and not cut and _see_to_themselves(mask, q_chunks):
+            spans, needs_table = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
+        if kind == TABLE and not needs_table and _see_to_themselves(mask, q_chunks):
             kind = CAUSAL
     about = torch.stack([lengths.cumsum(0) - lengths, starts, lengths], 1).expand(*spans.shape[:-1], 3)
     spans = torch.cat([spans, ends.expand(spans.shape[:-1])[..., None], about], -1)
@@ -129,35 +129,36 @@ def _see_to_themselves(mask: Mask, q_chunks: Sequence[Chunk]) -> bool:
 def _key_spans(
     mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int
 ) -> tuple[Tensor, bool]:
-    """int64 (batch or 1, tiles, nk_chunks, 4): the keys that the rows of each tile of queries see.
+    """The keys that the rows of each tile of queries see: int64 (batch or 1, tiles, nk_chunks, 4).
 
-    And whether there is a row that does not see the first key that its tile meets, which is not the causal rule.
+    The second result says whether a row begins to see after the first key that its tile meets: the causal rule would
+    show it the keys before.
     """
     seen = TileBounds.of(mask, q_chunks, block_m)
-    columns, cut = [], False
+    columns, needs_table = [], False
     for chunk in k_chunks:
         some_lo, some_hi, all_lo, all_hi = (
             (x - chunk.start).clamp(0, chunk.length) for x in (seen.some_lo, seen.some_hi, seen.all_lo, seen.all_hi)
         )
         begin = some_lo // block_n * block_n
         end = torch.maximum(some_hi, begin)
-        cut |= bool(((all_lo > begin) & (begin < end)).any())
+        needs_table |= bool(((all_lo > begin) & (begin < end)).any())
         full_begin = (-(-all_lo // block_n) * block_n).clamp(begin, -(-end // block_n) * block_n)
         full_end = torch.maximum(all_hi // block_n * block_n, full_begin)
         columns.append(torch.stack([begin, full_begin, full_end, end], -1))
-    return torch.stack(columns, 2), cut
+    return torch.stack(columns, 2), needs_table
 
 
 def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: int) -> tuple[Tensor, bool]:
-    """int64 (batch or 1, tiles, nq_chunks, 4): the queries that see each tile of keys.
+    """The queries that see each tile of keys: int64 (batch or 1, tiles, nq_chunks, 4).
 
     They are consecutive because neither bound of a row ever falls. The rows past a chunk's end in its last tile count
     as seeing all: their lse makes their probabilities 0.
 
-    And whether there is a tile of keys that meets queries whose first key lies behind its own, or has keys behind all
-    that are seen, which may hold anything: neither is the causal rule.
+    The second result says whether a tile of keys meets queries that begin to see after its first key, to which the
+    causal rule would show it, or has keys after all that are seen, which may hold anything and are not to be read.
     """
-    columns, cut = [], False
+    columns, needs_table = [], False
     for chunk in q_chunks:
         lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
         lo, hi = lo.contiguous(), hi.contiguous()
@@ -166,10 +167,10 @@ def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: in
         begin = torch.minimum(torch.searchsorted(hi, starts, right=True), end)  # hi > start
         full_begin = torch.searchsorted(hi, stops).clamp(begin, end)  # hi >= stop
         full_end = torch.searchsorted(lo, starts, right=True).clamp(begin, end)  # lo <= start
-        behind = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
-        cut |= bool((behind & (begin < end)).any())
-        begin = begin // block_m * block_m
+        after = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
+        needs_table |= bool((after & (begin < end)).any())
+        begin, end = begin // block_m * block_m, end.where(begin < end, begin // block_m * block_m)  # or still nothing
         full_begin = (-(-full_begin // block_m) * block_m).clamp(begin, -(-end // block_m) * block_m)
         full_end = torch.where(full_end == chunk.length, full_end, full_end // block_m * block_m)
         columns.append(torch.stack([begin, full_begin, torch.maximum(full_end, full_begin), end], -1))
-    return torch.stack(columns, 2), cut
+    return torch.stack(columns, 2), needs_table

@@ -33,8 +33,8 @@ class AttentionOptions:
             value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
             parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
         backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
-            or "auto": the first of these that the device and dtype allow; but backwards of up to 1024 tokens (above
-            headdim 64, unless deterministic, 512) whose heads do not share keys are Triton's, which are faster there.
+            or "auto": the first of these that the device and dtype allow; but on sm_90 the backward of up to 1024 rows
+            (in the default mode above headdim 64: 512) whose heads do not share keys is Triton's, as fast or faster.
     """
 
     return_lse: bool = False

@@ -11,6 +11,16 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # several processes share the cores
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that are given most time first, so that none of them is left to one of several workers at the end."""
+
+    def given(item: pytest.Item) -> float:
+        timeout = item.get_closest_marker("timeout")
+        return timeout.args[0] if timeout is not None else 0.0
+
+    items.sort(key=given, reverse=True)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

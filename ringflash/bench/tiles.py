@@ -141,7 +141,10 @@ def shipped_table() -> list[str]:
 
 
 def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """HOPPER where backend "auto" means those kernels for inputs of `dtype`; PORTABLE anywhere else, on a CPU too."""
+    """HOPPER where backend "auto" means those kernels for inputs of `dtype`; PORTABLE anywhere else, on a CPU too.
+
+    With HOPPER are those that it leaves to the others, see `pass_bytes`.
+    """
     if device.type != "cuda":
         return PORTABLE
     from ringflash.kernels.hopper import backend  # here: it imports Triton
@@ -152,7 +155,8 @@ def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
 def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
     """Bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
 
-    HOPPER leaves to the others what it does not know: float32, and the backward of wide heads.
+    HOPPER leaves to the others what it does not know, float32 and the backward of wide heads, and as "auto" does the
+    backward of short sequences.
     """
     passes = _portable_bytes(shape)
     return passes | _hopper_bytes(shape) if kernels == HOPPER else passes
@@ -169,7 +173,8 @@ def _portable_bytes(shape: Shape) -> dict[str, int]:
 
 def _hopper_bytes(shape: Shape) -> dict[str, int]:
     """Of the passes that those kernels compute."""
-    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # here: it imports Triton
+    from ringflash.kernels.automatic import is_short  # here: these import Triton
+    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD
 
     known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
     passes: dict[str, int] = {}
@@ -181,7 +186,10 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
         tile = Tile(backward_config(shape.headdim).block_m, KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
         backward = before + traffic.dkdv_kernel(shape, tile) + traffic.added_dq(shape, tile)
-        passes |= {"backward deterministic": backward, "backward fast": backward}
+        sizes = shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim
+        for mode in ("deterministic", "fast"):
+            if not is_short(*sizes, deterministic=mode == "deterministic"):
+                passes[f"backward {mode}"] = backward
     return passes
 
 

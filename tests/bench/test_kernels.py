@@ -110,7 +110,11 @@ def test_portable_kernels_are_there_where_auto_means_others(monkeypatch: pytest.
     assert [*named] == [*modes, *(f"{mode}, portable" for mode in modes)]
     assert [*single.contenders(gpu, torch.float32, with_peers=False)] == modes
     assert [*single.contenders(CPU, torch.bfloat16, with_peers=False)] == modes
-    shape = Shape(1, 512, 2, 2, 64, causal=True)
+    short, shape = (Shape(1, seqlen, 2, 2, 64, causal=True) for seqlen in (512, 2048))
+    for mode in ("fast", "deterministic"):
+        computed, others = (kernels._bytes(f"ringflash {mode}{end}", short, "hopper") for end in ("", ", portable"))
+        assert computed["backward_bytes"] == others["backward_bytes"]
+        assert computed["forward_bytes"] != others["forward_bytes"]
     for kernels_of, end in (("hopper", ""), ("portable", ", portable")):
         bytes_of = tiles.pass_bytes(shape, kernels_of)
         for mode in ("fast", "deterministic"):
@@ -164,16 +168,16 @@ def test_tiled_bytes_are_those_of_the_loops(causal: bool) -> None:
 
 def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
     """Queries that a forward owns, of which the keys are loaded; keys that the backward owns."""
-    rows = 2 * 1024
+    rows = 2 * 2048
 
     def kv(headdim: int, block_m: int) -> int:
-        return 4 * headdim * 2 * 1024 * -(-1024 // block_m)
+        return 4 * headdim * 2 * 2048 * -(-2048 // block_m)
 
     def over(headdim: int, itemsize: int = 2) -> Shape:
-        return Shape(1, 1024, 2, 2, headdim, False, itemsize)
+        return Shape(1, 2048, 2, 2, headdim, False, itemsize)
 
     for headdim, block_m in ((64, 192), (128, 128)):
-        row, met = 2 * headdim, 2 * 1024 * 8
+        row, met = 2 * headdim, 2 * 2048 * 16
         passes = tiles.pass_bytes(over(headdim), tiles.HOPPER)
         before = (2 * row + 4) * rows + 16 * rows
         dkdv = (2 * row + 8) * met + 4 * row * rows

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 import ringflash as rf
-from ringflash.kernels import automatic
+from ringflash.kernels import automatic, eager, portable
+from ringflash.kernels.backend import _in_triton
+from ringflash.kernels.hopper import backend as hopper
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Full, Mask
 from tests.accuracy import Problem, assert_accurate
@@ -44,6 +47,28 @@ def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
     q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
     assert automatic.has_single_pass(q, q, mask, PLAIN, deterministic=False) == in_one
     assert not automatic.has_single_pass(q, q, mask, PLAIN, deterministic=True)
+
+
+def test_only_auto_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "check_supported", lambda device, dtype: None)
+    for missing, auto in ((None, automatic), ("they need another", portable)):
+        monkeypatch.setattr(hopper, "why_not", lambda device, missing=missing: missing)
+        assert _in_triton.__wrapped__("auto", torch.device("cuda"), torch.bfloat16) is auto
+        assert _in_triton.__wrapped__("triton", torch.device("cuda"), torch.bfloat16) is portable
+    monkeypatch.setattr(hopper, "why_not", lambda device: None)
+    assert _in_triton.__wrapped__("hopper", torch.device("cuda"), torch.bfloat16) is hopper
+
+
+def test_a_grouped_ring_asks_with_the_keys_that_it_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[tuple[int, int]] = []
+
+    def asked(q: Tensor, v: Tensor, *given: object, **named: object) -> bool:
+        rows.append((q.shape[1], v.shape[1]))
+        return False
+
+    monkeypatch.setattr(eager, "has_single_pass", asked)
+    Problem.random(seqlen=48, headdim=16, mask=None).ring(rf.ContextParallel.local(3, hops="grouped"), backend="eager")
+    assert rows == [(16, 48)] * 3
 
 
 @pytest.mark.skipif(not GPU, reason="what a GPU is given")

@@ -91,6 +91,22 @@ def test_padding_is_never_read(other: Mask, backend: str, value: float, determin
         torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
+    """Of two ranks' four chunks of 25 rows the last lies in the padding, which the other rank's rows are all before."""
+    dtype = DTYPE_OF.get(backend, torch.float32)
+    mask = rf.Causal() & rf.KeyPadding([80])
+    clean = Problem.random(seqlen=100, heads=(1, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
+    dirty = clean.mapped(torch.clone)
+    for x in (dirty.k, dirty.v):
+        x[:, 80:] = math.nan
+    context = rf.ContextParallel.local(2, "zigzag", hops="ring")
+    expected = clean.ring(context, backend=backend, deterministic=True)
+    for got, want in zip(dirty.ring(context, backend=backend, deterministic=True), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
 @pytest.mark.parametrize("size", [16, 32])  # of a block; tiles have 32 rows in the interpreter, 64 on GPUs

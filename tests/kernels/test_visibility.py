@@ -141,6 +141,10 @@ def test_spans_and_rules_show_the_dense_mask(data: st.DataObject, block_m: int, 
     dense = mask.dense(*(positions(chunks, "cpu") for chunks in hop))
     got = shown(programs, hop, block_m, block_n, by_keys)
     assert torch.equal(*torch.broadcast_tensors(got, dense))
+    if by_keys and programs.kind == CAUSAL and programs.bounds.kind == TABLE:  # keys that nobody sees are not masked
+        position, count = programs.places[:, 3], programs.places[:, 2]
+        meets = (programs.spans[..., 0] < programs.spans[..., 3]).any(2)
+        assert (position + count <= programs.bounds.hull[:, 1:])[meets].all()
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
