@@ -93,6 +93,20 @@ def backward_config(headdim: int) -> BackwardConfig:
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
+# By sweeps on an H200, the latter for the default mode above headdim 64. Between the two the deterministic mode there
+# differs by a few percent, but for a single sequence, where Triton's are far ahead.
+SHORT, SHORT_DEFAULT_WIDE = 1024, 512
+
+
+def is_short(rows: int, nheads: int, nheads_kv: int, headdim: int, *, deterministic: bool) -> bool:
+    """Whether a backward is of so few rows of queries and keys, the more of them counted, that it is Triton's.
+
+    Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves. Where
+    heads share keys, the Hopper kernel is ahead from 1024 rows on, and was not measured below.
+    """
+    return nheads == nheads_kv and rows <= (SHORT if deterministic or headdim <= 64 else SHORT_DEFAULT_WIDE)
+
+
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
     """Of the sum of gradients of q (batch, seqlen_q, nheads, headdim): (batch, nheads, rows, columns), whole tiles."""
     batch, seqlen, nheads, headdim = q.shape

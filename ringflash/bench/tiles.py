@@ -19,7 +19,7 @@ from ringflash.bench import traffic
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.kernels import config
 from ringflash.kernels.config import TileConfig
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, forward_config
+from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, forward_config, is_short
 from ringflash.kernels.hopper.storage import ALIGNMENT
 
 PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
@@ -173,8 +173,7 @@ def _portable_bytes(shape: Shape) -> dict[str, int]:
 
 def _hopper_bytes(shape: Shape) -> dict[str, int]:
     """Of the passes that those kernels compute."""
-    from ringflash.kernels.automatic import is_short  # here: these import Triton
-    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD
+    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # here: it imports Triton
 
     known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
     passes: dict[str, int] = {}
