@@ -134,7 +134,7 @@ def choose(name: str, q: Tensor) -> TileKernels:
 @lru_cache(maxsize=256)
 def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKernels:
     """`choose` of the others, which asks what does not change while a process runs, and in every call."""
-    from ringflash.kernels import portable  # here, so that CPU users never import Triton
+    from ringflash.kernels import automatic, portable  # here, so that CPU users never import Triton
     from ringflash.kernels.hopper import backend as hopper
 
     portable.check_supported(device, dtype)
@@ -144,6 +144,4 @@ def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKerne
         raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)
     if name == "triton" or missing is not None:
         return portable
-    from ringflash.kernels import automatic
-
     return hopper if name == "hopper" else automatic

@@ -7,35 +7,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """How a kernel is tiled.
+class _Tiles:
+    """What sweeps choose of a `TileConfig`.
 
     Args:
         block_m: rows of queries in a tile.
         block_n: rows of keys in a tile.
-        block_d: headdim rounded up to a power of two.
-        block_dv: the same of the values' headdim.
         num_warps: warps of a program.
         num_stages: tiles in flight.
         max_registers: most a thread may use, so that another program fits beside; None is the hardware's limit.
         by_pointers: whether what streams does so by pointers even where the tensor memory accelerator could.
-        precision: of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
     """
 
     block_m: int
     block_n: int
-    block_d: int
-    block_dv: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
     by_pointers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig(_Tiles):
+    """How a kernel is tiled.
+
+    Args:
+        block_d: headdim rounded up to a power of two.
+        block_dv: the same of the values' headdim.
+        precision: of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
+    """
+
+    block_d: int
+    block_dv: int
     precision: str = "ieee"
 
     @property
@@ -47,17 +55,6 @@ class TileConfig:
 def padded_headdim(headdim: int) -> int:
     """`headdim` rounded up to a power of two that a matmul can take."""
     return max(16, 1 << (headdim - 1).bit_length())
-
-
-class _Tiles(NamedTuple):
-    """The part of a `TileConfig` that sweeps choose."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    by_pointers: bool = False
 
 
 _Table = dict[tuple[bool, int], _Tiles]  # (is float32, headdim up to)
@@ -178,7 +175,7 @@ class Call:
         elif self.seqlen_k >= LONG_KEYS and not (self.ragged or self.short_spans):
             table |= tables.long
         tiles = table[self.dtype == torch.float32, max(64, block_d, block_dv)]
-        return TileConfig(block_d=block_d, block_dv=block_dv, **tiles._asdict())
+        return TileConfig(**vars(tiles), block_d=block_d, block_dv=block_dv)
 
 
 def forward_config(call: Call) -> TileConfig:

@@ -169,7 +169,8 @@ def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: in
         full_end = torch.searchsorted(lo, starts, right=True).clamp(begin, end)  # lo <= start
         after = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
         needs_table |= bool((after & (begin < end)).any())
-        begin, end = begin // block_m * block_m, end.where(begin < end, begin // block_m * block_m)  # or still nothing
+        first = begin // block_m * block_m
+        begin, end = first, end.where(begin < end, first)  # what met nobody still does not
         full_begin = (-(-full_begin // block_m) * block_m).clamp(begin, -(-end // block_m) * block_m)
         full_end = torch.where(full_end == chunk.length, full_end, full_end // block_m * block_m)
         columns.append(torch.stack([begin, full_begin, torch.maximum(full_end, full_begin), end], -1))
