@@ -113,7 +113,7 @@ def _entry(rank: int, world: int, folder: str, backend: str, function: Callable[
 def run_to_their_ends(
     world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo"
 ) -> tuple[list[int | None], list[Outcome | None]]:
-    """Exit codes and outcomes of ranks of which some may die; fails if one is left after 30 s."""
+    """Exit codes and outcomes of ranks of which some may die; fails if one is left after two minutes."""
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
     spawn = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def run_to_their_ends(
         ]
         for process in ranks:
             process.start()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         try:
             for process in ranks:
                 process.join(max(0.0, end - time.monotonic()))

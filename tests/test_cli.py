@@ -9,6 +9,7 @@ import torch
 from ringflash import __version__
 from ringflash.cli import main
 from ringflash.doctor import facts
+from tests.patience import PATIENCE
 
 
 def test_help_is_quick_to_come() -> None:
@@ -16,7 +17,7 @@ def test_help_is_quick_to_come() -> None:
         "import sys; from ringflash.cli import main; main(['--help']); "
         "sys.exit(any(m in sys.modules for m in ('lightning', 'jsonargparse', 'matplotlib', 'triton')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert all(
         f"  {command} " in done.stdout for command in ("train", "prepare", "generate", "plan", "bench", "doctor")

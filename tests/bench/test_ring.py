@@ -23,6 +23,7 @@ from ringflash.bench.ring import Work, main
 from ringflash.bench.single import Unavailable
 from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 
 SMALL = "--nheads 4 --nheads-kv 2 --headdim 16 --dtype float32 --rounds 1 --repeats 1"
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
         [*command, *arguments.split(), "--peers", "--check", "--json", str(tmp_path / "ring.json")],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stderr

@@ -11,6 +11,7 @@ import pytest
 from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
 from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
+from tests.patience import PATIENCE
 
 LOG = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 2469 by compiler to allow use of registers in GMMA \
@@ -26,6 +27,7 @@ ptxas info    : Compile time = 307.053 ms
 """
 
 NAME = "sm_90 dkdv bfloat16 d128 causal alone"
+DELTA = "sm_90 delta float32 d64 full alone"
 USAGE = Usage(registers=255, spills=100, shared=83200, matmul="wgmma")
 
 
@@ -112,10 +114,26 @@ def test_every_case_names_what_there_is_and_the_record_knows_it() -> None:
     assert {case.kernel for case in cases()} == set(LAUNCHES)
 
 
-def test_compiles_although_tests_interpret() -> None:
-    command = [sys.executable, "-m", "ringflash.kernels.aot", "--jobs", "1", "--only", "delta", "float32", "d64"]
+GATE = """
+import dataclasses
+from ringflash.kernels.aot import __main__ as gate
+
+args = ["--jobs", "1", "--only", "delta", "float32", "d64"]
+record = gate.read()
+print(gate.main([*args, "--all"]), gate.main(args))
+other_ir = {name: dataclasses.replace(usage, source="", spills=-1) for name, usage in record.kernels.items()}
+gate.read = lambda: dataclasses.replace(record, kernels=other_ir)
+print(gate.main(args))
+"""
+
+
+def test_compiles_although_tests_interpret_and_only_what_has_another_ir() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "sm_90   delta float32 d64 full alone" in result.stdout
-    assert "1 kernels in" in result.stdout
+    result = subprocess.run([sys.executable, "-c", GATE], capture_output=True, text=True, timeout=PATIENCE, env=env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sm_90   delta float32 d64 full alone") == 3
+    compiled = "1 compiled, 0 with the IR of the record, taken to compile as they did then"
+    taken = "0 compiled, 1 with the IR of the record, taken to compile as they did then"
+    failed = f"FAILED: {DELTA}: spills 0 bytes, -1 are allowed"
+    lines = [line for line in result.stdout.splitlines() if "compiled," in line or line[:1] in "01F"]
+    assert [line for line in lines if "kernels in" not in line] == [compiled, taken, "0 0", compiled, failed, "1"]

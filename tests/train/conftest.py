@@ -92,7 +92,7 @@ class Worlds:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(400))  # the first of them pays for all runs
+            item.add_marker(pytest.mark.timeout(1200))  # the first of them pays for all runs
             item.add_marker(pytest.mark.xdist_group("worlds"))
 
 

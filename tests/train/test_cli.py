@@ -22,6 +22,7 @@ from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import cli
 from ringflash.train.folder import verify
 from ringflash.train.retrieval_cli import RetrievalCLI
+from tests.patience import PATIENCE
 from tests.train.commands import CONFIG, command, environment, write_config
 
 # Lightning's use of a jsonargparse method that has a new name.
@@ -66,7 +67,13 @@ class Fit:
 def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     folder = tmp_path_factory.mktemp("fit")
     config = str(write_config(folder, CONFIG))
-    options: dict[str, Any] = {"cwd": folder, "env": environment(), "capture_output": True, "text": True, "timeout": 90}
+    options: dict[str, Any] = {
+        "cwd": folder,
+        "env": environment(),
+        "capture_output": True,
+        "text": True,
+        "timeout": PATIENCE,
+    }
     first = subprocess.run(command("train", "fit", "--config", config), **options)
     left_over = children(folder)
     more = ["--trainer.max_steps=16", "--trainer.devices=1", "--ckpt_path", "runs/test/checkpoints/last"]
@@ -82,7 +89,7 @@ def losses(log: Path) -> dict[int, float]:
 
 
 @pytest.mark.xdist_group("fit")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 def test_a_run_on_two_processes(fit: Fit) -> None:
     assert fit.first.returncode == 0, fit.first.stderr
     run = fit.folder / "runs" / "test"
@@ -257,7 +264,7 @@ def test_resume_from_a_name_of_lightnings(tmp_path: Path, monkeypatch: pytest.Mo
         cli.check_checkpoint(name, sharded=True)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(800)
 def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, CONFIG))
     (tmp_path / "text.txt").unlink()
@@ -267,7 +274,7 @@ def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2, done.stderr
     assert "does not exist" in done.stderr
@@ -277,7 +284,7 @@ def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "test").exists()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(800)
 def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, CONFIG))
     args = command("train", "fit", "--config", config, "--trainer.max_steps=100000")
@@ -285,19 +292,19 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     with log.open("w") as out:
         process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
-        assert within(50, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
+        assert within(PATIENCE, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        assert within(30, lambda: process.poll() is not None), log.read_text()
+        assert within(PATIENCE / 4, lambda: process.poll() is not None), log.read_text()
         assert process.returncode == 1, log.read_text()
-        assert within(10, lambda: not children(tmp_path))
+        assert within(PATIENCE / 4, lambda: not children(tmp_path))
     finally:
         for number in children(tmp_path):
             os.kill(number, signal.SIGKILL)
         process.wait()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(800)
 def test_sigterm_saves_and_ends_all(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, CONFIG))
     args = command("train", "fit", "--config", config, "--ckpt_path=last", "--trainer.max_steps=100000")
@@ -305,12 +312,12 @@ def test_sigterm_saves_and_ends_all(tmp_path: Path) -> None:
     with log.open("w") as out:
         process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
-        assert within(50, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
+        assert within(PATIENCE, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
         (child,) = (number for number in children(tmp_path) if number != process.pid)
         os.kill(child, signal.SIGTERM)
-        assert within(25, lambda: process.poll() is not None), log.read_text()
+        assert within(PATIENCE / 4, lambda: process.poll() is not None), log.read_text()
         assert process.returncode == 143, log.read_text()
-        assert within(10, lambda: not children(tmp_path))
+        assert within(PATIENCE / 4, lambda: not children(tmp_path))
     finally:
         for number in children(tmp_path):
             os.kill(number, signal.SIGKILL)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 pytestmark = pytest.mark.xdist_group("departure")
 
 # One process imports torch, and is forked into the ranks, which end as processes of their own do.
@@ -42,7 +44,7 @@ def fork(case):
 
 
 case, rank, port = fork("slow") or fork("failed") or fork("late") or exit()
-signal.alarm(40)  # none is left over
+signal.alarm(120)  # none is left over
 file = os.open(f"{case} {rank}", os.O_CREAT | os.O_WRONLY)
 os.dup2(file, 1)
 os.dup2(file, 2)
@@ -53,7 +55,7 @@ if case == "failed" and rank == 1:
     departure.fail()
     raise SystemExit(3)
 if case != "failed":
-    time.sleep(rank if case == "slow" else 3 * (rank == 2))
+    time.sleep(3 * rank if case == "slow" else 5 * (rank == 2))
 print("end")
 """
 
@@ -72,7 +74,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
     folder = tmp_path_factory.mktemp("departure")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=150)
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
     found = {}
     for case, ranks in map(json.loads, done.stdout.splitlines()):
         codes, times = zip(*ranks, strict=True)
@@ -84,10 +86,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
 def test_a_slow_rank_is_waited_for(ends: dict[str, Ends]) -> None:
     slow = ends["slow"]
     assert (slow.codes, slow.outputs) == ([0, 0, 0], ["end\n"] * 3)
-    assert max(slow.seconds) < 1  # though they came to their ends a second apart
+    assert max(slow.seconds) < 3  # though they came to their ends three seconds apart
 
 
 @pytest.mark.parametrize(("case", "code"), [("failed", 3), ("late", 0)])
 def test_none_is_waited_for_that_does_not_come(ends: dict[str, Ends], case: str, code: int) -> None:
     assert ends[case].codes == [0, code, 0], ends[case]
-    assert max(ends[case].seconds[:2]) < 2, ends[case]
+    assert max(ends[case].seconds[:2]) < 4, ends[case]

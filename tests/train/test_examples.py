@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ringflash
+from tests.patience import PATIENCE
 
 EXAMPLES = Path(ringflash.__file__).parents[1] / "docs" / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -25,19 +26,19 @@ def run(tmp_path: Path, launcher: list[str], name: str, *more: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in left_out}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(EXAMPLES / name), *corpus, *shape, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(800)
 def test_torchrun_script(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, TORCHRUN, "torchrun_script.py"))]
     assert len(losses) == 6
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(800)
 def test_trainer_script(tmp_path: Path) -> None:
     out = run(tmp_path, [], "trainer_script.py", "--devices", "2", "--run-dir", str(tmp_path / "run"))
     (loss,) = re.findall(r"loss ([\d.]+) after 6 steps", out)

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from ringflash.errors import ConfigError
 from ringflash.train.strategy import RingAttentionStrategy, resolve_sizes, sum_gradients
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 from tests.train.runs import Run, sequences, train, train_alone
 
 Size = Literal["auto"] | int
@@ -158,7 +159,7 @@ def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
         env=environment | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
     first, second = (json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in range(2))
