@@ -1,6 +1,8 @@
 """Before anything imports Triton: without a GPU its kernels run in the interpreter."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)  # several processes share the cores
+
+
+def _patch_the_language_once() -> None:
+    """Triton's interpreter does so for every call of a device function, which is a third of the time it takes."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch: Any = getattr(interpreter, "_patch_lang")  # noqa: B009 - private
+    patch(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    setattr(interpreter, "_patch_lang", lambda _: getattr(interpreter, "_LangPatchScope")())  # noqa: B009, B010
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _patch_the_language_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
