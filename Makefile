@@ -1,5 +1,5 @@
 # make train   trains on what this machine has: all GPUs, or two processes on the CPU
-# make test    lints, checks types, runs the tests, compiles the kernels whose IR is not the recorded one
+# make test    lints, checks types, runs the tests, compiles the kernels that are not as recorded
 # make aot     compiles every kernel for its GPUs, none needed here, and fails on spills or serialised WGMMA that are new;
 #              make aot-record makes what is found the allowance in kernels/aot/allowance.json
 #
