@@ -5,8 +5,9 @@
 The yardstick is the causal mask; every other is beside it. A mask's share is its visible pairs of query and key over
 those of the causal triangle, counted exactly; share times the causal ms of the same run is what it should take, and
 `cost` is what it takes over that. Documents are there twice: as a mask, and as the batch of short sequences that they
-are, which shows what short sequences cost without a mask. Cases take turns in rounds whose order changes; figures are
-medians of the device's own times: see `timing`.
+are, which shows what short sequences cost without a mask. With `--peers`, FlashAttention-4 and FlexAttention are given
+the same, each beside its own causal ms. Cases take turns in rounds whose order changes; figures are medians of the
+device's own times: see `timing`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,80 +25,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import ringflash as rf
 from ringflash.arguments import DTYPES, check_at_least, fill_in
 from ringflash.bench import record, timing
 from ringflash.bench.accuracy import TENSORS
+from ringflash.bench.mask_cases import cases, triangle
+from ringflash.bench.mask_peers import Contender, flash_attention_4, flex, ours
 from ringflash.bench.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
+from ringflash.bench.single import Unavailable
 from ringflash.errors import ArgumentError
 
-BLOCK = 128  # tokens in a block of the block-sparse mask
-KEPT = 0.25  # of its blocks
-MODES = {"backward_fast": False, "backward_deterministic": True}
+FAST = "backward_fast"
+MODES = {FAST: False, "backward_deterministic": True}
 PARTS = ("forward", *MODES)
 FULL = {"seqlens": [32768], "headdims": [64, 128], "nheads": 16, "window": 4096, "documents": 16, "rounds": 5}
 CPU = {"seqlens": [256], "headdims": [32], "nheads": 2, "window": 32, "documents": 4, "rounds": 2}  # shows that it runs
 
-
-@dataclass(frozen=True)
-class Case:
-    """One way to see no more than the causal triangle.
-
-    Args:
-        name: what the tables call it.
-        pairs: of query and key that are visible to a head, in all sequences together.
-        attend: `flash_attention` with the mask.
-        sequences: into which the tokens are cut.
-    """
-
-    name: str
-    pairs: int
-    attend: Callable[..., Any]
-    sequences: int = 1
-
-    def setup(self, problem: Problem, options: rf.AttentionOptions) -> Setup:
-        """The problem, one sequence, as this case takes it."""
-        given = problem.map(lambda x: x.view(self.sequences, -1, *x.shape[2:]))
-        call = partial(self.attend, options=options)
-        return Setup(given.leaves(), given.dout, call, lambda x: x.reshape(1, -1, *x.shape[2:]))
-
-
-def cases(seqlen: int, window: int, documents: int) -> list[Case]:
-    """The causal mask, and those that see less; the batch comes after the documents that it holds."""
-
-    def masked(mask: Any) -> Callable[..., Any]:
-        return partial(rf.flash_attention, mask=mask)
-
-    causal = rf.Causal()
-    length = seqlen // documents
-    edge = min(window, seqlen)  # rows that see all before them
-    blocks, block_pairs = _blocks(seqlen)
-    apart = documents * triangle(length)
-    return [
-        Case("causal", triangle(seqlen), masked(causal)),
-        Case(
-            f"window of {window}",
-            triangle(edge) + (seqlen - edge) * window,
-            masked(causal & rf.SlidingWindow(window - 1, 0)),
-        ),
-        Case(f"{KEPT:.0%} of blocks of {BLOCK}", block_pairs, masked(causal & rf.BlockSparse(blocks, BLOCK))),
-        Case(f"{documents} documents", apart, masked(causal & rf.Documents(range(0, seqlen + 1, length)))),
-        Case(f"batch of {documents}", apart, masked(causal), sequences=documents),
-    ]
-
-
-def triangle(rows: int) -> int:
-    """Pairs that a causal mask shows."""
-    return rows * (rows + 1) // 2
-
-
-def _blocks(seqlen: int) -> tuple[Tensor, int]:
-    """Random blocks with the diagonal, and the pairs they show under a causal mask."""
-    sizes = torch.tensor([min(BLOCK, seqlen - start) for start in range(0, seqlen, BLOCK)], device="cpu")
-    drawn = torch.rand(len(sizes), len(sizes), generator=torch.Generator().manual_seed(seqlen), device="cpu")
-    blocks = (drawn < KEPT) | torch.eye(len(sizes), dtype=torch.bool, device="cpu")
-    below = int((blocks.tril(-1) * sizes[:, None] * sizes).sum())
-    return blocks, below + sum(map(triangle, sizes.tolist()))
+Key = tuple[str, str]  # a contender and a case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fill_in(options, FULL if device.type == "cuda" else CPU)
-    _check(options)
+    _check(options, device)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     command = record.command("ringflash bench masks", arguments)
     rows: list[dict[str, Any]] = []
@@ -127,12 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
     parser.add_argument("--documents", type=int, help="of equal length (default: 16)")
     parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
+    parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises ArgumentError for sizes of which there are no cases."""
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    """Raises ArgumentError for sizes of which there are no cases, and for peers that nothing here runs."""
     check_at_least(options, ["seqlens", "window", "documents", "rounds"])
+    if options.peers and device.type != "cuda":
+        remedy = "Leave it out: FlashAttention-4 and FlexAttention's backward run on GPUs."
+        raise ArgumentError("--peers", expected="a GPU", got="none", remedy=remedy)
     for seqlen in options.seqlens:
         if seqlen % options.documents:
             remedy = "They are compared with a batch, whose sequences are equally long."
@@ -140,36 +86,49 @@ def _check(options: argparse.Namespace) -> None:
             raise ArgumentError("--documents", expected=expected, got=options.documents, remedy=remedy)
 
 
+def _contenders(backend: str, with_peers: bool) -> dict[str, dict[str, Contender]]:
+    """By name, what computes the backward of each of its modes; ours first."""
+    named: dict[str, dict[str, Contender]] = {"ringflash": {part: ours(mode, backend) for part, mode in MODES.items()}}
+    if with_peers:
+        torch._dynamo.reset()  # of one function it compiles a few shapes, and then no more
+        named |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
+    return named
+
+
 def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The rows of one cell, one a case."""
+    """The rows of one cell, one a contender and case."""
     sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
     problem = Problem.random(**sizes, device=device, dtype=DTYPES[options.dtype])
     facts = sizes | {"dtype": options.dtype, "backend": options.backend}
-    rows: dict[str, dict[str, Any]] = {}
-    setups: dict[str, dict[str, Setup]] = {}
+    rows: dict[Key, dict[str, Any]] = {}
+    setups: dict[Key, dict[str, Setup]] = {}
     expected: list[Tensor] | None = None
+    contenders = _contenders(options.backend, options.peers)
     for case in cases(seqlen, options.window, options.documents):
-        rows[case.name] = {"name": case.name, **facts, "pairs": case.pairs}
-        rows[case.name]["share"] = case.pairs / triangle(seqlen)
         if case.sequences == 1:  # else it must agree with the documents before it
             expected = None
-        modes: dict[str, Setup] = {}
-        try:
-            for part, deterministic in MODES.items():
-                how = rf.AttentionOptions(deterministic=deterministic, backend=options.backend)
-                modes[part] = case.setup(problem, how)
-                results = [modes[part].whole(x.detach()) for x in modes[part].forward_backward()]
-                expected = expected or results
-                _agree(results, expected)
-                del results
-            setups[case.name] = modes
-        except Exception as error:  # a case that cannot, in whatever way: said in its row
-            if isinstance(error, ArgumentError) and len(rows) == 1:
-                raise  # heads or a backend that causal attention does not take: nothing can be measured
-            rows[case.name]["failed"] = failure(error)
+        for by, parts in contenders.items():
+            row = {"name": case.name, "by": by, **facts, "pairs": case.pairs, "share": case.pairs / triangle(seqlen)}
+            rows[by, case.name] = row
+            modes: dict[str, Setup] = {}
+            try:
+                for part, prepare in parts.items():
+                    modes[part] = prepare(case, problem)
+                    results = [modes[part].whole(x.detach()) for x in modes[part].forward_backward()]
+                    expected = expected or results
+                    _agree(results, expected)
+                    del results
+                setups[by, case.name] = modes
+            except Unavailable as error:
+                row["unavailable"] = str(error)
+            except Exception as error:  # a case that cannot, in whatever way: said in its row
+                if isinstance(error, ArgumentError) and len(rows) == 1:
+                    raise  # heads or a backend that causal attention does not take: nothing can be measured
+                row["failed"] = failure(error)
     del expected
     times = _take_turns(setups, rows, options.rounds, device.type == "cuda")
-    _add_figures(list(rows.values()), times)
+    for by in contenders:
+        _add_figures([row for row in rows.values() if row["by"] == by], times)
     return list(rows.values())
 
 
@@ -182,44 +141,46 @@ def _agree(results: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def _take_turns(
-    setups: Mapping[str, Mapping[str, Setup]], rows: Mapping[str, dict[str, Any]], rounds: int, on_gpu: bool
-) -> dict[str, dict[str, list[float]]]:
+    setups: Mapping[Key, Mapping[str, Setup]], rows: Mapping[Key, dict[str, Any]], rounds: int, on_gpu: bool
+) -> dict[Key, dict[str, list[float]]]:
     """Seconds of every pass of every case, round by round."""
-    names, paces = list(setups), dict[tuple[str, str], timing.Pace]()
-    times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in names}
+    keys, paces = list(setups), dict[tuple[Key, str], timing.Pace]()
+    times: dict[Key, dict[str, list[float]]] = {key: {part: [] for part in ("forward", *setups[key])} for key in keys}
 
-    def sample(name: str, part: str, pass_: Callable[[], object]) -> None:
-        if (name, part) not in paces:
-            paces[name, part] = timing.pace(pass_, on_gpu)
-            rows[name][f"{part}_launch_us"] = round(paces[name, part].launch_seconds * 1e6, 1)
-        times[name][part].append(timing.seconds(pass_, paces[name, part], on_gpu))
+    def sample(key: Key, part: str, pass_: Callable[[], object]) -> None:
+        if (key, part) not in paces:
+            paces[key, part] = timing.pace(pass_, on_gpu)
+            rows[key][f"{part}_launch_us"] = round(paces[key, part].launch_seconds * 1e6, 1)
+        times[key][part].append(timing.seconds(pass_, paces[key, part], on_gpu))
 
     for number in range(rounds):
-        for name in timing.turns(names, number):
-            if "failed" in rows[name]:
+        for key in timing.turns(keys, number):
+            if "failed" in rows[key]:
                 continue
             try:
-                for part, setup in setups[name].items():
+                for part, setup in setups[key].items():
                     out = setup.forward()
-                    sample(name, part, partial(setup.backward, out))
+                    sample(key, part, partial(setup.backward, out))
                     del out
-                sample(name, "forward", setups[name]["backward_fast"].forward)  # the same in both modes
+                sample(key, "forward", setups[key][FAST].forward)  # the same in both modes
             except Exception as error:  # as above
-                rows[name]["failed"] = failure(error)
+                rows[key]["failed"] = failure(error)
     return times
 
 
-def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[str, Mapping[str, list[float]]]) -> None:
+def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[Key, Mapping[str, list[float]]]) -> None:
     """Adds to every row its median ms, and beside those of the causal mask, the first row, expected ms and cost."""
     causal = rows[0]
+    medians = {
+        row["name"]: {part: statistics.median(found) * 1e3 for part, found in times[row["by"], row["name"]].items()}
+        for row in rows
+        if not {"failed", "unavailable"} & row.keys()
+    }
     for row in rows:
-        if "failed" in row:
-            continue
-        for part in PARTS:
-            measured = statistics.median(times[row["name"]][part]) * 1e3
+        for part, measured in medians.get(row["name"], {}).items():
             row[f"{part}_ms"] = round(measured, 4)
-            if "failed" not in causal:
-                expected = row["share"] * statistics.median(times[causal["name"]][part]) * 1e3
+            if causal["name"] in medians:
+                expected = row["share"] * medians[causal["name"]][part]
                 row[f"{part}_expected_ms"] = round(expected, 4)
                 row[f"{part}_cost"] = round(measured / expected, 3)
 
@@ -229,20 +190,21 @@ def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
     table = Table(title=f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}")
     table.add_column("mask", no_wrap=True)
+    table.add_column("by", no_wrap=True)
     table.add_column("share of\ncausal", justify="right")
     for part in PARTS:
         for what in ("expected ms", "ms", "cost"):
             table.add_column("\n".join([*part.split("_"), what]), justify="right")
     for row in rows:
-        cells = [row["name"], f"{row['share']:.1%}"]
+        cells = [row["name"], row["by"], f"{row['share']:.1%}"]
         for key in (f"{part}_{what}" for part in PARTS for what in ("expected_ms", "ms", "cost")):
             cells.append("-" if key not in row else f"{row[key]:.2f}" if key.endswith("cost") else f"{row[key]:.3f}")
         table.add_row(*cells)
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(table)
     for row in rows:
-        if "failed" in row:
-            console.print(f"  {row['name']}: {row['failed']}", markup=False)
+        for why in {"failed", "unavailable"} & row.keys():
+            console.print(f"  {row['name']}, {row['by']}: {row[why]}", markup=False)
 
 
 if __name__ == "__main__":

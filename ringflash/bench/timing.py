@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 SAMPLE_SECONDS = 0.02  # a sample is as many calls as take this long
 MAX_CALLS = 20
@@ -55,7 +58,7 @@ def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
     return start.elapsed_time(end) / 1e3 / pace.calls
 
 
-def turns(names: Sequence[str], number: int) -> list[str]:
+def turns(names: Sequence[T], number: int) -> list[T]:
     """The order of round `number`: each two rounds begin with the next name, and the second of them runs backwards.
 
     So nobody always comes after the same one, whose work sets the clocks and temperature that it starts with.

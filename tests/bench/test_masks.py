@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 import ringflash as rf
-from ringflash.bench import masks, timing
+from ringflash.bench import mask_peers, masks, timing
+from ringflash.bench.mask_cases import cases
 from ringflash.cli import main
 from ringflash.errors import ArgumentError
 
@@ -47,10 +53,9 @@ def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("seqlen", "window", "documents"), [(300, 40, 4), (256, 1, 1), (12, 100, 12)])
 def test_pairs_are_those_of_the_mask(seqlen: int, window: int, documents: int) -> None:
-    for case in masks.cases(seqlen, window, documents):
-        assert isinstance(case.attend, partial)
+    for case in cases(seqlen, window, documents):
         positions = torch.arange(seqlen // case.sequences)
-        seen = case.attend.keywords["mask"].dense(positions, positions)
+        seen = case.mask.dense(positions, positions)
         assert case.pairs == case.sequences * int(seen.sum()), case.name
 
 
@@ -77,7 +82,67 @@ def test_a_case_that_fails_is_said_in_its_row(
         "window of 40": "OutOfMemoryError: tried to allocate 9 TiB",
         "25% of blocks of 128": "ArgumentError: mask: expected an interval, got blocks. Use another backend.",
     }
-    assert "window of 40: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
+    assert "window of 40, ringflash: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
+
+
+def _cute() -> ModuleType:
+    """What FlashAttention-4's module has of functions, computed by ours."""
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: Any = (None, None)) -> Any:
+        assert causal
+        window = window_size[0]
+        mask = rf.Causal() if window is None else rf.Causal() & rf.SlidingWindow(window)
+        return rf.flash_attention(q, k, v, mask=mask), None
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **ends: Any) -> Tensor:
+        assert causal
+        assert ends["max_seqlen_q"] == ends["max_seqlen_k"] == ends["cu_seqlens_q"].diff().max()
+        assert torch.equal(ends["cu_seqlens_q"], ends["cu_seqlens_k"])
+        mask = rf.Causal() & rf.Documents(ends["cu_seqlens_q"].tolist())
+        out = rf.flash_attention(q[None], k[None], v[None], mask=mask)
+        assert isinstance(out, Tensor)
+        return out[0]
+
+    module = ModuleType("flash_attn.cute")
+    vars(module).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    return module
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """torch's, which has no backward on CPUs, by its rule for single pairs."""
+    zero, row = torch.zeros((), dtype=torch.int64), torch.arange(q.shape[2])
+    seen = block_mask.mask_mod(zero, zero, row[:, None], row)
+    return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=enable_gqa)
+
+
+def test_peers_are_given_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = ModuleType("flash_attn")
+    vars(package).update(cute=_cute())
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", _cute())
+    monkeypatch.setattr(mask_peers, "flex_attention", _flex_attention)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(masks, "_check", lambda *_: None)
+    path = tmp_path / "masks.json"
+    assert masks.main([*CELL.split(), "--nheads-kv", "1", "--peers", "--json", str(path)]) == 0
+    rows = {(row["by"], row["name"]): row for row in json.loads(path.read_text())["rows"]}
+    assert [*rows] == [(by, name) for name in NAMES for by in ("ringflash", "FlashAttention-4", "FlexAttention")]
+    assert rows["FlashAttention-4", NAMES[2]].pop("unavailable") == "is not given blocks here"
+    for (by, name), row in rows.items():
+        if (by, name) != ("FlashAttention-4", NAMES[2]):
+            expected = row["share"] * rows[by, "causal"]["backward_fast_ms"]
+            assert row["backward_fast_cost"] == pytest.approx(row["backward_fast_ms"] / expected, rel=0.05)
+            assert ("backward_deterministic_ms" in row) == (by == "ringflash")
+
+
+def test_a_peer_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(masks, "_check", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(masks, "flex", masks.flash_attention_4)
+    path = tmp_path / "masks.json"
+    assert masks.main([*CELL.split(), "--peers", "--json", str(path)]) == 0
+    peers = [row for row in json.loads(path.read_text())["rows"] if row["by"] != "ringflash"]
+    assert [row["unavailable"] for row in peers] == ["not installed"] * 10
 
 
 @pytest.mark.parametrize(
@@ -87,6 +152,7 @@ def test_a_case_that_fails_is_said_in_its_row(
         ("--window 0", "--window: expected at least 1, got 0"),
         ("--nheads-kv 3", "nheads: expected a positive multiple of nheads_kv = 3"),
         ("--backend cuda", "backend: expected one of "),
+        ("--peers", "--peers: expected a GPU, got none"),
     ],
 )
 def test_bad_arguments_measure_nothing(changed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,101 @@
+"""Who runs in the mask benchmark: flash_attention and those that know its masks too, each given the same problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import ringflash as rf
+from ringflash.bench.mask_cases import BLOCK, Case
+from ringflash.bench.problem import Problem, Setup
+from ringflash.bench.single import Unavailable
+
+Contender = Callable[[Case, Problem], Setup]
+
+
+def ours(deterministic: bool, backend: str) -> Contender:
+    """`flash_attention`; the forward is the same in both modes."""
+    options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
+
+    def prepare(case: Case, problem: Problem) -> Setup:
+        given = problem.map(case.cut)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = rf.flash_attention(q, k, v, mask=case.mask, options=options)
+            assert isinstance(out, Tensor)
+            return out
+
+        return Setup(given.leaves(), given.dout, call, _joined)
+
+    return prepare
+
+
+def flash_attention_4(case: Case, problem: Problem) -> Setup:
+    """FlashAttention-4, where its package is installed: documents are its sequences of variable length.
+
+    Raises:
+        Unavailable: it is not installed, or the mask is of blocks.
+    """
+    try:
+        from flash_attn import cute  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise Unavailable("not installed") from error
+    if case.blocks is not None:
+        raise Unavailable("is not given blocks here")
+    given = problem.map(case.cut)
+    options: dict[str, Any] = {"causal": True}
+    if case.window is not None:
+        options |= {"window_size": (case.window - 1, 0)}
+    function = cute.flash_attn_func
+    if case.length is not None:
+        ends = torch.arange(0, problem.seqlen + 1, case.length, dtype=torch.int32, device=problem.q.device)
+        options |= {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": case.length for x in "qk"}
+        given, function = problem.map(lambda x: x[0]), cute.flash_attn_varlen_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Setup(given.leaves(), given.dout, call, _joined)
+
+
+def flex(case: Case, problem: Problem) -> Setup:
+    """torch's flex_attention, compiled for this shape and mask; its block mask is made beforehand."""
+    from torch._functorch import config as functorch_config
+
+    given = problem.map(lambda x: case.cut(x).transpose(1, 2).contiguous())
+    seqlen, device = given.q.shape[2], problem.q.device
+    seen = create_block_mask(_rule(case, device), None, None, seqlen, seqlen, device=str(device), BLOCK_SIZE=BLOCK)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = compiled(q, k, v, block_mask=seen, enable_gqa=problem.group > 1)
+        assert isinstance(out, Tensor)
+        return out
+
+    setup = Setup(given.leaves(), given.dout, call, lambda x: _joined(x.transpose(1, 2)))
+    with functorch_config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
+        setup.forward_backward()
+    return setup
+
+
+def _rule(case: Case, device: torch.device) -> Callable[..., Any]:
+    """The mask of a case as flex_attention takes it: whether query `q` sees key `k`."""
+    window, length = case.window, case.length
+    if window is not None:
+        return lambda b, h, q, k: (q >= k) & (q - k < window)
+    if length is not None:
+        return lambda b, h, q, k: (q >= k) & (q // length == k // length)
+    if case.blocks is not None:
+        blocks = case.blocks.to(device)
+        return lambda b, h, q, k: (q >= k) & blocks[q // BLOCK, k // BLOCK]
+    return lambda b, h, q, k: q >= k
+
+
+def _joined(x: Tensor) -> Tensor:
+    """(..., heads, headdim) as (1, seqlen, heads, headdim)."""
+    return x.reshape(1, -1, *x.shape[-2:])
