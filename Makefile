@@ -1,7 +1,7 @@
 # make train   trains on what this machine has: all GPUs, or two processes on the CPU
 # make test    lints, checks types, runs the tests, compiles the kernels that are not as recorded
 # make aot     compiles every kernel for its GPUs, none needed here, and fails on spills or serialised WGMMA that are new;
-#              make aot-record makes what is found the allowance in kernels/aot/allowance.json
+#              make aot-record makes what it finds the allowance in kernels/aot/allowance.json
 #
 # Each makes $(VENV) first when that is missing or older than pyproject.toml or constraints.txt.
 #
@@ -33,7 +33,7 @@ aot: $(STAMP)
 	$(BIN)/python -m ringflash.kernels.aot --all
 
 aot-record: $(STAMP)
-	$(BIN)/python -m ringflash.kernels.aot --record
+	$(BIN)/python -m ringflash.kernels.aot --record --all
 
 lint: $(STAMP)
 	$(BIN)/ruff check

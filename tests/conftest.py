@@ -2,7 +2,6 @@
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ def _patch_the_language_once() -> None:
     from triton import language
     from triton.runtime import interpreter
 
-    patch: Any = getattr(interpreter, "_patch_lang")  # noqa: B009 - private
-    patch(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
-    setattr(interpreter, "_patch_lang", lambda _: getattr(interpreter, "_LangPatchScope")())  # noqa: B009, B010
+    patch, scope = (getattr(interpreter, name, None) for name in ("_patch_lang", "_LangPatchScope"))
+    if patch is not None and scope is not None:  # else another Triton, which may be slow
+        patch(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+        setattr(interpreter, "_patch_lang", lambda _: scope())  # noqa: B010 - private
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,7 +1,7 @@
 """Triton without a GPU: launches compile for a named target and run nothing; ptxas tells what each kernel takes.
 
-A kernel's IR before any pass and its options decide what the passes, LLVM and ptxas of one Triton version make of it.
-Where both are those of a known usage, that is what it takes, and only Triton's front end runs: a sixth of the time.
+A kernel's IR before any pass decides what one Triton version with one ptxas, the same options and environment, makes of
+it. Where all are those of a known usage, that is what it takes, and only Triton's front end runs: a sixth of the time.
 """
 
 # Triton's base class says that its drivers return None.
@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+from triton._C.libtriton import get_cache_invalidating_env_vars  # pyright: ignore[reportMissingImports] - a binary
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
@@ -44,7 +45,7 @@ class Usage:
         matmul: "wgmma", "mma", or "" where neither instruction is used.
         serialised: codes of the warnings that its WGMMAs wait for each other.
         advice: codes of ptxas's other remarks.
-        source: digest of the kernel's IR before any pass and of its options.
+        source: digest of the kernel's IR before any pass, and of what else decides on the rest but Triton's version.
     """
 
     registers: int
@@ -169,7 +170,8 @@ def _launches_compiled() -> Iterator[dict[str, Usage]]:
         lower = stages[first]
 
         def lower_unless_known(module: Any, metadata: dict[str, Any]) -> Any:
-            text = f"{module.str_nodebug()}\n{options.hash()}"
+            rest = self.hash(), options.hash(), sorted(get_cache_invalidating_env_vars().items())
+            text = f"{module.str_nodebug()}\n{rest}"
             sources.append(hashlib.sha256(text.encode()).hexdigest()[:16])
             if usage := _known.get(sources[-1]):
                 raise _Known(usage)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +13,22 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import ringflash as rf
 from ringflash.bench.mask_cases import BLOCK, Case
 from ringflash.bench.problem import Problem, Setup
-from ringflash.bench.single import Unavailable
+from ringflash.bench.single import Unavailable, cute
 
-Contender = Callable[[Case, Problem], Setup]
+MaskContender = Callable[[Case, Problem], Setup]
 
 
-def ours(deterministic: bool, backend: str) -> Contender:
+@contextmanager
+def compiling() -> Generator[None, None, None]:
+    """Lets `flex` compile the cases of a cell, and run their backwards any number of times."""
+    from torch._functorch import config
+
+    torch._dynamo.reset()  # of one function it compiles a few shapes and masks, and then no more
+    with config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
+        yield
+
+
+def ours(deterministic: bool, backend: str) -> MaskContender:
     """`flash_attention`; the forward is the same in both modes."""
     options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
 
@@ -40,21 +51,18 @@ def flash_attention_4(case: Case, problem: Problem) -> Setup:
     Raises:
         Unavailable: it is not installed, or the mask is of blocks.
     """
-    try:
-        from flash_attn import cute  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise Unavailable("not installed") from error
+    package = cute()
     if case.blocks is not None:
         raise Unavailable("is not given blocks here")
     given = problem.map(case.cut)
     options: dict[str, Any] = {"causal": True}
     if case.window is not None:
         options |= {"window_size": (case.window - 1, 0)}
-    function = cute.flash_attn_func
+    function = package.flash_attn_func
     if case.length is not None:
         ends = torch.arange(0, problem.seqlen + 1, case.length, dtype=torch.int32, device=problem.q.device)
         options |= {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": case.length for x in "qk"}
-        given, function = problem.map(lambda x: x[0]), cute.flash_attn_varlen_func
+        given, function = problem.map(lambda x: x[0]), package.flash_attn_varlen_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, **options)
@@ -65,11 +73,10 @@ def flash_attention_4(case: Case, problem: Problem) -> Setup:
 
 def flex(case: Case, problem: Problem) -> Setup:
     """torch's flex_attention, compiled for this shape and mask; its block mask is made beforehand."""
-    from torch._functorch import config as functorch_config
-
     given = problem.map(lambda x: case.cut(x).transpose(1, 2).contiguous())
     seqlen, device = given.q.shape[2], problem.q.device
-    seen = create_block_mask(_rule(case, device), None, None, seqlen, seqlen, device=str(device), BLOCK_SIZE=BLOCK)
+    sizes: Any = {"B": None, "H": None, "Q_LEN": seqlen, "KV_LEN": seqlen, "BLOCK_SIZE": BLOCK}
+    seen = torch.compile(create_block_mask)(_rule(case, device), **sizes, device=str(device))
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,10 +84,7 @@ def flex(case: Case, problem: Problem) -> Setup:
         assert isinstance(out, Tensor)
         return out
 
-    setup = Setup(given.leaves(), given.dout, call, lambda x: _joined(x.transpose(1, 2)))
-    with functorch_config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
-        setup.forward_backward()
-    return setup
+    return Setup(given.leaves(), given.dout, call, lambda x: _joined(x.transpose(1, 2)))
 
 
 def _rule(case: Case, device: torch.device) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from ringflash.arguments import DTYPES, check_at_least, fill_in
 from ringflash.bench import record, timing
 from ringflash.bench.accuracy import TENSORS
 from ringflash.bench.mask_cases import cases, triangle
-from ringflash.bench.mask_peers import Contender, flash_attention_4, flex, ours
+from ringflash.bench.mask_peers import MaskContender, compiling, flash_attention_4, flex, ours
 from ringflash.bench.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
 from ringflash.bench.single import Unavailable
 from ringflash.errors import ArgumentError
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = record.command("ringflash bench masks", arguments)
     rows: list[dict[str, Any]] = []
     for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
-        cell = _measure(seqlen, headdim, options, device)
+        with compiling() if options.peers else nullcontext():
+            cell = _measure(seqlen, headdim, options, device)
         _print(cell, device_name)
         rows += cell
         if options.json is not None:
@@ -86,15 +88,6 @@ def _check(options: argparse.Namespace, device: torch.device) -> None:
             raise ArgumentError("--documents", expected=expected, got=options.documents, remedy=remedy)
 
 
-def _contenders(backend: str, with_peers: bool) -> dict[str, dict[str, Contender]]:
-    """By name, what computes the backward of each of its modes; ours first."""
-    named: dict[str, dict[str, Contender]] = {"ringflash": {part: ours(mode, backend) for part, mode in MODES.items()}}
-    if with_peers:
-        torch._dynamo.reset()  # of one function it compiles a few shapes, and then no more
-        named |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
-    return named
-
-
 def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """The rows of one cell, one a contender and case."""
     sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
@@ -103,7 +96,11 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
     rows: dict[Key, dict[str, Any]] = {}
     setups: dict[Key, dict[str, Setup]] = {}
     expected: list[Tensor] | None = None
-    contenders = _contenders(options.backend, options.peers)
+    contenders: dict[str, dict[str, MaskContender]] = {
+        "ringflash": {part: ours(mode, options.backend) for part, mode in MODES.items()}
+    }
+    if options.peers:
+        contenders |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
     for case in cases(seqlen, options.window, options.documents):
         if case.sequences == 1:  # else it must agree with the documents before it
             expected = None
@@ -115,8 +112,8 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
                 for part, prepare in parts.items():
                     modes[part] = prepare(case, problem)
                     results = [modes[part].whole(x.detach()) for x in modes[part].forward_backward()]
+                    _agree(results, expected or results)
                     expected = expected or results
-                    _agree(results, expected)
                     del results
                 setups[by, case.name] = modes
             except Unavailable as error:

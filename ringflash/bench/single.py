@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,16 +97,25 @@ def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
     )
 
 
-@contextmanager
-def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
-    """FlashAttention-4, where its package is installed."""
+def cute() -> Any:
+    """FlashAttention-4's package.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
     try:
-        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+        return importlib.import_module("flash_attn.cute")
     except ImportError as error:
         raise Unavailable("not installed") from error
 
+
+@contextmanager
+def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
+    """FlashAttention-4, where its package is installed."""
+    function = cute().flash_attn_func
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=problem.causal)
+        out = function(q, k, v, causal=problem.causal)
         return out[0] if isinstance(out, tuple) else out
 
     yield Setup(problem.leaves(), problem.dout, call, _as_it_is)

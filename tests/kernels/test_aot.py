@@ -2,12 +2,15 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 
+from ringflash.kernels.aot import __main__ as gate
 from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
 from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
@@ -121,9 +124,10 @@ from ringflash.kernels.aot import __main__ as gate
 args = ["--jobs", "1", "--only", "delta", "float32", "d64"]
 record = gate.read()
 print(gate.main([*args, "--all"]), gate.main(args))
-other_ir = {name: dataclasses.replace(usage, source="", spills=-1) for name, usage in record.kernels.items()}
-gate.read = lambda: dataclasses.replace(record, kernels=other_ir)
-print(gate.main(args))
+for change in ({"registers": 1}, {"source": "", "spills": -1}):
+    planted = {name: dataclasses.replace(usage, **change) for name, usage in record.kernels.items()}
+    gate.read = lambda: dataclasses.replace(record, kernels=planted)
+    print(gate.main(args))
 """
 
 
@@ -131,9 +135,25 @@ def test_compiles_although_tests_interpret_and_only_what_has_another_ir() -> Non
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", GATE], capture_output=True, text=True, timeout=PATIENCE, env=env)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("sm_90   delta float32 d64 full alone") == 3
+    registers = re.findall(r"sm_90   delta float32 d64 full alone +(\d+) ", result.stdout)
+    assert registers[0] == registers[1] == registers[3] != registers[2] == "1"  # what was planted is taken
     compiled = "1 compiled, 0 with the IR of the record, taken to compile as they did then"
     taken = "0 compiled, 1 with the IR of the record, taken to compile as they did then"
     failed = f"FAILED: {DELTA}: spills 0 bytes, -1 are allowed"
-    lines = [line for line in result.stdout.splitlines() if "compiled," in line or line[:1] in "01F"]
-    assert [line for line in lines if "kernels in" not in line] == [compiled, taken, "0 0", compiled, failed, "1"]
+    lines = [line for line in result.stdout.splitlines() if "compiled," in line or line.startswith(("0", "1", "F"))]
+    said = [compiled, taken, "0 0", taken, "0", compiled, failed, "1"]
+    assert [line for line in lines if "kernels in" not in line] == said
+
+
+def test_what_stays_in_a_record_of_another_triton_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "allowance.json"
+    kept, new = dataclasses.replace(USAGE, source="f00d"), dataclasses.replace(USAGE, source="cafe")
+    for version, source in (("0.1", ""), (triton.__version__, "f00d")):
+        write(Record(version, {NAME: kept}), path)
+        monkeypatch.setattr(gate, "read", lambda: read(path))
+        monkeypatch.setattr(gate, "write", lambda record: write(record, path))
+        monkeypatch.setattr(gate, "_compile", lambda *_: ({DELTA: new}, []))
+        assert gate.main(["--record", "--only", "delta", "float32", "d64"]) == 0
+        assert read(path) == Record(triton.__version__, {NAME: dataclasses.replace(kept, source=source), DELTA: new})

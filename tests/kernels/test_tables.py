@@ -54,7 +54,6 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_a_cuda_graph_gives_the_same_bits(backend: str, mask: Mask | None) -> None:

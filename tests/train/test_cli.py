@@ -119,6 +119,7 @@ def test_a_run_on_two_processes(fit: Fit) -> None:
 
 
 @pytest.mark.xdist_group("fit")
+@pytest.mark.timeout(1200)
 def test_resume_at_another_world_size(fit: Fit) -> None:
     assert fit.resumed.returncode == 0, fit.resumed.stderr
     assert list(losses(fit.folder / "runs" / "test-2" / "metrics.csv")) == [13, 15]
@@ -127,6 +128,7 @@ def test_resume_at_another_world_size(fit: Fit) -> None:
 
 
 @pytest.mark.xdist_group("fit")
+@pytest.mark.timeout(1200)
 def test_resume_at_the_end(fit: Fit) -> None:
     assert fit.again.returncode == 0, fit.again.stderr
     assert fit.again.stdout == "Already trained to step 16: nothing was left to do. Raise trainer.max_steps to go on.\n"
@@ -134,6 +136,7 @@ def test_resume_at_the_end(fit: Fit) -> None:
 
 
 @pytest.mark.xdist_group("fit")
+@pytest.mark.timeout(1200)
 def test_generate_from_the_run(fit: Fit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit.first.returncode == 0
     monkeypatch.chdir(fit.folder)

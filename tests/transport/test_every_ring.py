@@ -46,8 +46,11 @@ def _differences(layout: str) -> list[str]:
             for deterministic in (True, False):
                 whole = [torch.empty_like(x) for x in (problem.q, problem.q, problem.k, problem.v)]
                 if rank == 0:
-                    whole = problem.ring(virtual, deterministic=deterministic)
-                    assert_accurate(whole, problem, rounding=ROUNDING)
+                    try:
+                        whole = problem.ring(virtual, deterministic=deterministic)
+                        assert_accurate(whole, problem, rounding=ROUNDING)
+                    except Exception as error:  # told when all are done: the others wait for what comes next
+                        found.append(f"{virtual} {name}: {error!r}")
                 whole = [_from_rank_0(x) for x in whole]
                 alike = torch.equal if deterministic or not ON_GPUS else _are_close
                 for context in contexts if deterministic else contexts[:1]:
