@@ -58,7 +58,7 @@ def test_a_rank_that_raises_in_mid_ring_brings_the_others_down() -> None:
     for case in zip(*run_ranks(WORLD, _raises_in_mid_ring), strict=True):
         assert [outcome.kind for outcome in case] == ["PeerFailed", "OutOfMemoryError", "PeerFailed"]
         for outcome in case:
-            assert outcome.seconds - outcome.usual < 10, outcome
+            assert outcome.seconds - outcome.usual < 2, outcome
         for outcome in (case[0], case[2]):
             assert outcome.fields["ranks"] == [1]
             assert "rank 1: OutOfMemoryError: planted: out of memory\nTraceback" in outcome.text
@@ -82,11 +82,11 @@ def test_a_context_stays_broken() -> None:
 def _hangs() -> list[Outcome]:
     outcomes = []
     for step in (0, 4):
-        outcomes.append(_with_fault(step, lambda: time.sleep(8), 2.0))
+        outcomes.append(_with_fault(step, lambda: time.sleep(5), 2.0))
         dist.barrier()  # a rank that comes late to the next one would have less to wait for
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     if context.rank == 1:
-        time.sleep(8)  # before it joins the others
+        time.sleep(5)  # before it joins the others
     return [*outcomes, replace(outcome_of(call_ring, context), usual=outcomes[0].usual)]
 
 
@@ -97,7 +97,7 @@ def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
             outcome = by_rank[rank][case]
             assert outcome.kind == "RingTimeout", outcome
             assert outcome.seconds >= 2
-            assert outcome.seconds - outcome.usual < 6
+            assert outcome.seconds - outcome.usual < 4
             assert outcome.fields["peers"] == [1]
             assert outcome.fields["hop"] in ({0, 1}, {1, 2}, {None})[case], outcome
             assert "waited 2 s for rank 1 at" in outcome.text
@@ -135,10 +135,10 @@ def _different_hops() -> list[Outcome]:
 def test_ranks_that_follow_different_plans() -> None:
     for checked, unchecked in run_ranks(WORLD, _different_hops):
         assert checked.kind == "RankMismatch"
-        assert checked.seconds - checked.usual < 2
+        assert checked.seconds - checked.usual < 1
         assert "ranks disagree on plan: rank 1 against the rest" in checked.text
         assert unchecked.kind == "RingTimeout"
-        assert unchecked.seconds - unchecked.usual < 10
+        assert unchecked.seconds - unchecked.usual < 4
         for text in (checked.text, unchecked.text):
             for rank in range(WORLD):
                 assert f"rank {rank} of 3, zigzag, " in text
@@ -181,7 +181,7 @@ def test_a_rank_that_is_killed(function: Callable[..., Outcome], args: tuple[Any
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome is not None
         assert outcome.kind == "PeerLost", outcome
-        assert outcome.seconds - outcome.usual < 10
+        assert outcome.seconds - outcome.usual < 5
         assert outcome.fields["peers"] == [1]
         assert outcome.fields["hop"] in hops
         assert "lost rank 1 at" in outcome.text
@@ -273,12 +273,12 @@ def test_a_message_on_a_gpu_that_is_late_raises_where_the_process_waits() -> Non
 
 def test_messages_on_a_gpu_that_come() -> None:
     seen = threading.Event()
-    faults, watch, released = _watched(seen.is_set, 2.0)
+    faults, watch, released = _watched(seen.is_set, 1.0)
     time.sleep(0.2)  # far from the deadline, however busy the cores
     seen.set()
     time.sleep(0.2)
     watch.add(lambda: True, 3, [1])
-    time.sleep(2.3)  # nothing is awaited
+    time.sleep(1.2)  # nothing is awaited
     faults.check()
     assert not released
 

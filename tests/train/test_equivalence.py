@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -47,31 +46,30 @@ CURVE = Run(
     model=ModelConfig(vocab_size=61, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32),
     packed=True,
     masked="some",
-    max_norm=0.8,
+    max_norm=1.0,
 )
-STEPS_OF_FOUR = 200 if len(os.sched_getaffinity(0)) >= 4 else 50  # four processes take their time on fewer cores
 
 
 def _curves(runs: list[Run]) -> list[list[float]]:
     outcomes = [train(run) for run in runs]
     norms = [norm for outcome in outcomes for norm in outcome.logged["train/grad_norm"]]
-    assert sum(norm > (CURVE.max_norm or 0) for norm in norms) > len(norms) / 5, "too few steps are clipped"
+    assert sum(norm > 1.0 for norm in norms) > 20 * len(runs), "too few steps are clipped"
     return [outcome.logged["train/loss"] for outcome in outcomes]
 
 
 BARS: dict[ComputeDtype, float] = {"float64": 1e-8, "float32": 1e-4}
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)  # four processes take their time on two cores
 def test_loss_curves_do_not_depend_on_the_number_of_ranks() -> None:
     runs = [replace(CURVE, dtype=dtype) for dtype in BARS]
-    of_four = [replace(run, steps=STEPS_OF_FOUR, data_parallel=n) for n in (1, 2) for run in runs]
-    one, two, four = (run_ranks(n, _curves, runs)[0] for n, runs in ((1, runs), (2, runs), (4, of_four)))
+    one, two = (run_ranks(world_size, _curves, runs)[0] for world_size in (1, 2))
+    four = run_ranks(4, _curves, [*runs, *(replace(run, data_parallel=2) for run in runs)])[0]
     for bar, alone, *curves in zip(BARS.values(), one, two, four[:2], four[2:], strict=True):
-        assert [len(curve) for curve in (alone, *curves)] == [200, 200, STEPS_OF_FOUR, STEPS_OF_FOUR]
+        assert len(alone) == 200
         assert sum(alone[-10:]) < 0.8 * sum(alone[:10])
         for curve in curves:
-            assert max(abs(a - b) / b for a, b in zip(curve, alone, strict=False)) <= bar
+            assert max(abs(a - b) / b for a, b in zip(curve, alone, strict=True)) <= bar
 
 
 def test_ranks_and_micro_batches_of_the_curve_have_unequal_valid_tokens() -> None:

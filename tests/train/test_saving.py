@@ -46,7 +46,7 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path) -> None:
     assert outcomes[0] is not None
     assert outcomes[0].kind == "CheckpointError"
     assert "got rank 0, while it wrote with the others:" in outcomes[0].text
-    assert outcomes[0].seconds < 15  # of 20 that it would wait for
+    assert outcomes[0].seconds < 10
     assert partial_of(tmp_path / "last").is_dir()
     assert [verify(path).step for path in complete_in(tmp_path)] == [1]
 
