@@ -49,6 +49,7 @@ from ringflash.kernels.hopper.dq_sum import (
     pass_turn_to_add,
     turn_of,
 )
+from ringflash.kernels.hopper.gradients import PART_BYTES, Gradients, make_parts, pass_gradients
 from ringflash.kernels.hopper.intervals import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
@@ -74,7 +75,6 @@ from ringflash.kernels.hopper.pipeline import (
     masked_visits,
     reduce_add,
     slot_of,
-    store_rows,
     visit,
     visit_from_end,
     wait_empty,
@@ -103,7 +103,8 @@ class Inputs(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory: rings of inputs, the numbers of the rows of q and dout, and rings of what is passed on.
 
-    A buffer of dS is two halves, one of each warpgroup, and is never left: who writes a later one has read it.
+    A buffer of dS is two halves, one of each warpgroup, and is never left: who writes a later one has read it. `parts`
+    are the same memory, for dk and dv.
     """
 
     q: Any
@@ -112,19 +113,9 @@ class Shared(NamedTuple):
     v: Any
     numbers: Any
     ds: Any
+    parts: Any
     dq: Any
     mailbox: Any
-
-
-class Gradients(NamedTuple):
-    """Where dk and dv go, contiguous, of how many heads and rows, and the scores' scales: in base 2, and as it is."""
-
-    dk: Any
-    dv: Any
-    heads: Any
-    seqlen: Any
-    scale: Any
-    softmax_scale: Any
 
 
 class Kind(NamedTuple):
@@ -138,7 +129,6 @@ class Kind(NamedTuple):
     ACCUMULATE: Any
     GROUP: Any
     PRELOADED: Any
-    HEADDIM: Any
     BLOCK_D: Any
     BLOCK_M: Any
     DS_STAGES: Any
@@ -314,7 +304,9 @@ def _step(
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
-    if not BEGINS:
+    if BEGINS:
+        tma.store_wait(0)  # gradients of the tile before may still leave from here
+    else:
         wait_full(shared.ds, i - 1)
     shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
     fence_async_shared()
@@ -343,18 +335,25 @@ def _leave_keys(ring):
 
 
 @gluon.jit
+def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
+    """Of a warpgroup's keys, the first query that sees each, and the one after the last."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    keys = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
+    first, stop = keys, keys  # not read
+    if kind.MASKED:
+        first, stop = bounds_of(bounds, place.batch, keys, keys < gradients.seqlen)
+    return first, stop
+
+
+@gluon.jit
 def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
     """A warpgroup's role: dk and dv of 64 keys of each tile, and half of dq of the queries that see any of 128."""
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     begin = 0  # tiles of queries so far
     taken = 0
     place = hear(shared.mailbox, 0)
+    first, stop = _seen_by(C, place, bounds, gradients, kind)
     while place.tile >= 0:
-        keys = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
-        first, stop = keys, keys  # not read
-        if kind.MASKED:
-            first, stop = bounds_of(bounds, place.batch, keys, keys < gradients.seqlen)
         dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         for c in gl.static_range(2):
@@ -392,12 +391,14 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
-        place = hear(shared.mailbox, taken)
-        store_rows(gradients.dk, dk * gradients.softmax_scale, place, C, gradients.heads, gradients.seqlen, kind)
-        store_rows(gradients.dv, dv, place, C, gradients.heads, gradients.seqlen, kind)
+            tma.store_wait(0)
+        done = hear(shared.mailbox, taken)
         leave(shared.mailbox, taken)
         taken += 1
-        place = hear(shared.mailbox, taken)
+        place = hear(shared.mailbox, taken)  # now, so that its bounds come while the gradients leave
+        first, stop = _seen_by(C, place, bounds, gradients, kind)
+        pass_gradients(C, dk * gradients.softmax_scale, dv, done, begin, gradients, shared.parts, kind)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["turns_stride", "padded", "seqlen_k", *Sizes._fields])
@@ -408,7 +409,7 @@ def _backward_kernel(
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
-    gradients = Gradients(dk, dv, heads, seqlen_k, scale, softmax_scale)
+    gradients = Gradients(dk, dv, seqlen_k, scale, softmax_scale)
     queries = make_tiles(q, 2 * STAGES)
     keys = make_tiles(k, 4)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, kind.BLOCK_M], minus_lse.layout)
@@ -420,12 +421,13 @@ def _backward_kernel(
     pace = make_pace(barriers, 4 * STAGES + 8)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
+    parts = make_parts(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
     # A half of dq has one buffer, but two pairs of barriers: of two warps that add, each awaits its own tiles, and a
     # barrier's parity tells no more than two uses apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
     mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
-    shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, dq_ring, mailbox)
+    shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, parts, dq_ring, mailbox)
     fence_async_shared()
     turns = Turns(counters, turns, turns_stride, ntiles)
     gl.warp_specialize(
@@ -480,7 +482,6 @@ def backward(
         ACCUMULATE=accumulate,
         GROUP=group,
         PRELOADED=preloaded,
-        HEADDIM=headdim,
         BLOCK_D=config.block_d,
         BLOCK_M=config.block_m,
         DS_STAGES=config.ds_stages,
@@ -490,7 +491,7 @@ def backward(
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
-        view, dk, dv, dq.counters, known.turns, known.turns_stride,
-        minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2, meeting.scoring.softmax_scale, tables, *sizes,
-        constants(kind), num_warps=4,
+        view, *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
+        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2,
+        meeting.scoring.softmax_scale, tables, *sizes, constants(kind), num_warps=4,
     )  # fmt: skip

@@ -434,20 +434,6 @@ def pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def store_rows(target, x, place, C: gl.constexpr, heads, seqlen, kind):
-    """Writes a warpgroup's rows of a gradient, (batch, seqlen, heads, headdim) and contiguous, or adds them."""
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    rows = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, A))
-    columns = gl.arange(0, kind.BLOCK_D, gl.SliceLayout(0, A))
-    number = (place.batch * seqlen + rows).to(gl.int64) * heads + place.head
-    pointers = target + (number * kind.HEADDIM)[:, None] + columns[None, :]
-    inside = (rows < seqlen)[:, None] & (columns < kind.HEADDIM)[None, :]
-    if kind.ACCUMULATE:
-        x += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, x.to(target.dtype.element_ty), mask=inside)
-
-
 @builtin
 def reduce_add(descriptor, place, source, _semantic=None):
     """Adds a tile of shared memory to memory, asynchronously as a store; Triton 3.6 has no name for it."""

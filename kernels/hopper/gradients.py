@@ -1,0 +1,102 @@
+"""dK and dV of a tile of keys on their way to memory: by way of shared memory, and by the copy engine.
+
+After a matmul a thread has two numbers of a row at a time: threads that write these to memory themselves take long.
+When a tile ends, buffers of dS that nobody reads have room for two parts of each warpgroup, 128 bytes of all its rows.
+
+Shapes: dk, dv (batch, seqlen_k, nheads_kv, headdim), as views in tiles of (64, 128 bytes).
+"""
+
+# Gluon's DSL is not Python to a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ringflash.kernels.hopper.pipeline import reduce_add, slot_of
+
+PART_BYTES = 128  # of a row
+
+
+class Gradients(NamedTuple):
+    """Views of both, how many rows a sequence has, and the scores' scales: in base 2, and as it is."""
+
+    dk: Any
+    dv: Any
+    seqlen: Any
+    scale: Any
+    softmax_scale: Any
+
+
+@gluon.jit
+def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The buffers of dS, each of two halves of 64 keys, as parts of a gradient."""
+    ROWS: gl.constexpr = gradient.block_shape[1]
+    SHAPE: gl.constexpr = [2 * STAGES * BLOCK_M // ROWS] + gradient.block_shape  # noqa: RUF005 - Gluon unpacks no lists
+    return ds._reinterpret(gradient.dtype, SHAPE, gradient.layout)
+
+
+@gluon.jit
+def _free_part(C: gl.constexpr, WHICH: gl.constexpr, parts, use, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """One of two of warpgroup `C` that nobody reads, when all have written the dS before `use`.
+
+    They lie in its half of the buffer of `use`, or if that is as small as a part, the other in that of the next.
+    """
+    ROWS: gl.constexpr = parts.shape[2]
+    two = (slot_of(use, STAGES) * 2 + C) * 2 + WHICH
+    one = slot_of(use + WHICH, STAGES) * 2 + C
+    return parts.index(two if BLOCK_M == 2 * ROWS else one)
+
+
+@gluon.jit
+def _columns(x, PART: gl.constexpr, PARTS: gl.constexpr):
+    """One of so many parts of `x`, side by side."""
+    if PARTS > 1:
+        ROWS: gl.constexpr = x.shape[0]
+        HALF: gl.constexpr = x.shape[1] // 2
+        low, high = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
+        x = _columns(low if PART < PARTS // 2 else high, PART % (PARTS // 2), PARTS // 2)
+    return x
+
+
+@gluon.jit
+def _put(buffer, dk, dv, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Writes one of the parts of both to shared memory; the first so many are dv's."""
+    x = _columns(dv if PART < PARTS else dk, PART % PARTS, PARTS)
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(buffer.dtype))
+
+
+@gluon.jit
+def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr):
+    """Starts the copy of that part, or its addition, to the rows from `row` on."""
+    target = gradients.dv if PART < PARTS else gradients.dk
+    at = [place.batch, row, place.head, PART % PARTS * target.block_shape[3]]
+    if ACCUMULATE:
+        reduce_add(target, at, buffer)
+    else:
+        tma.async_copy_shared_to_global(target, at, buffer)
+
+
+@gluon.jit
+def pass_gradients(C: gl.constexpr, dk, dv, place, use, gradients, parts, kind):
+    """A warpgroup's 64 rows of both, two parts at a time; `use` is the number of the next dS, not yet written.
+
+    Who writes that waits with `tma.store_wait` until these have left, and whoever ends.
+    """
+    PARTS: gl.constexpr = kind.BLOCK_D // gradients.dk.block_shape[3]
+    row = (place.tile * 2 + C) * kind.ROWS
+    first = _free_part(C, 0, parts, use, kind.DS_STAGES, kind.BLOCK_M)
+    second = _free_part(C, 1, parts, use, kind.DS_STAGES, kind.BLOCK_M)
+    for i in gl.static_range(PARTS):
+        if i > 0:
+            tma.store_wait(0)
+        _put(first, dk, dv, 2 * i, PARTS)
+        _put(second, dk, dv, 2 * i + 1, PARTS)
+        fence_async_shared()
+        _send(first, gradients, place, row, 2 * i, PARTS, kind.ACCUMULATE)
+        _send(second, gradients, place, row, 2 * i + 1, PARTS, kind.ACCUMULATE)
