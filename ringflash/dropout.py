@@ -72,17 +72,15 @@ def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Te
     """
     heads = torch.arange(first_head, first_head + nheads, device=rows.device)[:, None, None]
     batches = torch.arange(batch, device=rows.device)[:, None, None, None]
-    words = philox([columns >> 2, rows[:, None], heads, batches], seed)
-    lane = columns & 3
-    word = words[0]
-    for index in (1, 2, 3):
-        word = torch.where(lane == index, words[index], word)
-    return (word >> 8) >= threshold(p)
+    fours, which = (columns >> 2).unique(return_inverse=True)
+    words = philox([fours, rows[:, None], heads, batches], seed)
+    stays = torch.stack([(word >> 8) >= threshold(p) for word in words], -1).flatten(-2)
+    return stays[..., which * 4 + (columns & 3)]
 
 
 def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
     """Philox4x32-10: four words, int64 tensors below 2^32, broadcast from the four of `counter`."""
-    c0, c1, c2, c3 = (x & _WORD for x in torch.broadcast_tensors(*counter))
+    c0, c1, c2, c3 = (x & _WORD for x in counter)
     key0, key1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
         high0, low0 = _product(c0, _MULTIPLIERS[0])
@@ -93,7 +91,6 @@ def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
 
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of a 64-bit product, which int64 would overflow in one piece."""
-    low = x * (factor & 0xFFFF)
-    high = x * (factor >> 16) + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    """Upper and lower 32 bits of a product, of which int64 keeps all 64 whatever its sign."""
+    product = x * factor
+    return product >> 32 & _WORD, product & _WORD
