@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.bench.seen import lengths
 
 BLOCK = 128  # tokens in a block of the block-sparse mask
 KEPT = 0.25  # of its blocks
@@ -24,7 +26,7 @@ class Case:
         mask: of a sequence.
         sequences: into which the tokens are cut.
         window: keys that a query sees at most, its own among them.
-        length: of the documents in a sequence.
+        ends: where the documents in a sequence begin, and the last one ends.
         blocks: (seqlen / BLOCK, seqlen / BLOCK), True where keys are seen.
     """
 
@@ -33,7 +35,7 @@ class Case:
     mask: Any
     sequences: int = 1
     window: int | None = None
-    length: int | None = None
+    ends: tuple[int, ...] | None = None
     blocks: Tensor | None = None
 
     def cut(self, x: Tensor) -> Tensor:
@@ -49,15 +51,21 @@ def cases(seqlen: int, window: int, documents: int) -> list[Case]:
     blocks, block_pairs = _blocks(seqlen)
     in_windows = triangle(edge) + (seqlen - edge) * window
     of_blocks = causal & rf.BlockSparse(blocks, BLOCK)
-    apart = documents * triangle(length)
-    of_documents = causal & rf.Documents(range(0, seqlen + 1, length))
+    even = tuple(range(0, seqlen + 1, length))
+    mixed = tuple(accumulate(lengths(seqlen, documents), initial=0))
     return [
         Case("causal", triangle(seqlen), causal),
         Case(f"window of {window}", in_windows, causal & rf.SlidingWindow(window - 1, 0), window=window),
         Case(f"{KEPT:.0%} of blocks of {BLOCK}", block_pairs, of_blocks, blocks=blocks),
-        Case(f"{documents} documents", apart, of_documents, length=length),
-        Case(f"batch of {documents}", apart, causal, sequences=documents),
+        _packed(f"{documents} documents of mixed lengths", mixed),
+        _packed(f"{documents} documents", even),
+        Case(f"batch of {documents}", documents * triangle(length), causal, sequences=documents),
     ]
+
+
+def _packed(name: str, ends: tuple[int, ...]) -> Case:
+    pairs = sum(triangle(stop - start) for start, stop in pairwise(ends))
+    return Case(name, pairs, rf.Causal() & rf.Documents(ends), ends=ends)
 
 
 def triangle(rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,9 +60,10 @@ def flash_attention_4(case: Case, problem: Problem) -> Setup:
     if case.window is not None:
         options |= {"window_size": (case.window - 1, 0)}
     function = package.flash_attn_func
-    if case.length is not None:
-        ends = torch.arange(0, problem.seqlen + 1, case.length, dtype=torch.int32, device=problem.q.device)
-        options |= {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": case.length for x in "qk"}
+    if case.ends is not None:
+        ends = torch.tensor(case.ends, dtype=torch.int32, device=problem.q.device)
+        longest = max(stop - start for start, stop in pairwise(case.ends))
+        options |= {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": longest for x in "qk"}
         given, function = problem.map(lambda x: x[0]), package.flash_attn_varlen_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,11 +91,13 @@ def flex(case: Case, problem: Problem) -> Setup:
 
 def _rule(case: Case, device: torch.device) -> Callable[..., Any]:
     """The mask of a case as flex_attention takes it: whether query `q` sees key `k`."""
-    window, length = case.window, case.length
+    window = case.window
     if window is not None:
         return lambda b, h, q, k: (q >= k) & (q - k < window)
-    if length is not None:
-        return lambda b, h, q, k: (q >= k) & (q // length == k // length)
+    if case.ends is not None:
+        rows = torch.arange(case.ends[-1], device=device)
+        document = torch.bucketize(rows, torch.tensor(case.ends, device=device), right=True)
+        return lambda b, h, q, k: (q >= k) & (document[q] == document[k])
     if case.blocks is not None:
         blocks = case.blocks.to(device)
         return lambda b, h, q, k: (q >= k) & blocks[q // BLOCK, k // BLOCK]

@@ -4,10 +4,10 @@
 
 The yardstick is the causal mask; every other is beside it. A mask's share is its visible pairs of query and key over
 those of the causal triangle, counted exactly; share times the causal ms of the same run is what it should take, and
-`cost` is what it takes over that. Documents are there twice: as a mask, and as the batch of short sequences that they
-are, which shows what short sequences cost without a mask. With `--peers`, FlashAttention-4 and FlexAttention are given
-the same, each beside its own causal ms. Cases take turns in rounds whose order changes; figures are medians of the
-device's own times: see `timing`.
+`cost` is what it takes over that. Documents are of mixed lengths, or of equal ones. The latter are there twice: as a
+mask, and as the batch of short sequences that they are, which shows what short sequences cost without a mask. With
+`--peers`, FlashAttention-4 and FlexAttention are given the same, each beside its own causal ms. Cases take turns in
+rounds whose order changes; figures are medians of the device's own times: see `timing`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
     add_options(parser)
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
-    parser.add_argument("--documents", type=int, help="of equal length (default: 16)")
+    parser.add_argument("--documents", type=int, help="of mixed and of equal lengths (default: 16)")
     parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
     parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
     return parser
