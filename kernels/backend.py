@@ -94,7 +94,7 @@ class TileKernels(Protocol):
         accumulate: bool,
         dq: DqSum | None = None,
     ) -> None:
-        """Writes dk and dv over these queries, or adds them when `accumulate`.
+        """Writes dk and dv, contiguous, over these queries, or adds them, then float32, when `accumulate`.
 
         With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order unless that was
         asked for a deterministic one: only where `has_single_pass`.

@@ -72,7 +72,9 @@ def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Te
     """
     heads = torch.arange(first_head, first_head + nheads, device=rows.device)[:, None, None]
     batches = torch.arange(batch, device=rows.device)[:, None, None, None]
-    fours, which = (columns >> 2).unique(return_inverse=True)
+    fours, which = columns >> 2, torch.arange(len(columns), device=columns.device)
+    if not columns.is_cuda:  # which would wait for the GPU to know how many there are
+        fours, which = fours.unique(return_inverse=True)
     words = philox([fours, rows[:, None], heads, batches], seed)
     stays = torch.stack([(word >> 8) >= threshold(p) for word in words], -1).flatten(-2)
     return stays[..., which * 4 + (columns & 3)]

@@ -106,6 +106,8 @@ def backward_dkdv(
             portable.backward_dq(*given, dq.rows(), meeting, accumulate=True)
             dq = None
         return portable.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
+    assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
+    assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
     from ringflash.kernels.hopper.backward import backward
 
     inputs = _cleaned(dout, q, k, v, lse, delta, meeting)

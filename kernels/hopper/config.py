@@ -69,7 +69,8 @@ class BackwardConfig:
     Args:
         block_d: headdim rounded up to a tile's.
         block_m: rows of queries in a tile.
-        ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least.
+        ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least; one more where
+            half of one is no larger than a part of dk (`gradients.py`).
         descending: whether tiles are visited from the last to the first, of all heads of a group in turn, rather than
             first those that need a mask.
         preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
@@ -93,8 +94,9 @@ def backward_config(headdim: int) -> BackwardConfig:
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
-# By sweeps on an H200, the latter for the default mode above headdim 64. Between the two the deterministic mode there
-# differs by a few percent, but for a single sequence, where Triton's are far ahead.
+# By sweeps on an H200, before dK and dV left by the copy engine; the latter for the default mode above headdim 64.
+# Between the two the deterministic mode there differs by a few percent, but for a single sequence, where Triton's are
+# far ahead.
 SHORT, SHORT_DEFAULT_WIDE = 1024, 512
 
 

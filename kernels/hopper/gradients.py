@@ -8,7 +8,7 @@ Shapes: dk, dv (batch, seqlen_k, nheads_kv, headdim), as views in tiles of (64, 
 
 # Gluon's DSL is not Python to a type checker.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportOptionalMemberAccess=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalMemberAccess=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class Gradients(NamedTuple):
 def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
     """The buffers of dS, each of two halves of 64 keys, as parts of a gradient."""
     ROWS: gl.constexpr = gradient.block_shape[1]
+    NEEDED: gl.constexpr = 3 if BLOCK_M == 2 * ROWS else 4
+    gl.static_assert(NEEDED <= STAGES, "too few buffers for two free parts")
     SHAPE: gl.constexpr = [2 * STAGES * BLOCK_M // ROWS] + gradient.block_shape  # noqa: RUF005 - Gluon unpacks no lists
     return ds._reinterpret(gradient.dtype, SHAPE, gradient.layout)
 
 
 @gluon.jit
 def _free_part(C: gl.constexpr, WHICH: gl.constexpr, parts, use, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """One of two of warpgroup `C` that nobody reads, when all have written the dS before `use`.
+    """One of two of warpgroup `C` that nobody reads, once `C` knows that both have written the dS before `use`.
 
     They lie in its half of the buffer of `use`, or if that is as small as a part, the other in that of the next.
     """

@@ -26,7 +26,7 @@ class Case:
         mask: of a sequence.
         sequences: into which the tokens are cut.
         window: keys that a query sees at most, its own among them.
-        ends: where the documents in a sequence begin, and the last one ends.
+        ends: 0, and where each of the documents in a sequence ends.
         blocks: (seqlen / BLOCK, seqlen / BLOCK), True where keys are seen.
     """
 

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
     add_options(parser)
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
-    parser.add_argument("--documents", type=int, help="of mixed and of equal lengths (default: 16)")
+    parser.add_argument("--documents", type=int, help="in a sequence, of mixed and of equal lengths (default: 16)")
     parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
     parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
     return parser
