@@ -391,7 +391,7 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
-            tma.store_wait(0)
+            tma.store_wait(0)  # its gradients take the same way as those of the tile before
         done = hear(shared.mailbox, taken)
         leave(shared.mailbox, taken)
         taken += 1

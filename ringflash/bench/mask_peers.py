@@ -96,7 +96,7 @@ def _rule(case: Case, device: torch.device) -> Callable[..., Any]:
         return lambda b, h, q, k: (q >= k) & (q - k < window)
     if case.ends is not None:
         length = case.ends[1]
-        if case.ends == tuple(range(0, case.ends[-1] + 1, length)):
+        if case.ends == tuple(range(0, case.ends[-1] + 1, length)):  # no table to read
             return lambda b, h, q, k: (q >= k) & (q // length == k // length)
         rows = torch.arange(case.ends[-1], device=device)
         document = torch.bucketize(rows, torch.tensor(case.ends, device=device), right=True)
