@@ -44,10 +44,8 @@ from ringflash.kernels.hopper.dq_sum import (
     HALF,
     ArrangedSum,
     Turns,
+    add_tile,
     arranged,
-    await_turn_to_add,
-    pass_turn_to_add,
-    turn_of,
 )
 from ringflash.kernels.hopper.gradients import PART_BYTES, Gradients, make_parts, pass_gradients
 from ringflash.kernels.hopper.intervals import intervals
@@ -73,7 +71,6 @@ from ringflash.kernels.hopper.pipeline import (
     make_ring,
     make_tiles,
     masked_visits,
-    reduce_add,
     slot_of,
     visit,
     visit_from_end,
@@ -205,9 +202,7 @@ def _produce(inputs, shared, pace, heads, kind):
 
 @gluon.jit
 def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
-    """The role of each of `ADDERS` warps: adds every so many-th tile of dq to memory, in two halves."""
-    ROWS: gl.constexpr = view.block_type.shape[0]  # of a half
-    COLUMNS: gl.constexpr = view.block_type.shape[1]
+    """The role of each of `ADDERS` warps: adds every so many-th tile of dq to memory."""
     queries = 0
     taken = 0
     place = hear(shared.mailbox, 0)
@@ -216,19 +211,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
         for i in range((C + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
             number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
-            row = number // (COLUMNS // kind.BLOCK_D)
-            if kind.ORDERED:
-                counter = turns.counters + number // kind.BLOCK_M
-                turn, following = turn_of(turns, place, n)
-                await_turn_to_add(counter, turn)
-            for c in gl.static_range(2):
-                wait_full(shared.dq, (queries + i) * 2 + c)
-                reduce_add(view, [row + c * ROWS, 0], shared.dq.buffers.index(c))
-            tma.store_wait(0)
-            for c in gl.static_range(2):
-                leave(shared.dq, (queries + i) * 2 + c)
-            if kind.ORDERED:
-                pass_turn_to_add(counter, following)
+            add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
         queries += total
         leave(shared.mailbox, taken)
         taken += 1

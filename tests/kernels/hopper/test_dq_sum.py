@@ -11,7 +11,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper import backend
-from ringflash.kernels.hopper.dq_sum import ArrangedSum
+from ringflash.kernels.hopper.dq_sum import TILE, ArrangedSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
 from ringflash.masks import Full
@@ -43,13 +43,19 @@ def arrange(rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_rows", [False, True])
-def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: bool) -> None:
     seqlen, headdim = shape[1], shape[3]
     q = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q, ordered=False)
+    total = ArrangedSum(q, ordered=ordered)
     tiles = total.tiles(0.5)
     rows = torch.randn(tiles.shape, device=DEVICE)
-    tiles += arrange(rows)
+    tiles.copy_(arrange(rows))
+    if ordered:  # all but one tile are begun; memory of that one holds anything
+        assert total.counters is not None
+        total.counters[1:] = 1
+        tiles.view(-1, TILE)[0] = torch.nan
+        rows[0, 0, : TILE // tiles.shape[3]] = 0.0
     expected = 0.5 * rows[:, :, :seqlen, :headdim].transpose(1, 2)
     if with_rows:  # of kernels that take what these do not
         more = torch.randn(shape, device=DEVICE)
@@ -110,7 +116,7 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
-    """Counters are zeros again after every launch, and the sum is that of any order."""
+    """Counters are ones again after every launch, and the sum is that of any order."""
     q, dout = (torch.randn(2, 1000, 8, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(2, 1000, 2, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     whole = (Chunk(0, 1000),)
@@ -126,6 +132,35 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
             backend.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=total)
         assert isinstance(totals[0], ArrangedSum)
         assert totals[0].counters is not None
-        assert not totals[0].counters.any()
+        assert (totals[0].counters == 1).all()
     ordered, expected = (total.finish().float() for total in totals)
     assert (ordered - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_the_first_turn_stores(headdim: int) -> None:
+    """Tiles that the first hop begins, those that the second adds to or begins, and those that nobody comes to."""
+    q, dout = (torch.randn(1, 1000, 4, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 700, 4, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    queries, scoring = (Chunk(0, 1000),), Scoring(headdim**-0.5)
+    out, lse = torch.empty_like(q), torch.empty(1, 4, 1000, device=DEVICE)
+    both = Meeting(queries, (Chunk(300, 700),), rf.Causal(), scoring)
+    backend.forward(q, k, v, both, state=None, out=out, lse=lse, first=True, last=True)
+    delta = backend.delta(out, dout, None)
+    total = backend.new_dq(q, deterministic=True)
+    assert isinstance(total, ArrangedSum)
+    total.tiles(scoring.softmax_scale).fill_(torch.nan)
+    for begin, end in ((300, 700), (0, 300)):
+        keys, values = k[:, begin:end], v[:, begin:end]
+        dk, dv = torch.empty_like(keys), torch.empty_like(values)
+        hop = Meeting(queries, (Chunk(300 + begin, end - begin),), rf.Causal(), scoring)
+        backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, hop, accumulate=False, dq=total)
+    dq = total.finish()
+    exact_q, exact_k, exact_v, exact_dout = (x.double().transpose(1, 2) for x in (q, k, v, dout))
+    p = (exact_q @ exact_k.mT * scoring.softmax_scale - lse.double()[..., None]).exp()
+    seen = torch.arange(1000, device=DEVICE)[:, None] >= torch.arange(300, 1000, device=DEVICE)
+    ds = torch.where(seen, p * (exact_dout @ exact_v.mT - delta.double()[..., None]), 0.0)
+    expected = (ds @ exact_k * scoring.softmax_scale).transpose(1, 2)
+    assert not dq[:, :300].any()
+    assert (dq - expected).norm() < 5e-3 * expected.norm()
