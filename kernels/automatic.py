@@ -1,4 +1,4 @@
-"""What "auto" is on sm_90: the Hopper kernels, but for backwards of short sequences Triton's two."""
+"""What "auto" is on sm_90: the Hopper kernels, but for backwards of little work Triton's two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ringflash.kernels import portable
 from ringflash.kernels.hopper import backend as hopper
 from ringflash.kernels.hopper.backend import backward_dkdv, backward_dq, delta, forward, new_dq, state_dtype
-from ringflash.kernels.hopper.config import is_short
+from ringflash.kernels.hopper.config import is_little
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Mask
 
@@ -15,7 +15,8 @@ __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass"
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
-    """As `hopper.has_single_pass`, but where `is_short`."""
-    shape = max(q.shape[1], v.shape[1]), q.shape[2], v.shape[2], q.shape[3]
-    kernels = portable if is_short(*shape, deterministic=deterministic) else hopper
+    """As `hopper.has_single_pass`, but where there `is_little` to do."""
+    narrow = q.shape[3] <= hopper.WIDEST_BACKWARD
+    little = narrow and is_little(q.shape[0], q.shape[1], v.shape[1], v.shape[2], q.shape[3])
+    kernels = portable if little else hopper
     return kernels.has_single_pass(q, v, mask, scoring, deterministic=deterministic)

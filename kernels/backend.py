@@ -32,8 +32,8 @@ class TileKernels(Protocol):
         """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
         ...
 
-    def new_dq(self, q: Tensor, *, deterministic: bool) -> DqSum:
-        """Zeros to which `backward_dkdv` adds dq's share of each hop; in the end its `finish` gives dq."""
+    def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
+        """Zeros to which `backward_dkdv` adds dq's share of so many hops; in the end its `finish` gives dq."""
         ...
 
     def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:

@@ -140,7 +140,7 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
-def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
+def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 

@@ -37,7 +37,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
+def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 

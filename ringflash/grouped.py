@@ -132,7 +132,7 @@ def backward_from_delta(
     if not plan.hops[0].meets:
         dq = q.new_zeros(q.shape)
     elif tiles.single_pass(q, values, plan):
-        dq_sum = tiles.new_dq(q)
+        dq_sum = tiles.new_dq(q, hops=1)
         kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq_sum)
         dq = dq_sum.finish()
     else:

@@ -42,9 +42,9 @@ class Tiles:
         """Whether one kernel computes all of a backward, of as many keys at a time as v has rows."""
         return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, deterministic=self.deterministic)
 
-    def new_dq(self, q: Tensor) -> DqSum:
-        """What that kernel adds dq to."""
-        return self.kernels.new_dq(q, deterministic=self.deterministic)
+    def new_dq(self, q: Tensor, hops: int) -> DqSum:
+        """What that kernel adds dq of so many hops to."""
+        return self.kernels.new_dq(q, hops=hops, deterministic=self.deterministic)
 
 
 class _PairBuffer:
@@ -307,7 +307,8 @@ def backward_from_delta(
     wide = kernels.state_dtype(q.dtype)
     single_pass = tiles.single_pass(q, v, plan)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    dq_sum, dq = tiles.new_dq(q) if single_pass else None, None
+    hops = sum(hop.meets for hop in plan.hops)
+    dq_sum, dq = tiles.new_dq(q, hops) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None

@@ -33,6 +33,7 @@ MASKS: dict[str, Mask] = {
     "causal": Causal(),
     "table": Causal() & SlidingWindow(64, 64),
     "window": Causal() & SlidingWindow(LONG_SEQLEN // 2, 0),
+    "packed": Causal() & Documents([0, SEQLEN // 2 + 72, SEQLEN]),
     "documents": Causal() & Documents([0, SEQLEN // 2, SEQLEN]),  # of whole tiles: the causal rule, in spans
     "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
     "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
@@ -165,6 +166,7 @@ def _hopper_cases() -> Iterator[Case]:
             yield Case(kernel, "bfloat16", headdim, mask)
         for headdim, mode in product((64, 128), ("mha", "carried")):
             yield Case(kernel, "bfloat16", headdim, "causal", mode)
+        yield Case(kernel, "bfloat16", 128, "packed")
         yield Case(kernel, "float16", 128, "causal")
 
 
@@ -231,7 +233,7 @@ def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
 
 
 def _single_pass(x: _Inputs) -> None:
-    _dkdv(x, dq=portable.new_dq(x.q, deterministic=False))
+    _dkdv(x, dq=portable.new_dq(x.q, hops=1, deterministic=False))
 
 
 def _delta(x: _Inputs) -> None:
@@ -258,7 +260,7 @@ def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
     from ringflash.kernels.hopper.dq_sum import ArrangedSum
 
-    total = ArrangedSum(x.q, ordered=ordered)
+    total = ArrangedSum(x.q, hops=2, ordered=ordered)
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
     backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=total)
     total.finish()

@@ -48,11 +48,11 @@ def why_not(device: torch.device) -> str | None:
     )
 
 
-def new_dq(q: Tensor, *, deterministic: bool) -> DqSum:
+def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     from ringflash.kernels.hopper.dq_sum import ArrangedSum
 
-    return ArrangedSum(q, ordered=deterministic)
+    return ArrangedSum(q, hops=hops, ordered=deterministic)
 
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:

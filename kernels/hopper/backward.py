@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config
+from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
 from ringflash.kernels.hopper.dq_sum import (
     HALF,
     ArrangedSum,
@@ -123,6 +123,7 @@ class Kind(NamedTuple):
     ABOVE: Any
     ORDERED: Any
     DESCENDING: Any
+    BY_HEADS: Any
     ACCUMULATE: Any
     GROUP: Any
     PRELOADED: Any
@@ -158,7 +159,7 @@ def _number(place, member, row, heads, padded, kind):
 def _visit(place, i, kind):
     """The `i`-th tile of queries that is visited, and of which head."""
     if kind.DESCENDING:
-        n, member = visit_from_end(place, i, kind.GROUP)
+        n, member = visit_from_end(place, i, kind.GROUP, kind.BY_HEADS)
     else:
         n, member = visit(place, i, kind.GROUP, FROM_END=True)
     return n, member
@@ -346,25 +347,30 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
             n, _ = _visit(place, 0, kind)  # it may be one whose rows all see all keys
             row = n * kind.BLOCK_M
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
-            begin_full, end_full = begin, begin + (place.end - place.begin) * kind.GROUP
-            end = end_full
-            if kind.MASKED and not kind.DESCENDING:
-                begin_full = begin + masked_visits(place) * kind.GROUP
-            if kind.DESCENDING and kind.ABOVE:
-                begin_full = begin + (place.end - place.full_end) * kind.GROUP
-            if kind.DESCENDING and kind.BELOW:
-                end_full = end - (place.full_begin - place.begin) * kind.GROUP
-            if kind.MASKED and (kind.ABOVE or not kind.DESCENDING):
-                for i in range(begin + 1, begin_full):
-                    n, _ = _visit(place, i - begin, kind)
-                    row = n * kind.BLOCK_M
-                    dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
-            for i in range(gl.maximum(begin + 1, begin_full), end_full):
-                dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
-            if kind.DESCENDING and kind.BELOW:
-                for i in range(gl.maximum(begin + 1, end_full), end):
-                    row = (place.begin + (end - 1 - i) // kind.GROUP) * kind.BLOCK_M  # `_visit`'s, in fewer registers
-                    dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
+            HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # visited in turn
+            end, next_visit = begin, begin + 1
+            for _ in range(kind.GROUP // HEADS):
+                begin_full = end
+                end += (place.end - place.begin) * HEADS
+                end_full = end
+                if kind.MASKED and not kind.DESCENDING:
+                    begin_full += masked_visits(place) * HEADS
+                if kind.DESCENDING and kind.ABOVE:
+                    begin_full += (place.end - place.full_end) * HEADS
+                if kind.DESCENDING and kind.BELOW:
+                    end_full -= (place.full_begin - place.begin) * HEADS
+                if kind.MASKED and (kind.ABOVE or not kind.DESCENDING):
+                    for i in range(next_visit, begin_full):
+                        n, _ = _visit(place, i - begin, kind)
+                        row = n * kind.BLOCK_M
+                        dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
+                for i in range(gl.maximum(next_visit, begin_full), end_full):
+                    dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
+                if kind.DESCENDING and kind.BELOW:
+                    for i in range(gl.maximum(next_visit, end_full), end):
+                        row = (place.begin + (end - 1 - i) // HEADS) * kind.BLOCK_M  # `_visit`'s, in fewer registers
+                        dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
+                next_visit = end
             begin = end
             _leave_keys(shared.v)
             wait_full(shared.ds, end - 1)
@@ -445,7 +451,10 @@ def backward(
     assert isinstance(dq, ArrangedSum)
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
-    config, ordered = backward_config(headdim), dq.ordered
+    config = backward_config(headdim)
+    alone = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
+    view = rows_view(dq.tiles(meeting.scoring.softmax_scale, in_turns=alone), *HALF)
+    ordered = dq.counters is not None
     known = intervals(
         meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
     )
@@ -455,13 +464,13 @@ def backward(
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
     minus_lse, minus_delta = vectors(lse, delta, factor, meeting.kept)
-    view = rows_view(dq.tiles(meeting.scoring.softmax_scale), *HALF)
     kind = Kind(
         MASKED=known.masked,
         BELOW=known.below,
         ABOVE=known.above,
         ORDERED=ordered,
         DESCENDING=ordered or config.descending,
+        BY_HEADS=ordered and group > 1 and known.shifted,
         ACCUMULATE=accumulate,
         GROUP=group,
         PRELOADED=preloaded,

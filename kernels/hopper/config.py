@@ -94,19 +94,29 @@ def backward_config(headdim: int) -> BackwardConfig:
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
-# By sweeps on an H200, before dK and dV left by the copy engine; the latter for the default mode above headdim 64.
-# Between the two the deterministic mode there differs by a few percent, but for a single sequence, where Triton's are
-# far ahead.
-SHORT, SHORT_DEFAULT_WIDE = 1024, 512
+# By sweeps on an H200: causal, 64 to 2048 rows, of one sequence and of 8192 rows in all, 16:16 and 32:8 heads.
+LITTLE = 600 * 64  # pairs of tiles that the kernel for dK and dV visits, times headdim
+SHORT, SHORT_NARROW, SHORT_SHARED = 1024, 768, 2048
 
 
-def is_short(rows: int, nheads: int, nheads_kv: int, headdim: int, *, deterministic: bool) -> bool:
-    """Whether a backward is of so few rows of queries and keys, the more of them counted, that it is Triton's.
+def is_little(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
+    """Whether a backward is of so little work, or so much of it padding, that it is Triton's.
 
-    Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves. Where
-    heads share keys, the Hopper kernel is ahead from 1024 rows on, and was not measured below.
+    Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves.
     """
-    return nheads == nheads_kv and rows <= (SHORT if deterministic or headdim <= 64 else SHORT_DEFAULT_WIDE)
+    tiles_q, tiles_k = (padded_rows(seqlen) // KEYS for seqlen in (seqlen_q, seqlen_k))
+    work = batch * nheads_kv * tiles_k * (tiles_q + 1) / 2 * backward_config(headdim).block_d
+    return work <= LITTLE or max(seqlen_q, seqlen_k) <= ROWS
+
+
+def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
+    """Whether dQ is added in order in the default mode too, with so many rows of queries and keys, the more counted.
+
+    That needs no zeros, which take longer than turns do as long as there are few. In further hops of a ring turns would
+    only cost.
+    """
+    alone = SHORT_NARROW if headdim <= 64 else SHORT
+    return rows <= (SHORT_SHARED if nheads > nheads_kv else alone)
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:

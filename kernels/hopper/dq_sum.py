@@ -113,26 +113,30 @@ def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
 
 
 class ArrangedSum(DqSum):
-    """A sum of arranged tiles, which `finish` multiplies by `scale`, and of rows that other kernels add.
+    """A sum of arranged tiles of `hops`, which `finish` multiplies by `scale`, and of rows that other kernels add.
 
-    When `ordered` tiles are added in the order of their keys; whose turn it is at each is in `counters`.
+    Where there are `counters` tiles are added in the order of their keys, and these tell whose turn it is at each.
     """
 
-    def __init__(self, q: Tensor, *, ordered: bool) -> None:
+    def __init__(self, q: Tensor, *, hops: int, ordered: bool) -> None:
         super().__init__(q, torch.float32, ordered=ordered)
+        self.hops = hops
         self.counters: Tensor | None = None
         self._arranged: Tensor | None = None
         self._scale = 1.0
 
-    def tiles(self, scale: float) -> Tensor:
-        """What to add tiles to: zeros at first, unless there are `counters`. `finish` multiplies it by `scale`."""
+    def tiles(self, scale: float, *, in_turns: bool) -> Tensor:
+        """What to add tiles to: zeros at first, unless there are `counters`. `finish` multiplies it by `scale`.
+
+        These there are `in_turns`, and always when `ordered`; the first hop decides for all.
+        """
         total = self._arranged
         if total is None:
-            new = self.q.new_empty if self.ordered else self.q.new_zeros
+            in_turns |= self.ordered
+            new = self.q.new_empty if in_turns else self.q.new_zeros
             total = new(dq_sum_shape(self.q), dtype=torch.float32)
             self._arranged, self._scale = total, scale
-            if self.ordered:
-                self.counters = total.new_zeros(total.numel() // TILE, dtype=torch.int32)
+            self.counters = total.new_zeros(total.numel() // TILE, dtype=torch.int32) if in_turns else None
         assert scale == self._scale
         return total
 

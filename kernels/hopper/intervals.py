@@ -35,6 +35,7 @@ class Intervals:
         tiles_stride: as `bounds_stride`.
         order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late; or as they lie.
         visits: how many of the other side's tiles one visits, on average.
+        most: of how many the one visits that visits most.
         turns: int32, `_turns`, where tiles are in the order in which they lie.
         turns_stride: as `bounds_stride`.
     """
@@ -47,6 +48,7 @@ class Intervals:
     tiles_stride: int
     order: Tensor
     visits: float
+    most: int
     turns: Tensor | None
     turns_stride: int
 
@@ -54,6 +56,11 @@ class Intervals:
     def masked(self) -> bool:
         """Whether any tile that is visited needs a mask."""
         return self.below or self.above
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a tile sees about as much as the one before it, but elsewhere: a window."""
+        return self.below and self.above and self.visits > 0.75 * self.most
 
 
 def are_ascending(chunks: Sequence[Chunk]) -> bool:
@@ -104,6 +111,7 @@ def intervals(
         tiles_stride=_stride(tiles),
         order=order,
         visits=float(visits.double().mean()),
+        most=int(visits.max()),
         turns=turns,
         turns_stride=0 if turns is None else _stride(turns),
     )

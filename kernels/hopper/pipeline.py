@@ -326,9 +326,16 @@ def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
 
 
 @gluon.jit
-def visit_from_end(place, i, GROUP: gl.constexpr):
-    """The `i`-th tile that is visited, and of which of `GROUP` heads: from the last tile on, of all heads in turn."""
-    return place.end - 1 - i // GROUP, i % GROUP
+def visit_from_end(place, i, GROUP: gl.constexpr, BY_HEADS: gl.constexpr):
+    """The `i`-th tile that is visited, and of which of `GROUP` heads: from the last tile on, of all heads in turn.
+
+    With `BY_HEADS` all tiles of one head come before those of the next.
+    """
+    before, member = i // GROUP, i % GROUP
+    if BY_HEADS:
+        visits = place.end - place.begin
+        before, member = i % visits, i // visits
+    return place.end - 1 - before, member
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from ringflash.bench import traffic
 from ringflash.bench.traffic import Shape, Tile
 from ringflash.kernels import config
 from ringflash.kernels.config import TileConfig
-from ringflash.kernels.hopper.config import KEYS, ROWS, backward_config, forward_config, is_short
+from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config, forward_config, is_little
 from ringflash.kernels.hopper.storage import ALIGNMENT
 
 PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
@@ -156,7 +156,7 @@ def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
     """Bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
 
     HOPPER leaves to the others what it does not know, float32 and the backward of wide heads, and as "auto" does the
-    backward of short sequences.
+    backward of little work.
     """
     passes = _portable_bytes(shape)
     return passes | _hopper_bytes(shape) if kernels == HOPPER else passes
@@ -184,11 +184,11 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
     if known and shape.headdim <= WIDEST_BACKWARD:
         tile = Tile(backward_config(shape.headdim).block_m, KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
-        backward = before + traffic.dkdv_kernel(shape, tile) + traffic.added_dq(shape, tile)
-        sizes = shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim
-        for mode in ("deterministic", "fast"):
-            if not is_short(*sizes, deterministic=mode == "deterministic"):
-                passes[f"backward {mode}"] = backward
+        backward = before + traffic.dkdv_kernel(shape, tile)
+        if not is_little(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
+            short = adds_in_turns(shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
+            for mode, in_turns in (("deterministic", True), ("fast", short)):
+                passes[f"backward {mode}"] = backward + traffic.added_dq(shape, tile, in_turns=in_turns)
     return passes
 
 

@@ -112,14 +112,15 @@ def negated_statistics(shape: Shape) -> int:
     return 4 * STATISTIC * shape.q_rows
 
 
-def added_dq(shape: Shape, tile: Tile) -> int:
+def added_dq(shape: Shape, tile: Tile, *, in_turns: bool) -> int:
     """What the single-pass kernel adds to `dkdv_kernel`: dq in float32, read and written by each tile of keys.
 
-    And before it zeros, after it one conversion to q's dtype.
+    And before it zeros, but `in_turns` the first only writes; after it one conversion to q's dtype.
     """
     met = shape.batch * shape.nheads * _queries_met(shape, tile)
-    zeros_and_conversion = (2 * STATISTIC * shape.headdim + shape.row) * shape.q_rows
-    return 2 * STATISTIC * shape.headdim * met + zeros_and_conversion
+    zeros = -shape.q_rows if in_turns else shape.q_rows
+    conversion = (STATISTIC * shape.headdim + shape.row) * shape.q_rows
+    return STATISTIC * shape.headdim * (2 * met + zeros) + conversion
 
 
 def _over_keys(shape: Shape, tile: Tile) -> int:

@@ -163,27 +163,30 @@ def test_tiled_bytes_are_those_of_the_loops(causal: bool) -> None:
     assert traffic.forward_kernel(shape, tile) == 2 * 4 * 2 * row * keys + 2 * rows * row + 4 * rows
     assert traffic.dq_kernel(shape, tile) == 2 * 4 * 2 * row * keys + 3 * rows * row + 8 * rows
     assert traffic.dkdv_kernel(shape, tile) == 2 * 4 * (2 * row + 8) * queries + 4 * row * rows // 2
-    assert traffic.added_dq(shape, tile) == 2 * 4 * 8 * 32 * queries + rows * (8 * 32 + row)
+    for in_turns, zeros in ((False, 4 * 32 * rows), (True, -4 * 32 * rows)):
+        added = 2 * 4 * 8 * 32 * queries + zeros + rows * (4 * 32 + row)
+        assert traffic.added_dq(shape, tile, in_turns=in_turns) == added
 
 
 def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
     """Queries that a forward owns, of which the keys are loaded; keys that the backward owns."""
-    rows = 2 * 2048
+    rows = 2 * 2 * 4096
 
     def kv(headdim: int, block_m: int) -> int:
-        return 4 * headdim * 2 * 2048 * -(-2048 // block_m)
+        return 2 * 4 * headdim * 2 * 4096 * -(-4096 // block_m)
 
     def over(headdim: int, itemsize: int = 2) -> Shape:
-        return Shape(1, 2048, 2, 2, headdim, False, itemsize)
+        return Shape(2, 4096, 2, 2, headdim, False, itemsize)
 
     for headdim, block_m in ((64, 192), (128, 128)):
-        row, met = 2 * headdim, 2 * 2048 * 16
+        row, met = 2 * headdim, 2 * 2 * 4096 * 32
         passes = tiles.pass_bytes(over(headdim), tiles.HOPPER)
         before = (2 * row + 4) * rows + 16 * rows
         dkdv = (2 * row + 8) * met + 4 * row * rows
         assert passes["forward"] == kv(headdim, block_m) + (2 * row + 4) * rows
-        for mode in ("fast", "deterministic"):
-            assert passes[f"backward {mode}"] == before + dkdv + 8 * headdim * met + (8 * headdim + row) * rows
+        for mode, zeros in (("fast", 4 * headdim), ("deterministic", -4 * headdim)):
+            added = 8 * headdim * met + (zeros + 4 * headdim + row) * rows
+            assert passes[f"backward {mode}"] == before + dkdv + added
     wide, portable = (tiles.pass_bytes(over(256), kernels) for kernels in (tiles.HOPPER, tiles.PORTABLE))
     for mode in ("fast", "deterministic"):
         assert wide[f"backward {mode}"] == portable[f"backward {mode}"]

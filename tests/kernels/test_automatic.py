@@ -1,5 +1,7 @@
 """Which backward "auto" takes on sm_90; no kernel runs."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ import ringflash as rf
 from ringflash.kernels import automatic, eager, portable
 from ringflash.kernels.backend import _in_triton
 from ringflash.kernels.hopper import backend as hopper
+from ringflash.kernels.hopper.config import adds_in_turns
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Full, Mask
 from tests.accuracy import Problem, assert_accurate
@@ -18,28 +21,40 @@ PLAIN = Scoring(softmax_scale=0.125)
 
 
 @pytest.mark.parametrize(
-    ("headdim", "seqlen_q", "seqlen_k", "heads", "in_one", "ordered_in_one"),
+    ("headdim", "batch", "seqlen_q", "seqlen_k", "nheads_kv", "in_one"),
     [
-        (64, 1024, 1024, (4, 4), False, False),
-        (64, 1025, 1025, (4, 4), True, True),
-        (64, 16, 1025, (4, 4), True, True),
-        (64, 1025, 16, (4, 4), True, True),
-        (64, 1024, 1024, (4, 2), True, True),
-        (72, 512, 512, (4, 4), False, False),
-        (128, 513, 513, (4, 4), True, False),
-        (128, 1025, 1025, (4, 4), True, True),
-        (128, 512, 512, (4, 1), True, True),
-        (192, 4096, 4096, (4, 4), False, False),  # not for sm_90's
+        (64, 1, 1024, 1024, 16, False),
+        (64, 1, 1152, 1152, 16, True),
+        (64, 8, 1024, 1024, 16, True),
+        (64, 8, 256, 256, 16, False),
+        (72, 8, 256, 256, 16, True),
+        (64, 1, 1024, 1024, 8, False),
+        (64, 1, 2048, 2048, 8, True),
+        (128, 1, 512, 512, 16, False),
+        (128, 1, 1024, 1024, 8, False),
+        (128, 1, 1024, 1024, 16, True),
+        (128, 64, 128, 128, 16, True),
+        (128, 1000, 64, 64, 16, False),  # half a tile
+        (64, 8, 16, 1024, 16, True),
+        (64, 1, 8192, 16, 8, False),
+        (192, 2, 4096, 4096, 16, False),  # not for sm_90's
     ],
 )
-def test_the_backward_of_short_sequences_is_two_kernels(
-    headdim: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], in_one: bool, ordered_in_one: bool
+def test_a_backward_of_little_work_is_two_kernels(
+    headdim: int, batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, in_one: bool
 ) -> None:
-    q = torch.empty(2, seqlen_q, heads[0], headdim, dtype=torch.bfloat16, device="meta")
-    v = torch.empty(2, seqlen_k, heads[1], headdim, dtype=torch.bfloat16, device="meta")
-    for mask in (Full(), rf.Causal()):
-        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=False) == in_one
-        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=True) == ordered_in_one
+    q = torch.empty(batch, seqlen_q, 16, headdim, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(batch, seqlen_k, nheads_kv, headdim, dtype=torch.bfloat16, device="meta")
+    for mask, deterministic in product((Full(), rf.Causal()), (False, True)):
+        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=deterministic) == in_one
+
+
+@pytest.mark.parametrize(
+    ("rows", "nheads_kv", "headdim", "in_turns"),
+    [(768, 16, 64, True), (769, 16, 64, False), (1024, 16, 96, True), (1025, 16, 128, False), (2048, 8, 128, True)],
+)
+def test_short_sequences_add_in_turns(rows: int, nheads_kv: int, headdim: int, in_turns: bool) -> None:
+    assert adds_in_turns(rows, 16, nheads_kv, headdim) == in_turns
 
 
 @pytest.mark.parametrize(("mask", "in_one"), [(block_sparse(64, 32, seed=0, density=0.5), True), (Full(), False)])

@@ -72,7 +72,7 @@ def run_backward(given: Call, *, deterministic: bool = False) -> None:
     (q, k, v), meeting, carried = given
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    dq = backend.new_dq(q, deterministic=deterministic)
+    dq = backend.new_dq(q, hops=1, deterministic=deterministic)
     backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=dq)
 
 
@@ -180,7 +180,7 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
     given = dout, q, k, v, lse, eager.delta(out, dout, None)
     results = []
     for kernels in (backend, eager):
-        dq, dk, dv = kernels.new_dq(q, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = kernels.new_dq(q, hops=1, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
         kernels.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
     for got, expected in zip(*results, strict=True):
@@ -243,7 +243,7 @@ def test_nan_in_queries_that_see_nothing_is_gone(calls: list[Any], mask: Mask, s
     dout = torch.ones_like(q)
     for x in (q, dout):
         x[blind] = math.nan
-    dq = backend.new_dq(q, deterministic=True)
+    dq = backend.new_dq(q, hops=1, deterministic=True)
     backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False, dq=dq)
     ((kernels, (got_dout, got_q, *_), _),) = calls
     assert kernels == "hopper"

@@ -47,8 +47,8 @@ def arrange(rows: Tensor) -> Tensor:
 def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: bool) -> None:
     seqlen, headdim = shape[1], shape[3]
     q = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q, ordered=ordered)
-    tiles = total.tiles(0.5)
+    total = ArrangedSum(q, hops=1, ordered=ordered)
+    tiles = total.tiles(0.5, in_turns=False)
     rows = torch.randn(tiles.shape, device=DEVICE)
     tiles.copy_(arrange(rows))
     if ordered:  # all but one tile are begun; memory of that one holds anything
@@ -68,7 +68,11 @@ def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: boo
 
 def test_nothing_added_is_contiguous_zeros() -> None:
     q = torch.full((1, 2, 5, 64), torch.nan, dtype=torch.float16, device=DEVICE).transpose(1, 2)
-    for total in (ArrangedSum(q, ordered=False), ArrangedSum(q, ordered=True), DqSum(q, torch.float32, ordered=False)):
+    for total in (
+        ArrangedSum(q, hops=1, ordered=False),
+        ArrangedSum(q, hops=1, ordered=True),
+        DqSum(q, torch.float32, ordered=False),
+    ):
         dq = total.finish()
         assert torch.equal(dq, torch.zeros_like(q))
         assert dq.is_contiguous()  # as the operator's fake kernel says
@@ -76,7 +80,7 @@ def test_nothing_added_is_contiguous_zeros() -> None:
 
 def test_only_rows_added() -> None:
     q = torch.zeros(1, 5, 2, 64, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q, ordered=False)
+    total = ArrangedSum(q, hops=1, ordered=False)
     total.rows().add_(3.0)
     assert torch.equal(total.finish(), torch.full_like(q, 3.0))
     assert torch.equal(total.finish(), q)  # the sum is given once
@@ -97,7 +101,7 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
     delta = backend.delta(out, dout, None)
 
     def gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
-        total = backend.new_dq(q, deterministic=deterministic)
+        total = backend.new_dq(q, hops=2, deterministic=deterministic)
         for chunk, keep in zip(halves, (change, Tensor.contiguous), strict=True):
             keys, values = (keep(x[:, chunk.start : chunk.stop]) for x in (k, v))
             dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
@@ -120,7 +124,7 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
     q, dout = (torch.randn(2, 1000, 8, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(2, 1000, 2, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     whole = (Chunk(0, 1000),)
-    totals = [backend.new_dq(q, deterministic=deterministic) for deterministic in (True, False)]
+    totals = [backend.new_dq(q, hops=2, deterministic=deterministic) for deterministic in (True, False)]
     documents = rf.Documents([0, 300, 310, 1000])
     for mask in (Full(), rf.Causal(), rf.SlidingWindow(200, 50), documents, rf.KeyPadding([5, 0])):
         meeting = Meeting(whole, whole, mask, Scoring(headdim**-0.5))
@@ -148,9 +152,9 @@ def test_the_first_turn_stores(headdim: int) -> None:
     both = Meeting(queries, (Chunk(300, 700),), rf.Causal(), scoring)
     backend.forward(q, k, v, both, state=None, out=out, lse=lse, first=True, last=True)
     delta = backend.delta(out, dout, None)
-    total = backend.new_dq(q, deterministic=True)
+    total = backend.new_dq(q, hops=2, deterministic=True)
     assert isinstance(total, ArrangedSum)
-    total.tiles(scoring.softmax_scale).fill_(torch.nan)
+    total.tiles(scoring.softmax_scale, in_turns=False).fill_(torch.nan)
     for begin, end in ((300, 700), (0, 300)):
         keys, values = k[:, begin:end], v[:, begin:end]
         dk, dv = torch.empty_like(keys), torch.empty_like(values)
