@@ -100,13 +100,14 @@ SHORT, SHORT_NARROW, SHORT_SHARED = 1024, 768, 2048
 
 
 def is_little(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
-    """Whether a backward is of so little work, or so much of it padding, that it is Triton's.
+    """Whether a backward is of so little work, or so much of that padding, that it is Triton's.
 
     Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves.
     """
     tiles_q, tiles_k = (padded_rows(seqlen) // KEYS for seqlen in (seqlen_q, seqlen_k))
-    work = batch * nheads_kv * tiles_k * (tiles_q + 1) / 2 * backward_config(headdim).block_d
-    return work <= LITTLE or max(seqlen_q, seqlen_k) <= ROWS
+    config = backward_config(headdim)
+    work = batch * nheads_kv * tiles_k * (tiles_q + 1) / 2 * config.block_d
+    return work <= LITTLE or max(seqlen_q, seqlen_k) <= config.block_m // 2
 
 
 def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
