@@ -14,9 +14,9 @@ from ringflash.masks import Mask
 __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "new_dq", "state_dtype"]
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
-    """As `hopper.has_single_pass`, but where there `is_little` to do."""
-    narrow = q.shape[3] <= hopper.WIDEST_BACKWARD
-    little = narrow and is_little(q.shape[0], q.shape[1], v.shape[1], v.shape[2], q.shape[3])
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
+    """As `hopper.has_single_pass`, but where there `is_little` to do, in one hop."""
+    alone = hops == 1 and q.shape[3] <= hopper.WIDEST_BACKWARD
+    little = alone and is_little(q.shape[0], q.shape[1], v.shape[1], v.shape[2], q.shape[3])
     kernels = portable if little else hopper
-    return kernels.has_single_pass(q, v, mask, scoring, deterministic=deterministic)
+    return kernels.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)

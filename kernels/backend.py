@@ -36,10 +36,12 @@ class TileKernels(Protocol):
         """Zeros to which `backward_dkdv` adds dq's share of so many hops; in the end its `finish` gives dq."""
         ...
 
-    def has_single_pass(self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+    def has_single_pass(
+        self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool
+    ) -> bool:
         """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be.
 
-        q, and v of as many rows as a launch takes of keys: in a ring those of a hop.
+        q, and v of as many rows as a launch takes of keys: in a ring those of each of so many hops.
         """
         ...
 
@@ -119,7 +121,7 @@ def choose(name: str, q: Tensor) -> TileKernels:
 
     "triton" and "eager" are those. "hopper" are those for sm_90, with Triton's for what they do not know. "auto" is
     the first of hopper, triton and eager that device and dtype allow; where that is hopper it is `automatic`, which
-    leaves the backward of short sequences to Triton's.
+    leaves backwards of little work to Triton's.
 
     Raises:
         ArgumentError: unknown name, or a device or dtype that the named backend cannot do.

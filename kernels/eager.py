@@ -145,7 +145,7 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
     """Where it need not be deterministic, though here it is: so that without a GPU both ways are taken."""
     return not deterministic
 

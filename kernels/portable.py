@@ -42,7 +42,7 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
     """Where the sweeps said so; see `config.has_single_pass`. Its order of additions is that of the moment."""
     return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
 

@@ -131,7 +131,7 @@ def backward_from_delta(
     inputs = (dout, q, keys, values, lse, delta)
     if not plan.hops[0].meets:
         dq = q.new_zeros(q.shape)
-    elif tiles.single_pass(q, values, plan):
+    elif tiles.single_pass(q, values, plan, hops=1):
         dq_sum = tiles.new_dq(q, hops=1)
         kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq_sum)
         dq = dq_sum.finish()

@@ -38,11 +38,12 @@ class Tiles:
         """Who meets whom at `hop`."""
         return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
 
-    def single_pass(self, q: Tensor, v: Tensor, plan: Plan) -> bool:
-        """Whether one kernel computes all of a backward, of as many keys at a time as v has rows."""
-        return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, deterministic=self.deterministic)
+    def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
+        """Whether one kernel computes all of a backward, in so many hops of as many keys as v has rows."""
+        deterministic = self.deterministic
+        return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, hops=hops, deterministic=deterministic)
 
-    def new_dq(self, q: Tensor, hops: int) -> DqSum:
+    def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
         """What that kernel adds dq of so many hops to."""
         return self.kernels.new_dq(q, hops=hops, deterministic=self.deterministic)
 
@@ -305,10 +306,10 @@ def backward_from_delta(
     """
     kernels = tiles.kernels
     wide = kernels.state_dtype(q.dtype)
-    single_pass = tiles.single_pass(q, v, plan)
+    hops = len(plan.hops)
+    single_pass = tiles.single_pass(q, v, plan, hops=hops)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    hops = sum(hop.meets for hop in plan.hops)
-    dq_sum, dq = tiles.new_dq(q, hops) if single_pass else None, None
+    dq_sum, dq = tiles.new_dq(q, hops=hops) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None

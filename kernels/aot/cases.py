@@ -33,7 +33,8 @@ MASKS: dict[str, Mask] = {
     "causal": Causal(),
     "table": Causal() & SlidingWindow(64, 64),
     "window": Causal() & SlidingWindow(LONG_SEQLEN // 2, 0),
-    "packed": Causal() & Documents([0, SEQLEN // 2 + 72, SEQLEN]),
+    "packed": Causal() & Documents([0, SEQLEN // 2 + 72, SEQLEN]),  # bounds on both sides, as a window's, but no window
+    "band": SlidingWindow(SEQLEN - 56, SEQLEN - 56),  # for tiles of 128 a window; "table" is one for those of 64
     "documents": Causal() & Documents([0, SEQLEN // 2, SEQLEN]),  # of whole tiles: the causal rule, in spans
     "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
     "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
@@ -167,6 +168,7 @@ def _hopper_cases() -> Iterator[Case]:
         for headdim, mode in product((64, 128), ("mha", "carried")):
             yield Case(kernel, "bfloat16", headdim, "causal", mode)
         yield Case(kernel, "bfloat16", 128, "packed")
+        yield Case(kernel, "bfloat16", 64, "band")
         yield Case(kernel, "float16", 128, "causal")
 
 

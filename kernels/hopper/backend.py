@@ -55,10 +55,10 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     return ArrangedSum(q, hops=hops, ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, deterministic: bool) -> bool:
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
     """Wherever these kernels apply, as far as that is known without strides and chunks."""
     here = _is_plain(scoring) and _knows(q, v, mask, WIDEST_BACKWARD)
-    return here or portable.has_single_pass(q, v, mask, scoring, deterministic=deterministic)
+    return here or portable.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
 
 
 def forward(
@@ -115,7 +115,7 @@ def backward_dkdv(
 
 
 def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
-    return portable.has_single_pass(q, v, meeting.mask, meeting.scoring, deterministic=dq.ordered)
+    return portable.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=dq.ordered)
 
 
 def _is_plain(scoring: Scoring) -> bool:

@@ -452,8 +452,8 @@ def backward(
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
     config = backward_config(headdim)
-    alone = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
-    view = rows_view(dq.tiles(meeting.scoring.softmax_scale, in_turns=alone), *HALF)
+    in_turns = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
+    view = rows_view(dq.tiles(meeting.scoring.softmax_scale, in_turns=in_turns), *HALF)
     ordered = dq.counters is not None
     known = intervals(
         meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered

@@ -72,7 +72,7 @@ class BackwardConfig:
         ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least; one more where
             half of one is no larger than a part of dk (`gradients.py`).
         descending: whether tiles are visited from the last to the first, of all heads of a group in turn, rather than
-            first those that need a mask.
+            first those that need a mask, where dQ is not added in turns.
         preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
             fewer registers, but the matmuls begin later.
         preloaded_masked: the same where some tiles need a mask.
@@ -94,9 +94,9 @@ def backward_config(headdim: int) -> BackwardConfig:
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
-# By sweeps on an H200: causal, 64 to 2048 rows, of one sequence and of 8192 rows in all, 16:16 and 32:8 heads.
-LITTLE = 600 * 64  # pairs of tiles that the kernel for dK and dV visits, times headdim
-SHORT, SHORT_NARROW, SHORT_SHARED = 1024, 768, 2048
+# Both by sweeps on an H200, of one hop: causal, one sequence, 8 and 8192 rows in all, 16:16 and 32:8 heads.
+LITTLE, LITTLE_ROWS = 600 * 64, 1024  # the first in pairs of tiles, of one query head for each KV head, times headdim
+SHORT_NARROW, SHORT, SHORT_SHARED = 768, 1024, 2048  # rows up to which the default mode takes turns
 
 
 def is_little(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
@@ -104,10 +104,10 @@ def is_little(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim:
 
     Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves.
     """
+    config, rows = backward_config(headdim), max(seqlen_q, seqlen_k)
     tiles_q, tiles_k = (padded_rows(seqlen) // KEYS for seqlen in (seqlen_q, seqlen_k))
-    config = backward_config(headdim)
     work = batch * nheads_kv * tiles_k * (tiles_q + 1) / 2 * config.block_d
-    return work <= LITTLE or max(seqlen_q, seqlen_k) <= config.block_m // 2
+    return (work <= LITTLE and rows <= LITTLE_ROWS) or rows <= config.block_m // 2
 
 
 def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
@@ -116,8 +116,8 @@ def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
     That needs no zeros, which take longer than turns do as long as there are few. In further hops of a ring turns would
     only cost.
     """
-    alone = SHORT_NARROW if headdim <= 64 else SHORT
-    return rows <= (SHORT_SHARED if nheads > nheads_kv else alone)
+    unshared = SHORT_NARROW if headdim <= 64 else SHORT
+    return rows <= (SHORT_SHARED if nheads > nheads_kv else unshared)
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:

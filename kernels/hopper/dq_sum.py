@@ -8,12 +8,12 @@ consecutive in memory. In the end another kernel puts the sum into rows.
 The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64 or 128. A tile
 of queries is two halves of 64 by 64, one after the other: its columns with heads of more than 64, else its rows.
 
-Where every run is to give the same bits, programs add to a tile in the order of their tiles of keys. Each tile has a
-counter: whose turn it is, plus one. A program waits for its own, adds, waits until that is in memory, and passes the
-turn on; the last leaves 1 for the next launch. At 0 nobody has come yet, and memory holds anything: the first stores in
-place of adding. Tiles of keys are drawn in that order too, so that whose turn it is runs or has run, however few
-programs the GPU runs at a time. And all visit queries from the last to the first: who began with the next tile of keys
-follows at the heels, and waits for no more than what an addition takes.
+Where every run is to give the same bits, or sequences are short, programs add to a tile in the order of their tiles of
+keys. Each tile has a counter: whose turn it is, plus one. A program waits for its own, adds, waits until that is in
+memory, and passes the turn on; the last leaves 1 for the next launch. At 0 nobody has come yet, and memory holds
+anything: the first stores in place of adding. Tiles of keys are drawn in that order too, so that whose turn it is runs
+or has run, however few programs the GPU runs at a time. And all visit queries from the last to the first: who began
+with the next tile of keys follows at the heels, and waits for no more than what an addition takes.
 """
 
 # Triton's DSL is not Python to a type checker.
@@ -142,21 +142,22 @@ class ArrangedSum(DqSum):
 
     def finish(self) -> Tensor:
         """See `DqSum.finish`."""
-        total, self._arranged = self._arranged, None
+        total, counters = self._arranged, self.counters
+        self._arranged = self.counters = None
         if total is None:
             return super().finish()
         if self._rows is None:
-            return self._in_rows(total, self.q.dtype)
-        self._rows += self._in_rows(total, torch.float32)
+            return self._in_rows(total, counters, self.q.dtype)
+        self._rows += self._in_rows(total, counters, torch.float32)
         return super().finish()
 
-    def _in_rows(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+    def _in_rows(self, total: Tensor, counters: Tensor | None, dtype: torch.dtype) -> Tensor:
         dq = self.q.new_empty(self.q.shape, dtype=dtype)
         batch, seqlen, nheads, headdim = dq.shape
         rows, columns = total.shape[2:]
         ntiles = rows * columns // TILE
         _finish_kernel[(ntiles * batch * nheads,)](
-            total, self.counters, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns
+            total, counters, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns
         )
         return dq
 

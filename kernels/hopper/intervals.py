@@ -59,7 +59,7 @@ class Intervals:
 
     @property
     def shifted(self) -> bool:
-        """Whether a tile sees about as much as the one before it, but elsewhere: a window."""
+        """Whether tiles see about as much as each other, but elsewhere: windows of less than half, and little else."""
         return self.below and self.above and self.visits > 0.75 * self.most
 
 

@@ -187,6 +187,13 @@ def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
         for mode, zeros in (("fast", 4 * headdim), ("deterministic", -4 * headdim)):
             added = 8 * headdim * met + (zeros + 4 * headdim + row) * rows
             assert passes[f"backward {mode}"] == before + dkdv + added
+    short = tiles.pass_bytes(Shape(16, 512, 8, 2, 64, causal=True), tiles.HOPPER)
+    assert short["backward fast"] == short["backward deterministic"]  # in turns
+    little = Shape(1, 512, 8, 2, 64, causal=True)
+    for mode in ("fast", "deterministic"):
+        assert (
+            tiles.pass_bytes(little, tiles.HOPPER)[f"backward {mode}"] == tiles.pass_bytes(little)[f"backward {mode}"]
+        )
     wide, portable = (tiles.pass_bytes(over(256), kernels) for kernels in (tiles.HOPPER, tiles.PORTABLE))
     for mode in ("fast", "deterministic"):
         assert wide[f"backward {mode}"] == portable[f"backward {mode}"]

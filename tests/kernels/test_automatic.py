@@ -37,7 +37,8 @@ PLAIN = Scoring(softmax_scale=0.125)
         (64, 1000, 64, 64, 16, False),  # half a tile
         (128, 1000, 64, 64, 16, True),
         (64, 8, 16, 1024, 16, True),
-        (64, 1, 8192, 16, 8, False),
+        (64, 1, 1024, 16, 8, False),
+        (64, 1, 4096, 4096, 1, True),  # of so many tokens none was measured as little
         (192, 2, 4096, 4096, 16, False),  # not for sm_90's
     ],
 )
@@ -47,7 +48,9 @@ def test_a_backward_of_little_work_is_two_kernels(
     q = torch.empty(batch, seqlen_q, 16, headdim, dtype=torch.bfloat16, device="meta")
     v = torch.empty(batch, seqlen_k, nheads_kv, headdim, dtype=torch.bfloat16, device="meta")
     for mask, deterministic in product((Full(), rf.Causal()), (False, True)):
-        assert automatic.has_single_pass(q, v, mask, PLAIN, deterministic=deterministic) == in_one
+        assert automatic.has_single_pass(q, v, mask, PLAIN, hops=1, deterministic=deterministic) == in_one
+        in_ring = automatic.has_single_pass(q, v, mask, PLAIN, hops=2, deterministic=deterministic)
+        assert in_ring == (headdim <= 128)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +64,8 @@ def test_short_sequences_add_in_turns(rows: int, nheads_kv: int, headdim: int, i
 @pytest.mark.parametrize(("mask", "in_one"), [(block_sparse(64, 32, seed=0, density=0.5), True), (Full(), False)])
 def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
     q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert automatic.has_single_pass(q, q, mask, PLAIN, deterministic=False) == in_one
-    assert not automatic.has_single_pass(q, q, mask, PLAIN, deterministic=True)
+    assert automatic.has_single_pass(q, q, mask, PLAIN, hops=1, deterministic=False) == in_one
+    assert not automatic.has_single_pass(q, q, mask, PLAIN, hops=1, deterministic=True)
 
 
 def test_only_auto_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
     (q, _, v), meeting, _ = given
     deterministic = run is run_deterministic
     single = kernels == "hopper" or portable.has_single_pass(
-        q, v, meeting.mask, meeting.scoring, deterministic=deterministic
+        q, v, meeting.mask, meeting.scoring, hops=1, deterministic=deterministic
     )
     assert [kernels_called for kernels_called, _, _ in calls] == [kernels] * (1 if run is run_forward or single else 2)
 
@@ -193,7 +193,7 @@ def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: 
     run_backward(given)
     if calls[0][0] == "hopper":
         for deterministic in (False, True):
-            assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring, deterministic=deterministic)
+            assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("run", [run_forward, run_backward])

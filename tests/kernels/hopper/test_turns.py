@@ -26,7 +26,7 @@ MASKS = [
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128])
 def test_the_default_mode(
     headdim: int, heads: tuple[int, int], mask: Mask, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +35,30 @@ def test_the_default_mode(
     assert_accurate(problem.flash(backend="hopper"), problem)
 
 
-WINDOWS = [rf.Causal() & rf.SlidingWindow(200, 0), rf.SlidingWindow(130, 70)]
+@NEEDS_SM_90
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("mask", [None, rf.Causal()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seqlen", [(300, 431), (799, 150), (33, 700)])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_other_lengths(
+    headdim: int,
+    seqlen: tuple[int, int],
+    dtype: torch.dtype,
+    mask: Mask | None,
+    in_turns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ringflash.kernels.hopper.backward.adds_in_turns", lambda *shape: in_turns)
+    problem = Problem.random(seqlen=seqlen, heads=(8, 2), headdim=headdim, dtype=dtype, mask=mask, device="cuda")
+    assert_accurate(problem.flash(backend="hopper"), problem)
+
+
+WINDOWS = [
+    rf.Causal() & rf.SlidingWindow(200, 0),
+    rf.SlidingWindow(130, 70),
+    rf.SlidingWindow(200, 200) & rf.KeyPadding([1500, 1400]),
+]
 
 
 @NEEDS_SM_90
@@ -61,7 +84,7 @@ def test_windows_of_shared_heads(headdim: int, nheads_kv: int, mask: Mask) -> No
     ],
     ids=str,
 )
-def test_windows_are_told_from_other_masks(mask: Mask, shifted: bool) -> None:
+def test_tiles_that_shift_are_told_from_other_masks(mask: Mask, shifted: bool) -> None:
     whole = (Chunk(0, 1500),)
     for block in (64, 128):
         known = intervals(mask, whole, whole, 128, block, torch.device("cpu"), by_keys=True, ordered=True)
