@@ -16,7 +16,8 @@ __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass"
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
     """As `hopper.has_single_pass`, but where there `is_little` to do, in one hop."""
-    alone = hops == 1 and q.shape[3] <= hopper.WIDEST_BACKWARD
-    little = alone and is_little(q.shape[0], q.shape[1], v.shape[1], v.shape[2], q.shape[3])
+    (batch, seqlen_q, _, headdim), (seqlen_k, nheads_kv) = q.shape, v.shape[1:3]
+    measured = hops == 1 and headdim <= hopper.WIDEST_BACKWARD
+    little = measured and is_little(batch, seqlen_q, seqlen_k, nheads_kv, headdim)
     kernels = portable if little else hopper
     return kernels.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)

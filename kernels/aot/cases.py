@@ -262,7 +262,7 @@ def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
     from ringflash.kernels.hopper.dq_sum import ArrangedSum
 
-    total = ArrangedSum(x.q, hops=2, ordered=ordered)
+    total = ArrangedSum(x.q, hops=2, ordered=ordered)  # in turns only if ordered, however short
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
     backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=total)
     total.finish()
