@@ -49,13 +49,12 @@ from ringflash.kernels.hopper.dq_sum import (
 )
 from ringflash.kernels.hopper.gradients import PART_BYTES, Gradients, make_parts, pass_gradients
 from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
-    Sizes,
     Work,
     bounds_of,
     buffer_of,
-    constants,
     draw,
     fill,
     filled,
@@ -77,7 +76,6 @@ from ringflash.kernels.hopper.pipeline import (
     wait_empty,
     wait_full,
     where_seen,
-    work_arguments,
 )
 from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
@@ -460,7 +458,8 @@ def backward(
     )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
-    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, q.device, in_order=ordered)
+    waves = min(known.skew, 2.0)  # fewer than in the forward: of a head, four times as much should stay in L2
+    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
     minus_lse, minus_delta = vectors(lse, delta, factor, meeting.kept)

@@ -31,16 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
 from ringflash.kernels.hopper.intervals import Intervals, intervals
+from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
-    Sizes,
     Work,
     arrived,
     await_turn,
     bounds_of,
     buffer_of,
     carried,
-    constants,
     draw,
     fill,
     filled,
@@ -57,7 +56,6 @@ from ringflash.kernels.hopper.pipeline import (
     visit,
     wait_full,
     where_seen,
-    work_arguments,
 )
 from ringflash.kernels.hopper.views import tile_view
 from ringflash.kernels.meeting import Meeting
@@ -423,7 +421,7 @@ def forward(
     config, known = tiling(meeting, headdim, q.device)
     group = nheads // k.shape[2]  # whose heads stream the same
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
-    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, q.device)
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, 1.5 * known.skew, q.device)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     kind = Kind(
         FIRST=first,

@@ -58,9 +58,14 @@ class Intervals:
         return self.below or self.above
 
     @property
+    def skew(self) -> float:
+        """The most visits over the average: 1 without a mask, about 2 under the causal one."""
+        return self.most / self.visits if self.visits else 1.0
+
+    @property
     def shifted(self) -> bool:
         """Whether tiles see about as much as each other, but elsewhere: windows of less than half, and little else."""
-        return self.below and self.above and self.visits > 0.75 * self.most
+        return self.below and self.above and self.skew < 4 / 3
 
 
 def are_ascending(chunks: Sequence[Chunk]) -> bool:

@@ -15,25 +15,13 @@ this one ends. A warp of its own draws the numbers of tiles from a counter in me
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
-import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
-from ringflash.kernels.config import processors
-from ringflash.kernels.hopper.intervals import Intervals
-
-K = TypeVar("K", bound=tuple[Any, ...])
-
-TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
-TOGETHER_TILES = 6  # of keys of one head at a time, at the most, where each waits for the one before it
-TOGETHER_WAVES = 2  # of their tiles, at the least, so that the last heads' longest tiles do not begin at the end
 
 
 class Bounds(NamedTuple):
@@ -68,26 +56,6 @@ class Work(NamedTuple):
     heads: Any
     all_heads: Any
     together: Any
-
-
-class Tables(NamedTuple):
-    """The tensors of both, as a kernel takes them."""
-
-    bounds: Any
-    tiles: Any
-    order: Any
-    counter: Any
-
-
-class Sizes(NamedTuple):
-    """The numbers of both: arguments of their own, since those of a tuple would be compiled for."""
-
-    bounds_stride: int
-    tiles_stride: int
-    ntiles: int
-    heads: int
-    all_heads: int
-    together: int
 
 
 class Place(NamedTuple):
@@ -283,17 +251,23 @@ def draw(work, mailbox, pace, IN_ORDER: gl.constexpr = False):
     """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end.
 
     With `IN_ORDER` no tile is drawn before those with lower numbers: programs need not start in the order of theirs.
+    Whoever is the last to draw leaves the counter as it was, 0, for the next launch.
     """
     total = work.ntiles * work.all_heads
+    programs = gl.num_programs(0)
     drawn = 0
     number = gl.program_id(0)
+    begin = programs  # of the counter's numbers: the first of each program does not count
     if IN_ORDER:
+        begin = 0
         number = gl.atomic_add(work.counter, 1)
     while number < total:
         tell(mailbox, drawn, _place_of(work, number))
         wait_full(pace, drawn)
         drawn += 1
-        number = gl.atomic_add(work.counter, 1)
+        number = begin + gl.atomic_add(work.counter, 1)
+    if number == total + programs - 1:
+        gl.store(work.counter, 0)
     tell(mailbox, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
 
 
@@ -446,38 +420,3 @@ def reduce_add(descriptor, place, source, _semantic=None):
     """Adds a tile of shared memory to memory, asynchronously as a store; Triton 3.6 has no name for it."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, source.handle)
-
-
-@lru_cache(maxsize=1024, typed=True)
-def constants(kind: K) -> K:
-    """What a kernel is compiled for, as it takes it: the same objects again, which Triton then finds sooner."""
-    return type(kind)(*map(gl.constexpr, kind))
-
-
-def work_arguments(
-    known: Intervals, batch: int, heads: int, streamed_bytes: int, device: torch.device, *, in_order: bool = False
-) -> tuple[Tables, Sizes, int]:
-    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
-    ntiles = known.order.numel()
-    programs = min(ntiles * batch * heads, processors(device))
-    counter = torch.full((1,), 0 if in_order else programs, dtype=torch.int32, device=device)
-    sizes = Sizes(
-        bounds_stride=known.bounds_stride,
-        tiles_stride=known.tiles_stride,
-        ntiles=ntiles,
-        heads=heads,
-        all_heads=batch * heads,
-        together=heads_together(ntiles, batch * heads, streamed_bytes, programs, in_order=in_order),
-    )
-    return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
-
-
-@lru_cache(maxsize=1024)
-def heads_together(ntiles: int, heads: int, streamed_bytes: int, programs: int, *, in_order: bool = False) -> int:
-    """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others."""
-    least = max(TOGETHER_BYTES // max(streamed_bytes, 1), triton.cdiv(TOGETHER_WAVES * programs, ntiles))
-    if in_order:
-        least = max(least, programs // TOGETHER_TILES)
-    if least >= heads:
-        return heads
-    return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)

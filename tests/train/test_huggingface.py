@@ -54,11 +54,13 @@ def test_logits_are_transformers_own(family: str, tmp_path: Path) -> None:
         x, positions = tokens(1, seqlen), torch.arange(seqlen)
         with torch.no_grad():
             got, unscaled = decoder(x, positions), plain(x, positions)
-            expected, single = model.double()(x).logits, model.float()(x).logits
-        # transformers forms angles and norms in float32 whatever the dtype
-        error = (got - expected).abs().max()
-        assert error <= 1e-5 + 4 * (single - expected).abs().max(), f"{kind}, {rope}, {seqlen}: {error}"
-        assert rope == "default" or seqlen < peers.LENGTH or (unscaled - expected).abs().max() > 1e-2
+            expected = model.double()(x).logits
+        # transformers forms angles, and the powers that they are multiples of, in float32 whatever the dtype: these are
+        # off by up to 2e-5 at the last position, by how much also goes by the processor
+        largest = expected.abs().max()
+        error, of_scaling = ((logits - expected).abs().max() / largest for logits in (got, unscaled))
+        assert error <= 3e-5, f"{kind}, {rope}, {seqlen}: {error}"
+        assert rope == "default" or seqlen < peers.LENGTH or of_scaling > 0.1
         assert from_transformers(to_transformers(config, "float32")) == config
 
 

@@ -1,0 +1,98 @@
+"""What a launch of a Hopper kernel is told beside its tensors: its tiles, and how programs share them out."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from math import ceil
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+
+from ringflash.kernels.config import processors
+from ringflash.kernels.hopper.intervals import Intervals
+
+K = TypeVar("K", bound=tuple[Any, ...])
+
+TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
+TOGETHER_TILES = 6  # of keys of one head at a time, at the most, where each waits for the one before it
+
+
+class Tables(NamedTuple):
+    """The tensors of `Bounds` and `Work`, as a kernel takes them."""
+
+    bounds: Any
+    tiles: Any
+    order: Any
+    counter: Any
+
+
+class Sizes(NamedTuple):
+    """Their numbers: arguments of their own, since those of a tuple would be compiled for."""
+
+    bounds_stride: int
+    tiles_stride: int
+    ntiles: int
+    heads: int
+    all_heads: int
+    together: int
+
+
+@lru_cache(maxsize=1024, typed=True)
+def constants(kind: K) -> K:
+    """What a kernel is compiled for, as it takes it: the same objects again, which Triton then finds sooner."""
+    return type(kind)(*map(gl.constexpr, kind))
+
+
+def work_arguments(
+    known: Intervals,
+    batch: int,
+    heads: int,
+    streamed_bytes: int,
+    waves: float,
+    device: torch.device,
+    *,
+    in_order: bool = False,
+) -> tuple[Tables, Sizes, int]:
+    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
+    ntiles = known.order.numel()
+    programs = min(ntiles * batch * heads, processors(device))
+    sizes = Sizes(
+        bounds_stride=known.bounds_stride,
+        tiles_stride=known.tiles_stride,
+        ntiles=ntiles,
+        heads=heads,
+        all_heads=batch * heads,
+        together=heads_together(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
+    )
+    return Tables(known.bounds, known.tiles, known.order, _counter(device)), sizes, programs
+
+
+def _counter(device: torch.device) -> Tensor:
+    """int32 (1,): how many tiles programs have drawn, 0 before a launch and after it. A stream's launches share one."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed beside its stream
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _counter_of(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=1024)
+def heads_together(
+    ntiles: int, heads: int, streamed_bytes: int, programs: int, waves: float, *, in_order: bool = False
+) -> int:
+    """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others.
+
+    `waves` tiles a program at the least: where a tile visits that many times the average, it takes a program as long as
+    its share of fewer, and the last such tile would end after all others.
+    """
+    least = max(TOGETHER_BYTES // max(streamed_bytes, 1), ceil(waves * programs / ntiles))
+    if in_order:
+        least = max(least, programs // TOGETHER_TILES)
+    if least >= heads:
+        return heads
+    return max(range(least, min(2 * least, heads) + 1), key=lambda size: (heads % size or size) / size)
