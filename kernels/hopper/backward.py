@@ -458,7 +458,7 @@ def backward(
     )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
-    waves = min(known.skew, 2.0)  # fewer than in the forward: of a head, four times as much should stay in L2
+    waves = min(known.skew, 2.0)  # with more heads mixed what they read and add to leaves L2
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E

@@ -105,6 +105,7 @@ class Kind(NamedTuple):
     ROWS: Any
 
 
+WAVES = 1.5  # of tiles, times how uneven they are, for each program: from what heads are mixed
 AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next tile of queries is drawn
 
 
@@ -421,7 +422,7 @@ def forward(
     config, known = tiling(meeting, headdim, q.device)
     group = nheads // k.shape[2]  # whose heads stream the same
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
-    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, 1.5 * known.skew, q.device)
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, WAVES * known.skew, q.device)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     kind = Kind(
         FIRST=first,

@@ -35,7 +35,8 @@ class Intervals:
         tiles_stride: as `bounds_stride`.
         order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late; or as they lie.
         visits: how many of the other side's tiles one visits, on average.
-        most: of how many the one visits that visits most.
+        skew: the most that one visits over the average, in the sequence that visits most: 1 without a mask, about 2
+            under the causal one.
         turns: int32, `_turns`, where tiles are in the order in which they lie.
         turns_stride: as `bounds_stride`.
     """
@@ -48,7 +49,7 @@ class Intervals:
     tiles_stride: int
     order: Tensor
     visits: float
-    most: int
+    skew: float
     turns: Tensor | None
     turns_stride: int
 
@@ -56,11 +57,6 @@ class Intervals:
     def masked(self) -> bool:
         """Whether any tile that is visited needs a mask."""
         return self.below or self.above
-
-    @property
-    def skew(self) -> float:
-        """The most visits over the average: 1 without a mask, about 2 under the causal one."""
-        return self.most / self.visits if self.visits else 1.0
 
     @property
     def shifted(self) -> bool:
@@ -100,6 +96,7 @@ def intervals(
     above = bool(((stop < end[:, own] * block) & (first < stop) | blind).any())
     above |= by_keys and first.shape[1] % own_block > 0
     visits = end - begin
+    fullest = visits[visits.sum(1).argmax()].double()
     order = visits.sum(0).argsort(descending=True, stable=True)
     turns = None
     if ordered:
@@ -116,7 +113,7 @@ def intervals(
         tiles_stride=_stride(tiles),
         order=order,
         visits=float(visits.double().mean()),
-        most=int(visits.max()),
+        skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
         turns=turns,
         turns_stride=0 if turns is None else _stride(turns),
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.experimental.gluon.language as gl
-from torch import Tensor
 
 from ringflash.kernels.config import processors
 from ringflash.kernels.hopper.intervals import Intervals
@@ -29,7 +28,7 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Their numbers: arguments of their own, since those of a tuple would be compiled for."""
+    """The numbers of both: arguments of their own, since those of a tuple would be compiled for."""
 
     bounds_stride: int
     tiles_stride: int
@@ -58,6 +57,7 @@ def work_arguments(
     """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
+    counter = torch.full((1,), 0 if in_order else programs, dtype=torch.int32, device=device)
     sizes = Sizes(
         bounds_stride=known.bounds_stride,
         tiles_stride=known.tiles_stride,
@@ -66,19 +66,7 @@ def work_arguments(
         all_heads=batch * heads,
         together=heads_together(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
     )
-    return Tables(known.bounds, known.tiles, known.order, _counter(device)), sizes, programs
-
-
-def _counter(device: torch.device) -> Tensor:
-    """int32 (1,): how many tiles programs have drawn, 0 before a launch and after it. A stream's launches share one."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed beside its stream
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@cache
-def _counter_of(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
 
 
 @lru_cache(maxsize=1024)
@@ -87,8 +75,8 @@ def heads_together(
 ) -> int:
     """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others.
 
-    `waves` tiles a program at the least: where a tile visits that many times the average, it takes a program as long as
-    its share of fewer, and the last such tile would end after all others.
+    At least `waves` tiles for each program: one that visits so many times the average takes as long as that many, and
+    with fewer, of the last heads, a program would still be at it when all others are through.
     """
     least = max(TOGETHER_BYTES // max(streamed_bytes, 1), ceil(waves * programs / ntiles))
     if in_order:

@@ -251,23 +251,17 @@ def draw(work, mailbox, pace, IN_ORDER: gl.constexpr = False):
     """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end.
 
     With `IN_ORDER` no tile is drawn before those with lower numbers: programs need not start in the order of theirs.
-    Whoever is the last to draw leaves the counter as it was, 0, for the next launch.
     """
     total = work.ntiles * work.all_heads
-    programs = gl.num_programs(0)
     drawn = 0
     number = gl.program_id(0)
-    begin = programs  # of the counter's numbers: the first of each program does not count
     if IN_ORDER:
-        begin = 0
         number = gl.atomic_add(work.counter, 1)
     while number < total:
         tell(mailbox, drawn, _place_of(work, number))
         wait_full(pace, drawn)
         drawn += 1
-        number = begin + gl.atomic_add(work.counter, 1)
-    if number == total + programs - 1:
-        gl.store(work.counter, 0)
+        number = gl.atomic_add(work.counter, 1)
     tell(mailbox, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
 
 

@@ -63,7 +63,7 @@ class Machine:
     """
 
     tflops_forward: float = 715.0
-    tflops_backward: float = 640.0
+    tflops_backward: float = 660.0
     launch_us: float = 6.0
     issue_us: float = 300.0
     near: Link = NEAR["symmetric"]

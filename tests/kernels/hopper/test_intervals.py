@@ -203,3 +203,20 @@ def test_are_ascending() -> None:
     mask = rf.Causal() & rf.Documents([0, 9, SEQLEN])
     for layout in LAYOUTS:
         assert all(map(are_ascending, make_layout(layout, SEQLEN, 4, mask).chunks))
+
+
+@pytest.mark.parametrize("by_keys", [True, False])
+def test_skew(by_keys: bool) -> None:
+    """Of the sequence that visits most: padding in others, or in all of a hop but a few tiles, is no reason to wait."""
+
+    def skew(mask: Mask) -> float:
+        chunks = (Chunk(0, 4096),)
+        return intervals(mask, chunks, chunks, 128, 128, CPU, by_keys).skew
+
+    causal = skew(rf.Causal())
+    assert skew(Full()) == 1
+    assert causal == pytest.approx(32 / 16.5)
+    assert skew(rf.Causal() & rf.KeyPadding([4096, 100, 100])) == pytest.approx(causal)
+    assert skew(rf.Causal() & rf.Documents(range(0, 4097, 512))) == pytest.approx(4 / 2.5)
+    assert skew(rf.Causal() & rf.Documents([0, 2048, *range(2176, 4097, 128)])) > 1.5 * causal
+    assert skew(rf.KeyPadding([0])) == 1
