@@ -105,7 +105,7 @@ class Kind(NamedTuple):
     ROWS: Any
 
 
-WAVES = 1.5  # of tiles, times how uneven they are, for each program: from what heads are mixed
+WAVES = 1.5  # tiles for each program, times `Intervals.skew`, at the least: of as many heads as that takes
 AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next tile of queries is drawn
 
 

@@ -207,7 +207,7 @@ def test_are_ascending() -> None:
 
 @pytest.mark.parametrize("by_keys", [True, False])
 def test_skew(by_keys: bool) -> None:
-    """Of the sequence that visits most: padding in others, or in all of a hop but a few tiles, is no reason to wait."""
+    """Of the sequence that visits most, however little others visit."""
 
     def skew(mask: Mask) -> float:
         chunks = (Chunk(0, 4096),)
