@@ -105,7 +105,6 @@ class Kind(NamedTuple):
     ROWS: Any
 
 
-WAVES = 1.5  # tiles for each program, times `Intervals.skew`, at the least: of as many heads as that takes
 AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next tile of queries is drawn
 
 
@@ -422,7 +421,8 @@ def forward(
     config, known = tiling(meeting, headdim, q.device)
     group = nheads // k.shape[2]  # whose heads stream the same
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
-    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, WAVES * known.skew, q.device)
+    waves = 1.5 * known.skew  # with just as many as the skew the last heads' longest tiles still begin late
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     kind = Kind(
         FIRST=first,

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import triton.experimental.gluon.language as gl
+from triton.experimental.gluon import language as gl
 
 from ringflash.kernels.config import processors
 from ringflash.kernels.hopper.intervals import Intervals
@@ -54,7 +54,10 @@ def work_arguments(
     *,
     in_order: bool = False,
 ) -> tuple[Tables, Sizes, int]:
-    """A launch as a kernel takes it, and on how many programs; `streamed_bytes` are a head's, of what is visited."""
+    """A launch as a kernel takes it, and on how many programs.
+
+    `streamed_bytes` are a head's, of what is visited; `waves` as for `heads_together`.
+    """
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
     counter = torch.full((1,), 0 if in_order else programs, dtype=torch.int32, device=device)

@@ -55,10 +55,11 @@ def test_logits_are_transformers_own(family: str, tmp_path: Path) -> None:
         with torch.no_grad():
             got, unscaled = decoder(x, positions), plain(x, positions)
             expected = model.double()(x).logits
-        # transformers forms angles and norms in float32 whatever the dtype; not all processors round powers alike
+        # transformers forms angles and norms in float32 whatever the dtype: angles are off by about 1e-7 a position, by
+        # how much also goes by how the processor rounds powers
         largest = expected.abs().max()
         error, of_scaling = ((logits - expected).abs().max() / largest for logits in (got, unscaled))
-        assert error <= 3e-5, f"{kind}, {rope}, {seqlen}: {error}"
+        assert error <= 2e-7 * seqlen, f"{kind}, {rope}, {seqlen}: {error}"
         assert rope == "default" or seqlen < peers.LENGTH or of_scaling > 0.1
         assert from_transformers(to_transformers(config, "float32")) == config
 
