@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ringflash.kernels.isolation import is_finite, isolated_matmul
 from ringflash.kernels.visibility import LAST_KEY
 from ringflash.layout import Chunk
 from ringflash.masks import Bitmap, Mask
@@ -88,10 +89,43 @@ class Visibility:
         columns = keys.positions(x.device)[:, None]
         return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
 
+    def _bounds_cut(self, keys: Block) -> bool:
+        """Whether the intervals hide any of the keys of a block from any row."""
+        return self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min
+
+    def over_keys(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
+        """weights @ x over a block of keys, without what hidden pairs would add where `x` is not finite.
+
+        Args:
+            weights: (batch, nheads_kv, group * rows, keys), 0 where the key is hidden.
+            x: (batch, nheads_kv, keys, headdim).
+            keys: the block.
+        """
+        if not self._hides(keys):
+            return weights @ x
+        return isolated_matmul(weights, x, lambda: self._seen(keys, x.device), finite=is_finite(x))
+
+    def over_rows(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
+        """weights^T @ x over the rows, likewise; x (batch, nheads_kv, group * rows, headdim)."""
+        weights = weights.transpose(-1, -2)
+        if not self._hides(keys):
+            return weights @ x
+        seen = lambda: self._seen(keys, x.device).transpose(-1, -2)  # noqa: E731
+        return isolated_matmul(weights, x, seen, finite=is_finite(x))
+
+    def _hides(self, keys: Block) -> bool:
+        """Whether any row may not see some key of a block."""
+        return self._bitmap is not None or self._bounds_cut(keys)
+
+    def _seen(self, keys: Block, device: torch.device) -> Tensor:
+        """Which pairs are seen: bool (batch or 1, 1, group * rows, keys)."""
+        shape = (*self._lo.shape[:3], keys.end - keys.begin)
+        return self.hide(torch.ones(shape, dtype=torch.bool, device=device), keys, False)
+
     def hide(self, x: Tensor, keys: Block, value: float) -> Tensor:
         """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
         columns = keys.positions(x.device)
-        if self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min:
+        if self._bounds_cut(keys):
             x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
         if self._bitmap is not None:
             x.masked_fill_(~self._bitmap.sees(self._positions, columns).repeat(self._group, 1), value)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringflash.kernels.blocks import BLOCK_K, state_dtype
 from ringflash.kernels.decode_step import Partials, Sight, Step, merge_tree
+from ringflash.kernels.isolation import is_finite, isolated_matmul
 from ringflash.kernels.meeting import Scoring
 from ringflash.state import LOG2E, AttentionState
 
@@ -71,7 +72,14 @@ def _block_state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, b
     scores = scores.masked_fill(~visible, -math.inf)
     m = scores.amax(-1)
     weights = torch.exp2(scores - m.masked_fill(m == -math.inf, 0.0)[..., None])
-    o = (weights.flatten(2, 3) @ v_rows).view(batch, nheads, seqlen_q, headdim_v).transpose(1, 2)
+    # On a GPU the check for finite values would wait for it: there the values are taken to hold anything.
+    finite = not v_rows.is_cuda and is_finite(v_rows)
+    seen = lambda: visible.expand(*grouped, -1).flatten(2, 3)  # noqa: E731
+    o = (
+        isolated_matmul(weights.flatten(2, 3), v_rows, seen, finite=finite)
+        .view(batch, nheads, seqlen_q, headdim_v)
+        .transpose(1, 2)
+    )
     return AttentionState(m.view(batch, nheads, seqlen_q), weights.sum(-1).view(batch, nheads, seqlen_q), o)
 
 

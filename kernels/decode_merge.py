@@ -42,7 +42,7 @@ def last_touch(m, l, sinks, head, inside, SINKS: tl.constexpr):  # noqa: E741
     total = l * weight
     if SINKS:
         total += tl.exp2(sink - origin)
-    seen = l > 0.0
+    seen = l != 0.0  # NaN is seen
     divisor = tl.where(seen, total, 1.0)
     return tl.where(seen, weight, 0.0), divisor, tl.where(seen, origin + tl.log2(divisor), float("-inf"))
 

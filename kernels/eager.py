@@ -121,7 +121,7 @@ def forward(
             weights = scores.sub_(origin[..., None]).exp2_()
             rescale = torch.exp2(m - origin)
             row_sum = row_sum * rescale + weights.sum(dim=-1)
-            acc = acc * rescale[..., None] + scorer.drop(weights, keys) @ sees.rows(v, keys)
+            acc = acc * rescale[..., None] + sees.over_keys(scorer.drop(weights, keys), sees.rows(v, keys), keys)
             m = m_new
         rows = slice(queries.begin, queries.end)
         shape = (batch, nheads, queries.end - queries.begin)
@@ -164,7 +164,8 @@ class _Queries:
     def probabilities_and_gradient(self, keys: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """P = 2^(s - lse), less what dropout drops, and dS = P * (dout v^T - delta) over one block of keys."""
         capped = self.scorer.capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2))
-        p = self.sees.hide(self.scorer.scores(capped, keys), keys, -math.inf).sub_(self.lse[..., None]).exp2_()
+        p = self.scorer.scores(capped, keys).sub_(self.lse[..., None]).exp2_()
+        p = self.sees.hide(p, keys, 0.0)  # after the exponential: a row whose lse is NaN must not reach hidden keys
         dp = self.scorer.drop(self.dout @ self.sees.rows(v, keys).transpose(-1, -2), keys)
         ds = dp.sub_(self.delta[..., None]).mul_(p)
         if self.scorer.scoring.softcap:
@@ -209,7 +210,7 @@ def backward_dq(
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(meeting.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
-            acc += ds @ sees.rows(k, keys)
+            acc += sees.over_keys(ds, sees.rows(k, keys), keys)
         update = _unfold(acc * meeting.scoring.softmax_scale, queries, nheads)
         target = dq[:, queries.begin : queries.end]
         target.copy_(target + update if accumulate else update)
@@ -248,10 +249,10 @@ def backward_dkdv(
             rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
-            dv_acc[:, :, seen] += p.transpose(-1, -2) @ rows.dout
-            dk_acc[:, :, seen] += ds.transpose(-1, -2) @ rows.q
+            dv_acc[:, :, seen] += sees.over_rows(p, rows.dout, keys)
+            dk_acc[:, :, seen] += sees.over_rows(ds, rows.q, keys)
             if dq is not None:
-                part = ds @ sees.rows(k, keys) * meeting.scoring.softmax_scale
+                part = sees.over_keys(ds, sees.rows(k, keys), keys) * meeting.scoring.softmax_scale
                 dq.rows()[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
         for total, acc in ((dk, dk_acc * meeting.scoring.softmax_scale), (dv, dv_acc)):
             target = total[:, block.begin : block.end]

@@ -80,7 +80,7 @@ class AttentionState:
 
         Returns out (batch, seqlen, nheads, headdim) and lse (batch, nheads, seqlen); 0 and -inf where no key was seen.
         """
-        seen = self.l > 0
+        seen = self.l != 0  # NaN is seen: it must reach the gradients
         divisor = self.l.masked_fill(~seen, 1.0)
         out = self.o / divisor.transpose(1, 2)[..., None]
         lse = (self.m.double() + torch.log2(divisor.double())) * LN2  # float64: the backward's exponent, rounded once

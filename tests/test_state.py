@@ -94,3 +94,12 @@ def test_lse_is_the_natural_logarithm() -> None:
 def test_finalize_rounds_once() -> None:
     (state,), _ = random_states(1)
     assert torch.equal(state.finalize(torch.bfloat16)[0], state.finalize()[0].bfloat16())
+
+
+def test_finalize_keeps_a_nan() -> None:
+    (state,), _ = random_states(1)
+    state.l[0, 0, 0] = torch.nan
+    out, lse = state.finalize()
+    assert torch.isnan(lse[0, 0, 0])
+    assert torch.isnan(out[0, 0, 0]).all()
+    assert torch.isnan(lse).sum() == 1

@@ -1,6 +1,7 @@
 """What once went wrong at the edges of the kernels."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import ringflash as rf
 from tests.accuracy import Problem
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.test_portable import DEVICE
+from tests.test_decode import Decoding
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
@@ -38,3 +40,37 @@ def test_a_sink_without_weight_in_a_row_that_sees_nothing(backend: str) -> None:
     assert torch.equal(out[:, 10:], torch.zeros_like(out[:, 10:]))
     assert (lse[..., 10:] == -math.inf).all()
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
+def test_a_nan_that_a_row_sees_reaches_lse_and_every_gradient(backend: str, world: int) -> None:
+    dtype = DTYPE_OF.get(backend, torch.float32)
+    given = Problem.random(seqlen=70, heads=(2, 1), batch=1, dtype=dtype, mask=rf.Causal(), device=DEVICE)
+    given.k[:, 10] = math.nan
+    inputs = q, k, v = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    options = rf.AttentionOptions(backend=backend, return_lse=True)
+    if world == 1:
+        out, lse = rf.flash_attention(q, k, v, mask=given.mask, options=options)
+    else:
+        context = rf.ContextParallel.local(world, "contiguous")
+        out, lse = rf.ring_attention(q, k, v, context, mask=given.mask, options=options)
+    assert torch.isnan(lse[..., 10:]).all()
+    assert torch.isfinite(lse[..., :10]).all()
+    dq, dk, dv = torch.autograd.grad(out, inputs, given.dout)
+    for x in (out[:, 10:], dq[:, 10:], dk, dv):
+        assert torch.isnan(x).all()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_nan_that_a_row_sees_reaches_a_decoded_lse(backend: str, sinks: bool, splits: int) -> None:
+    logits = torch.zeros(4, device=DEVICE) if sinks else None
+    given = replace(Decoding.random(dtype=torch.float32, device=DEVICE), sinks=logits)
+    given.k[1, 3] = math.nan
+    for x in given.decode(backend=backend, splits=splits):
+        assert torch.isfinite(x[0]).all()
+        assert torch.isnan(x[1]).all()
