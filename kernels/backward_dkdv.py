@@ -45,6 +45,7 @@ from ringflash.kernels.tiles import (
     head_of,
     load_rows,
     load_where,
+    operand,
     row_pointers,
     store_rows,
     strided,
@@ -97,8 +98,8 @@ def _over_queries(
                 inside &= span.start + rows >= 0
             elif kind.MASK >= 2:
                 inside &= lse2 != float("inf")
-        q_tile = load_tile(q, q_tiles, i, inside, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D, kind)
-        dout_tile = load_tile(dout, dout_tiles, i, inside, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
+        q_tile = load_tile(q, q_tiles, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
+        dout_tile = load_tile(dout, dout_tiles, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
         queries = (span.start + rows)[None, :]
         t = capped(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
@@ -174,9 +175,9 @@ def _dkdv_kernel(
     read = keys_read(visible, batch, position + rows, rows < left, kind.MASK)
     keys = (position + rows)[:, None]
     k_pointers = row_pointers(head_of(k, batch, head_kv), row, k.row, kind.BLOCK_N, kind.BLOCK_D)
-    k_tile = load_where(k_pointers, read, kind.HEADDIM, kind.BLOCK_D, False)
+    k_tile = load_where(k_pointers, read, kind.LOADED, kind.BLOCK_D, False)
     v_pointers = row_pointers(head_of(v, batch, head_kv), row, v.row, kind.BLOCK_N, kind.BLOCK_DV)
-    v_tile = load_where(v_pointers, read, kind.HEADDIM_V, kind.BLOCK_DV, False)
+    v_tile = load_where(v_pointers, read, kind.LOADED_V, kind.BLOCK_DV, False)
 
     stride_dqs = nheads * kind.HEADDIM  # dq is contiguous
     dk_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_D], tl.float32)
@@ -243,7 +244,7 @@ def backward_dkdv(
     scores, seed = scores_argument(meeting.scoring, lse)
     with_dq, dq_argument = _dq_argument(dq, config)
     _dkdv_kernel[(programs.ntiles * batch * k.shape[2],)](
-        *streams, *views, strided(k), strided(v), lse, delta, dq_argument,
+        *streams, *views, operand(k), operand(v), lse, delta, dq_argument,
         strided(dk), strided(dv), tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
         ACCUMULATE=accumulate, WITH_DQ=with_dq,

@@ -27,9 +27,9 @@ from ringflash.kernels.tiles import (
     call_of,
     head_of,
     load_rows,
+    operand,
     row_pointers,
     store_rows,
-    strided,
 )
 
 
@@ -63,8 +63,8 @@ def _over_keys(
         n, masked = visit(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end
-        k_tile = load_tile(k, k_tiles, n, inside, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D, kind)
-        v_tile = load_tile(v, v_tiles, n, inside, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         keys = (span.start + columns)[None, :]
         t = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
@@ -120,9 +120,9 @@ def _dq_kernel(
     lse2 = load_lse(lse, number, rows < left)
     delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
-    q_tile = load_rows(q_pointers, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, kind.BLOCK_M, kind.BLOCK_DV)
-    dout_tile = load_rows(dout_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
+    dout_tile = load_rows(dout_pointers, left, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV)
 
     acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
     slope = slope_of(scores, batch, head, kind.ALIBI)
@@ -164,7 +164,7 @@ def backward_dq(
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(meeting.scoring, lse)
     _dq_kernel[(programs.ntiles * batch * nheads,)](
-        strided(dout), strided(q), *streams, *views, lse, delta, dq,
+        operand(dout), operand(q), *streams, *views, lse, delta, dq,
         tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
         ACCUMULATE=accumulate, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),

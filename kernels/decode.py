@@ -15,19 +15,21 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.config import padded_headdim, processors
-from ringflash.kernels.decode_config import decode_config, splits_for
+from ringflash.kernels.decode_config import ROWS_WITHOUT_WGMMA, DecodeConfig, decode_config, splits_for
 from ringflash.kernels.decode_merge import Target, last_touch, merge, target_of
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.kernels.meeting import Scoring
 from ringflash.kernels.scores import tanh
 from ringflash.kernels.tables import device_tables, uploaded
-from ringflash.kernels.tiles import head_of, load_rows, row_pointers, strided, wide
+from ringflash.kernels.tiles import head_of, load_rows, loads_vectors, row_pointers, strided, wide
 from ringflash.state import LN2
 
 # Numbers that change from call to call: the kernel is not compiled anew for their multiples of 16.
@@ -196,13 +198,25 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits:
 def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
     if step.splits is not None:
         return step.splits
-    batch, seqlen_q, nheads, headdim = q.shape
+    batch, seqlen_q, nheads, _ = q.shape
     capacity, nheads_kv = k.shape[1:3]
-    config = decode_config(headdim, v.shape[3], q.dtype, step.tiles)
+    config = _config(q, k, v, step)
     rows = seqlen_q * (nheads // nheads_kv)
     programs = batch * nheads_kv * triton.cdiv(rows, config.block_m(rows))
     keys = min(capacity, step.sight.left + seqlen_q)
     return splits_for(programs, keys, processors(q.device) * config.resident(rows))
+
+
+def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
+    """Returns the tiles of a step, with few rows where loads number by number feed matmuls of 16-bit numbers.
+
+    Tiles of 64 rows would use WGMMA there, which ptxas 12.8 compiles wrong for some widths; see `tiles.operand`. A
+    cache is too large to be copied to better rows at each step.
+    """
+    config = decode_config(q.shape[3], v.shape[3], q.dtype, step.tiles)
+    if q.itemsize == 2 and not all(map(loads_vectors, (q, k, v))):
+        config = replace(config, max_rows=min(config.max_rows, ROWS_WITHOUT_WGMMA))
+    return config
 
 
 @device_tables(maxsize=1024)
@@ -217,7 +231,7 @@ def _launch(
     capacity, nheads_kv = k.shape[1:3]
     headdim_v = v.shape[3]
     scoring, sight = step.scoring, step.sight
-    config = decode_config(headdim, headdim_v, q.dtype, step.tiles)
+    config = _config(q, k, v, step)
     rows = seqlen_q * (nheads // nheads_kv)
     block_m = config.block_m(rows)
     row_tiles = triton.cdiv(rows, block_m)

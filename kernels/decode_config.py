@@ -9,6 +9,7 @@ import torch
 from ringflash.kernels.config import padded_headdim
 from ringflash.kernels.decode_step import MAX_SPLITS, DecodeTiles
 
+ROWS_WITHOUT_WGMMA = 32  # of a tile: WGMMA takes 64
 MIN_KEYS = 256  # a part shorter than this costs more to merge than it saves
 
 

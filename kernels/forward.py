@@ -30,9 +30,9 @@ from ringflash.kernels.tiles import (
     call_of,
     head_of,
     load_rows,
+    operand,
     row_pointers,
     store_rows,
-    strided,
 )
 from ringflash.state import AttentionState
 
@@ -76,7 +76,7 @@ def _attend(
         n, masked = visit(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end
-        k_tile = load_tile(k, k_tiles, n, inside, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D, kind)
+        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
         s = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         keys = (span.start + columns)[None, :]
         s, unit = scored(s, queries, keys, scores, slope, kind.ALIBI)
@@ -93,7 +93,7 @@ def _attend(
         if kind.DROPOUT:
             p = tl.where(kept(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
         acc = acc * rescale[:, None]
-        v_tile = load_tile(v, v_tiles, n, inside, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
         m = m_new
     return acc, m, l
@@ -144,7 +144,7 @@ def _forward_kernel(
         acc = load_rows(o_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
 
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
-    q_tile = load_rows(q_pointers, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     slope = slope_of(scores, batch, head, kind.ALIBI)
     queries = position + rows[:, None]
     bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
@@ -200,7 +200,7 @@ def forward(
     scores, seed = scores_argument(meeting.scoring, lse)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     _forward_kernel[(programs.ntiles * batch * nheads,)](
-        strided(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
+        operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
         FIRST=first, LAST=last, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
         **config.launch,

@@ -16,7 +16,7 @@ from ringflash.dropout import threshold
 from ringflash.kernels.config import TileConfig
 from ringflash.kernels.meeting import Scoring
 from ringflash.kernels.programs import Programs
-from ringflash.kernels.tiles import Kind
+from ringflash.kernels.tiles import Kind, loaded_width
 
 
 class Scores(NamedTuple):
@@ -77,6 +77,8 @@ def kind_argument(
         PRECISION=config.precision,
         HEADDIM=q.shape[3],
         HEADDIM_V=v.shape[3],
+        LOADED=loaded_width(q.shape[3], q.itemsize),
+        LOADED_V=loaded_width(v.shape[3], v.itemsize),
         BLOCK_D=config.block_d,
         BLOCK_DV=config.block_dv,
         BLOCK_M=config.block_m,

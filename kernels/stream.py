@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringflash.kernels.config import TileConfig
 from ringflash.kernels.programs import Programs
-from ringflash.kernels.tiles import Strided, capability, head_of, load_where, row_pointers, strided, wide
+from ringflash.kernels.tiles import Strided, capability, head_of, load_where, operand, row_pointers, strided, wide
 
 
 class View(NamedTuple):
@@ -62,7 +62,7 @@ def streamed(
         and None not in views
     )
     if not accelerated:
-        return False, [Streamed(strided(x), View(0, 0, 0)) for x in tensors], [None, None]
+        return False, [Streamed(operand(x), View(0, 0, 0)) for x in tensors], [None, None]
     arguments, descriptors = [], []
     for x, width, view in zip(tensors, widths, views, strict=True):
         assert view is not None

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, contiguous_format
+from torch.nn.functional import pad
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 from triton.runtime import driver
 
@@ -46,6 +47,8 @@ class Kind(NamedTuple):
     PRECISION: Any
     HEADDIM: Any
     HEADDIM_V: Any
+    LOADED: Any
+    LOADED_V: Any
     BLOCK_D: Any
     BLOCK_DV: Any
     BLOCK_M: Any
@@ -79,7 +82,36 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
 def strided(x: Tensor) -> Strided:
     """`x` as a kernel takes it, copied only if its last dimension is not consecutive in memory."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return Strided(x, *x.stride()[:3])
+    return Strided(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride(), strict=False)))
+
+
+VECTOR = 8  # numbers of 16 bits that a thread loads at once: 16 bytes
+HINT = 16  # Triton tells its compiler of a stride only whether it is a multiple of this
+
+
+def loads_vectors(x: Tensor) -> bool:
+    """Returns whether Triton loads rows of 16-bit `x` as whole vectors, rather than number by number."""
+    strides = (stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
+    aligned = x.data_ptr() % (VECTOR * x.itemsize) == 0 and x.stride(-1) == 1
+    return aligned and x.shape[3] % VECTOR == 0 and all(stride % HINT == 0 for stride in strides)
+
+
+def operand(x: Tensor) -> Strided:
+    """`x` (batch, seqlen, nheads, headdim) as a kernel loads tiles of it for matmuls.
+
+    Numbers of 16 bits are copied to rows of whole vectors, padded with zeros, where they do not lie in such rows.
+    Loads number by number are several times slower, and ptxas 12.8 compiles some of them wrong for sm_90: the matmuls
+    that follow then read shared memory through a uniform register that nothing has written.
+    """
+    if x.itemsize == 2 and not loads_vectors(x):
+        headdim = x.shape[3]
+        x = pad(x, (0, -headdim % HINT))[..., :headdim] if headdim % HINT else x.clone(memory_format=contiguous_format)
+    return strided(x)
+
+
+def loaded_width(headdim: int, itemsize: int) -> int:
+    """Columns that a load of an `operand` covers: whole vectors of 16-bit numbers, the last padded with zeros."""
+    return -(-headdim // VECTOR) * VECTOR if itemsize == 2 else headdim
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ringflash.kernels.aot.cases import Case, launch
+from ringflash.kernels.aot.sass import disassemble, undefined_uniform_reads
 
 SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -185,6 +186,8 @@ def _launches_compiled() -> Iterator[dict[str, Usage]]:
         try:
             with contextlib.redirect_stdout(log):
                 kernel: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
+            if wrong := undefined_uniform_reads(disassemble(kernel.asm["cubin"])):
+                raise RuntimeError(f"ptxas compiled {self.__name__} wrong, it reads unwritten registers: {wrong[0]}")
         except _Known as known:
             usage = known.usage
         else:
