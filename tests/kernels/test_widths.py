@@ -185,6 +185,10 @@ NAMED_DECODE = [
 ]
 
 N_EQUAL, N_UNEQUAL, N_DECODE = 60, 110, 50
+# In these draws plain attention's own error is so small, or the final rounding so large a part of both errors, that the
+# ratio lies above its bar with exact kernels: dq 0.00223 of 0.00222, dv 0.0213 of 0.0191, out 8.1e-5 of 7.8e-5 on an
+# H200, the same in all backends. They are drawn with another seed.
+RESEEDED = {7: 1007, 38: 1038, 193: 1193}
 STRIDES = (TIGHT, TIGHT, Rows(0, 8), Rows(8, 0), Rows(0, 1), Rows(1, 2), Rows(0, 40), Rows(3, 4))
 
 
@@ -228,7 +232,7 @@ def _modes(draw: Random) -> dict[str, Any]:
 
 def _drawn(number: int, equal: bool) -> Case:
     """Equal widths are such that the Hopper kernels take them, without a mode of theirs; others are of any kind."""
-    draw = Random(number)
+    draw = Random(RESEEDED.get(number, number))
     if equal:
         width = draw.randrange(16, 257, 8)
         headdims, modes, dtype = (
@@ -250,7 +254,7 @@ def _drawn(number: int, equal: bool) -> Case:
 
 
 def _drawn_decode(number: int) -> DecodeCase:
-    draw = Random(number)
+    draw = Random(RESEEDED.get(number, number))
     headdims = (_width(draw), _width(draw))
     seqlen_q, mask = draw.choice(
         [
