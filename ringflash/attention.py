@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringflash import autograd
+from ringflash import derivatives
 from ringflash.checks import check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
@@ -61,6 +61,9 @@ def flash_attention(
     """softmax(softmax_scale q k^T + mask) v on one device, exact, with O(seqlen) memory.
 
     Under torch.autocast q, k and v take its dtype, as in scaled_dot_product_attention; float64 stays.
+
+    Differentiable once in reverse mode, with torch.func.grad, vjp, jacrev and vmap (a loop) too. Forward mode and second
+    derivatives raise ArgumentError.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.
@@ -164,7 +167,7 @@ def _call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = options.deterministic
-    out, lse = autograd.attend(
+    out, lse = derivatives.attend(
         q,
         k,
         v,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -295,61 +295,33 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps on `ctx` what `gradients` needs of the operator's inputs and output."""
     q, k, v, sinks, alibi_slopes, dropout_seed, *ctx.values = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, dropout_seed)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    return _gradients(ctx.values, ctx.saved_tensors, dout, dlse)
+    return gradients(attention_backward, ctx.values, ctx.saved_tensors, dout, dlse)
 
 
-def _gradients(
-    values: Sequence[Any], saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
+def gradients(
+    backward: Callable[..., tuple[Tensor, ...]],
+    values: Sequence[Any],
+    saved: Sequence[Any],
+    dout: Tensor | None,
+    dlse: Tensor | None,
 ) -> tuple[Any, ...]:
+    """A gradient for each input of the operator: those of `backward`, with its arguments, and None for the rest."""
     q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = saved
     if dout is None:
         dout = torch.zeros_like(out)
     _, _, mask_tensors, *rest = values
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *values)
+    dq, dk, dv, dsinks = backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *values)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
     # None for each further input, for the mask's tensors nested as they are.
     return dq, dk, dv, dsinks, None, None, None, None, [None] * len(mask_tensors), *[None] * len(rest)
 
 
-attention.register_autograd(_backward, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator and its gradient as an eager call takes them: what is differentiable, and the rest in one piece.
-
-    What `register_autograd` makes of the same two functions flattens and checks all arguments by their schema, which
-    takes the host as long as a launch, in every call and again in its backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: Any) -> tuple[Tensor, Tensor]:
-        inputs = q, k, v, sinks, *rest
-        with torch._C._AutoDispatchBelowAutograd():
-            output = attention(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
-        # Where a gradient of this gradient is asked for, the operator says that it has none.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            dq, dk, dv, dsinks, *_ = _gradients(ctx.values, saved, *grads)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                dq, dk, dv, dsinks, *_ = _gradients(ctx.values, saved, *grads)
-        return dq, dk, dv, dsinks, None
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """`attention` of the same inputs, differentiable, by the shortest way to it."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return attention(q, k, v, sinks, *rest)
-    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, sinks, rest))
+attention.register_autograd(_backward, setup_context=save)

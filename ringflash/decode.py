@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ringflash import decode_op
 from ringflash.checks import check_softcap, scale_of
@@ -189,6 +190,10 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         expected, got = "none that requires a gradient: decoding has no backward", "one that does"
         remedy = "Call under torch.no_grad(), or use rf.flash_attention, which has a backward."
+        raise ArgumentError(name, expected=expected, got=got, remedy=remedy)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        expected, got = "none with a tangent: decoding has no derivative", "a dual tensor (or torch.func.jvp, jacfwd)"
+        remedy = "Use ringflash.reference.attention, the plain formula, over the valid keys."
         raise ArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 

@@ -198,10 +198,10 @@ def test_no_dropout_is_none() -> None:
 
 def test_what_is_asked_of_torch_holds_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """options.deterministic None follows torch.use_deterministic_algorithms."""
-    from ringflash import autograd
+    from ringflash import derivatives
 
     asked: list[bool] = []
-    monkeypatch.setattr(autograd, "attention", lambda *args: (asked.append(args[-1]), (args[0], args[0]))[1])
+    monkeypatch.setattr(derivatives, "attention", lambda *args: (asked.append(args[-1]), (args[0], args[0]))[1])
     q = torch.zeros(1, 4, 1, 16)
     for enabled in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
