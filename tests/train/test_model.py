@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,3 +155,14 @@ def test_documents_do_not_see_each_other() -> None:
     cache = KVCache.empty(CONFIG, 2, 12, "cpu", torch.float64)
     with pytest.raises(ArgumentError, match="documents: expected None with a cache"):
         decoder(x, positions, cache=cache, documents=rf.Documents(ends))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_documents_on_a_ring_do_not_see_each_other(layout: str) -> None:
+    decoder, x, ends = Decoder(CONFIG).double(), tokens(1, 13), [0, 4, 9, 13]
+    context = rf.ContextParallel.local(3, layout)
+    positions = torch.cat([torch.arange(4), torch.arange(5), torch.arange(4)])
+    shard, own_positions = context.shard(x), context.shard(positions, dim=0)
+    out = context.unshard(decoder(shard, own_positions, context, documents=rf.Documents(ends)))
+    alone = [decoder(x[:, a:b], torch.arange(b - a)) for a, b in pairwise(ends)]
+    torch.testing.assert_close(out, torch.cat(alone, 1), rtol=0, atol=1e-12)

@@ -85,6 +85,32 @@ def test_a_step_gives_each_token_s_loss() -> None:
     assert result["loss"].item() == pytest.approx(losses.double().sum().item() / 13, rel=1e-6)
 
 
+def shard_of_three_ranks(valid: int) -> tuple[LanguageModel, dict[str, torch.Tensor]]:
+    """A module, and a batch of which this rank has `valid` labels, where all ranks have 13."""
+    module = LanguageModel(MODEL, compute_dtype="float64")
+    module.trainer = trainer()
+    module.configure_model()
+    batch = {"input_ids": torch.randint(0, 61, (2, 9)), "labels": torch.full((2, 9), -100)}
+    batch["labels"].view(-1)[:valid] = torch.randint(0, 61, (valid,))
+    return module, batch | {"num_valid_tokens": torch.tensor(13)}
+
+
+def test_a_shard_s_loss_counts_the_valid_tokens_of_all_ranks() -> None:
+    module, batch = shard_of_three_ranks(valid=5)
+    result = module.training_step(batch, 0)
+    assert result["loss"].item() == pytest.approx(result["token_losses"].double().sum().item() / 13, rel=1e-6)
+
+
+def test_a_shard_of_masked_tokens_has_loss_0() -> None:
+    module, batch = shard_of_three_ranks(valid=0)
+    loss = module.training_step(batch, 0)["loss"]
+    assert loss.item() == 0
+    loss.backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    assert gradients
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
 def test_a_label_outside_the_vocabulary() -> None:
     module = LanguageModel(MODEL)
     module.trainer = trainer()

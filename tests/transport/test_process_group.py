@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.transport.base import Message
+from ringflash.transport.nccl import in_order
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import RankFailure, run_ranks, try_ranks
 
@@ -105,6 +107,16 @@ def test_a_group_that_excludes_this_rank() -> None:
 def test_no_process_group() -> None:
     with pytest.raises(ArgumentError, match=r"ContextParallel.local\(n\)"):
         rf.ContextParallel(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_of_two_neighbours_one_sends_first(rank: int) -> None:
+    """A backend that takes one operation after another would block where both begin by sending."""
+    receives = Message((rank - 1) % 4, torch.zeros(1), 0, sends=False, hop=0)
+    sends = Message((rank + 1) % 4, torch.zeros(1), 0, sends=True, hop=0)
+    for posted in ([sends, receives], [receives, sends]):
+        first, second = in_order(posted, rank)
+        assert (first.sends, second.sends) == (rank % 2 == 0, rank % 2 == 1)
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
@@ -221,6 +233,19 @@ def test_values_of_cu_seqlens_that_differ() -> None:
     for text in run_ranks(3, _documents_differ):
         assert "ranks disagree on mask: rank 0 against the rest" in text
         assert "Documents([0, 8, 18])" in text
+
+
+def _half_precisions() -> str:
+    """Messages of both are equally long: gloo would take the bits of one for the other without an error."""
+    q = torch.zeros(1, 6, 2, 16, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
+    with pytest.raises(RankMismatch) as caught:
+        rf.ring_attention(q, q, q, rf.ContextParallel(dist.group.WORLD))
+    return str(caught.value)
+
+
+def test_half_precisions_that_differ() -> None:
+    for text in run_ranks(2, _half_precisions):
+        assert "ranks disagree on dtype" in text
 
 
 def _mesh_without_a_rank() -> str:

@@ -1,0 +1,342 @@
+"""Plants known bugs in a copy of the tree, one after another, and reports whether the tests notice them.
+
+    python -m tests.planted_bugs [--list] [--only NAME ...]
+
+Each plant is an exact replacement of source text, and names the tests that must fail with it. The copy is first tested
+as it is: a test that fails anyway proves nothing. The exit code is 1 when a bug goes unnoticed, 0 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.names import ROOT
+
+SUMMARY = "Plants known bugs in a copy of the tree and reports whether the tests notice them."
+COPIED = ("configs", "kernels", "pyproject.toml", "ringflash", "tests", "train")
+LIMIT = 600  # seconds for the tests of one plant: a bug may make them hang
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug and the tests that must notice it.
+
+    Args:
+        name: for the command line.
+        origin: where the bug occurred, and what users saw.
+        path: the file to change, relative to the repository's root.
+        old: text that occurs exactly once in it.
+        new: what replaces `old`.
+        tests: pytest ids; each must fail.
+    """
+
+    name: str
+    origin: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> None:
+        """Changes the file under `root`; raises ValueError where `old` does not occur exactly once."""
+        file = root / self.path
+        text = file.read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: expected its text once in {self.path}, found it {count} times: {self.old}")
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+PLANTS = (
+    Plant(
+        "rounded-at-each-hop",
+        "ring-flash-attention #42, torchtitan: partial outputs rounded to bf16, so the error grows with the ring",
+        "kernels/eager.py",
+        "= part.m, part.l, part.o\n",
+        "= part.m, part.l, part.o.to(q.dtype)\n",
+        ("tests/test_ring.py::test_error_does_not_grow_with_the_world[dtype0]",),
+    ),
+    Plant(
+        "stale-keys-in-backward",
+        "diffusers #14265: the backward uses the keys and values of another hop",
+        "ringflash/ring.py",
+        "(dout, q, *kv.visiting(hop), lse, delta)",
+        "(dout, q, *kv.visiting(plan.hops[0]), lse, delta)",
+        ("tests/test_ring.py::test_error_does_not_grow_with_the_world[dtype1]",),
+    ),
+    Plant(
+        "lse-of-one-chunk-in-backward",
+        "tt-metal #53205: the backward normalises by each chunk of keys; dv is right, dq and dk are 10% off",
+        "kernels/eager.py",
+        "ds = dp.sub_(self.delta[..., None]).mul_(p)",
+        "ds = dp.sub_(self.delta[..., None]).mul_(p / p.sum(-1, keepdim=True).clamp(min=1e-30))",
+        ("tests/test_ring.py::test_every_mask_in_every_layout[full-zigzag-2]",),
+    ),
+    Plant(
+        "odd-length-loses-a-token",
+        "TransformerEngine #1930: a length that the ranks do not divide loses its last tokens",
+        "ringflash/layout.py",
+        "return [start + index * base + min(index, longer) for index in range(count + 1)]",
+        "return [start + index * base + 0 * longer for index in range(count + 1)]",
+        ("tests/test_layout.py::test_every_token_lives_on_one_rank", "tests/test_ring.py::test_any_length"),
+    ),
+    Plant(
+        "padding-read-as-rows",
+        "TransformerEngine #3331: the rows that pad a shorter shard are read as keys",
+        "ringflash/ring.py",
+        "return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))",
+        "return self._buffers[self._slot(hop)].pair(max(self._plan.layout.lengths))",
+        ("tests/test_ring.py::test_every_mask_in_every_layout[full-zigzag-2]",),
+    ),
+    Plant(
+        "window-of-each-tile",
+        "ring-flash-attention #35: a sliding window counts positions within the tile that a rank holds",
+        "kernels/blocks.py",
+        "chunk.start + offset)",
+        "base + offset)",
+        ("tests/test_ring.py::test_every_mask_in_every_layout[window-zigzag-2]",),
+    ),
+    Plant(
+        "documents-ignored-on-a-ring",
+        "axolotl #3608: packed documents see each other under context parallelism, and the loss is 1.83 times as large",
+        "train/model.py",
+        "out = rf.ring_attention(q, k, v, step.context, mask=mask)",
+        "out = rf.ring_attention(q, k, v, step.context, mask=self.mask)",
+        ("tests/train/test_model.py::test_documents_on_a_ring_do_not_see_each_other",),
+    ),
+    Plant(
+        "contiguous-put-back-as-zigzag",
+        "ms-swift #10071: shards of one layout are joined in the order of another",
+        "ringflash/context.py",
+        "return layouts.put_together(x, self._local_chunks(x.shape[dim], mask), dim)",
+        "return layouts.put_together(x, ContextParallel.local(self.world_size)._local_chunks(x.shape[dim], mask), dim)",
+        ("tests/test_layout.py::test_shard_and_unshard_round_trip",),
+    ),
+    Plant(
+        "nan-of-a-masked-rank",
+        "Megatron-LM #1764: the loss of a rank whose tokens are all masked is 0 / 0",
+        "train/ring_module.py",
+        '"loss": losses.total / num_valid.clamp(min=1)',
+        '"loss": losses.total / (batch["labels"] >= 0).sum() * (batch["labels"] >= 0).sum() / num_valid',
+        ("tests/train/test_module.py::test_a_shard_of_masked_tokens_has_loss_0",),
+    ),
+    Plant(
+        "mean-of-no-token",
+        "Megatron-LM #1764: the mean over no valid token is NaN",
+        "train/linear_loss.py",
+        "return losses.sum(), losses",
+        "return losses[labels != IGNORE_INDEX].mean() * (labels != IGNORE_INDEX).sum(), losses",
+        ("tests/train/test_linear_loss.py::test_no_valid_token",),
+    ),
+    Plant(
+        "divided-by-the-shards-tokens",
+        "Megatron-LM #7452: a rank divides its loss by its own valid tokens, not by those of all ranks",
+        "train/ring_module.py",
+        '"loss": losses.total / num_valid.clamp(min=1)',
+        '"loss": losses.total / (batch["labels"] >= 0).sum().clamp(min=1)',
+        ("tests/train/test_module.py::test_a_shard_s_loss_counts_the_valid_tokens_of_all_ranks",),
+    ),
+    Plant(
+        "overflow-in-the-merge",
+        "ring implementations that merge by exp(lse1) + exp(lse2): large scores overflow",
+        "ringflash/state.py",
+        "m = torch.maximum(self.m, other.m)",
+        "m = torch.minimum(self.m, other.m)",
+        ("tests/test_state.py::test_large_scores_do_not_overflow",),
+    ),
+    Plant(
+        "nan-in-the-merge",
+        "ring implementations that merge by sigmoid(lse2 - lse1): two empty states give -inf minus -inf",
+        "ringflash/state.py",
+        "origin = m.masked_fill(m == -math.inf, 0.0)",
+        "origin = m",
+        ("tests/test_state.py::test_identity_meets_identity_without_nan",),
+    ),
+    Plant(
+        "nan-in-a-tile",
+        "the same in a tile: a row that has seen no key yet",
+        "kernels/eager.py",
+        "origin = m_new.masked_fill(m_new == -math.inf, 0.0)",
+        "origin = m_new",
+        ("tests/test_attention.py::test_rows_that_see_nothing",),
+    ),
+    Plant(
+        "nan-in-the-triton-forward",
+        "the same in the Triton kernel",
+        "kernels/forward.py",
+        'origin = tl.where(m_new == float("-inf"), 0.0, m_new)',
+        "origin = m_new",
+        ("tests/kernels/test_masks.py::test_rows_that_see_nothing[triton]",),
+    ),
+    Plant(
+        "bfloat16-gradient-for-float16",
+        "a kernel wrapper that ends in dq.to(bfloat16): three bits of a float16 gradient are lost",
+        "kernels/dq_sum.py",
+        "else total.to(self.q.dtype)",
+        "else total.to(torch.bfloat16)",
+        ("tests/test_ring.py::test_accuracy[dtype3-2-zigzag-None]",),
+    ),
+    Plant(
+        "checkpointing-runs-the-ring-again",
+        "torchtitan #1522: full activation checkpointing repeats the collectives of attention",
+        "train/activations.py",
+        "KEPT = [torch.ops.ringflash.attention.default]",
+        "KEPT = []",
+        ("tests/train/test_activations.py::test_virtual_ranks_are_recomputed_without_their_ring",),
+    ),
+    Plant(
+        "lengths-not-compared",
+        "gloo: a sender shorter than its receiver raises nothing and leaves the receiver's tail as it was",
+        "ringflash/context.py",
+        "if tuple(lengths) != expected:",
+        "if len(lengths) != len(expected):",
+        ("tests/transport/test_process_group.py::test_ranks_that_differ_all_raise",),
+    ),
+    Plant(
+        "dtypes-not-compared",
+        "gloo: bf16 sent into fp16 is reinterpreted without an error",
+        "ringflash/autograd.py",
+        '"dtype": str(q.dtype),',
+        '"dtype": "any",',
+        ("tests/transport/test_process_group.py::test_half_precisions_that_differ",),
+    ),
+    Plant(
+        "a-killed-peer-is-not-named",
+        "gloo: the message of a survivor names no rank",
+        "ringflash/transport/faults.py",
+        "peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)",
+        "peers = [r for r in range(world_size) if r != rank]",
+        ("tests/test_faults.py::test_words_of_ranks",),
+    ),
+    Plant(
+        "batch-that-hangs",
+        "pytorch #174288: a batch of isend and irecv hangs under load; here it must end at the deadline",
+        "ringflash/transport/faults.py",
+        "if waited >= self.deadline:",
+        "if waited >= 1e9:",
+        ("tests/transport/test_watch.py::test_a_message_that_does_not_come",),
+    ),
+    Plant(
+        "all-ranks-send-first",
+        "the same over a backend that takes one operation after another: neighbours that both send first block",
+        "ringflash/transport/nccl.py",
+        "key=lambda message: message.sends == (rank % 2 == 1)",
+        "key=lambda message: not message.sends",
+        ("tests/transport/test_process_group.py::test_of_two_neighbours_one_sends_first",),
+    ),
+    Plant(
+        "deadline-after-the-launchers",
+        "nccl #2353: the launcher ends the job before the watchdog has dumped anything",
+        "ringflash/transport/connect.py",
+        "if not 0 < seconds < limit.total_seconds():",
+        "if not 0 < seconds:",
+        ("tests/test_faults.py::test_deadlines_in_the_wrong_order",),
+    ),
+)
+
+
+def run_tests(tests: Sequence[str], root: Path) -> tuple[int, dict[str, str]]:
+    """Runs pytest ids in the tree `root`; returns pytest's exit code, and the message of each id that failed."""
+    report = root / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return -1, {}
+    if process.returncode not in (0, 1):
+        print(output.decode(errors="replace"))
+    return process.returncode, failures(report, tests)
+
+
+def failures(report: Path, tests: Sequence[str]) -> dict[str, str]:
+    """Returns the ids in `tests` that have a failed case in pytest's JUnit report, with the case's message."""
+    failed: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            path, name = case.get("classname", "").replace(".", "/") + ".py", case.get("name", "")
+            for test in (f"{path}::{name}", f"{path}::{name.partition('[')[0]}"):
+                failed.setdefault(test, " ".join(problem.get("message", "").split()))
+    return {test: failed[test] for test in tests if test in failed}
+
+
+def copy_tree(root: Path) -> None:
+    """Copies what the tests read into the folder `root`."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(source, root / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(source, root / name)
+
+
+def try_plant(plant: Plant, root: Path) -> tuple[bool, str]:
+    """Plants the bug in the copy `root`, runs its tests, and takes it out again.
+
+    Returns whether every test failed, and the tests' messages or what went wrong.
+    """
+    file = root / plant.path
+    original = file.read_bytes()
+    plant.apply(root)
+    try:
+        code, failed = run_tests(plant.tests, root)
+    finally:
+        file.write_bytes(original)
+    if code == -1:
+        return False, f"the tests did not end within {LIMIT} s"
+    if code not in (0, 1):
+        return False, f"pytest ended with {code}: the tests did not run"
+    passed = [test for test in plant.tests if test not in failed]
+    if passed:
+        return False, f"passed with the bug: {', '.join(passed)}"
+    return True, "\n      ".join(message[:120] for message in failed.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted_bugs", description=SUMMARY)
+    parser.add_argument("--list", action="store_true", help="list the bugs and run nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[p.name for p in PLANTS], help="plant these alone")
+    options = parser.parse_args(arguments)
+    plants = [plant for plant in PLANTS if options.only is None or plant.name in options.only]
+    if options.list:
+        for plant in plants:
+            print(f"{plant.name}: {plant.origin}\n    {plant.path}; {', '.join(plant.tests)}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ringflash-plants-") as folder:
+        root = Path(folder)
+        copy_tree(root)
+        code, failed = run_tests(sorted({test for plant in plants for test in plant.tests}), root)
+        if code != 0:
+            print(f"The tests do not pass without a bug (pytest ended with {code}): {', '.join(sorted(failed))}")
+            return 1
+        unnoticed = 0
+        for plant in plants:
+            started = time.monotonic()
+            noticed, text = try_plant(plant, root)
+            unnoticed += not noticed
+            seconds = time.monotonic() - started
+            print(f"{'red' if noticed else 'GREEN':5} {plant.name} ({seconds:.0f} s)\n      {text}", flush=True)
+    print(f"{len(plants) - unnoticed} of {len(plants)} bugs were noticed.")
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
