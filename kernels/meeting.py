@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringflash.dropout import number_of
 from ringflash.layout import Chunk
 from ringflash.masks import Mask
 from ringflash.state import LOG2E
@@ -56,7 +57,7 @@ class Scoring:
             alibi_slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes).to(dtype).contiguous(),
             sinks=None if sinks is None else sinks.to(dtype).contiguous(),
             dropout_p=dropout_p,
-            dropout_seed=0 if dropout_seed is None else int(dropout_seed),
+            dropout_seed=0 if dropout_seed is None else number_of(dropout_seed),
         )
 
     @property

@@ -62,8 +62,8 @@ def flash_attention(
 
     Under torch.autocast q, k and v take its dtype, as in scaled_dot_product_attention; float64 stays.
 
-    Differentiable once in reverse mode, with torch.func.grad, vjp, jacrev and vmap (a loop) too. Forward mode and second
-    derivatives raise ArgumentError.
+    Differentiable once in reverse mode, with torch.func.grad, vjp, jacrev and vmap (a loop) too. Forward mode and
+    second derivatives raise ArgumentError.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.

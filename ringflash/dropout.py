@@ -29,7 +29,8 @@ class Dropout:
         p: from 0 up to 1, without 1.
         seed: a whole number, or an int64 tensor of one element on the CPU, from 0 to 2^63 - 1. None draws one a call
             from torch's default CPU generator, so that torch.manual_seed and activation checkpointing hold; the ranks
-            of a ring must then be seeded alike.
+            of a ring must then be seeded alike. In a CUDA graph that you capture only a whole number is accepted:
+            kernels take the seed from the host, so every replay drops the same weights.
 
     Raises:
         ArgumentError: another p or seed.
@@ -54,10 +55,26 @@ class Dropout:
             raise ArgumentError("seed", expected="a whole number from 0 to 2^63 - 1", got=repr(seed), remedy=remedy)
 
     def drawn(self) -> Tensor:
-        """The seed of one call: int64, one element, on the CPU."""
+        """The seed of one call, int64 on the CPU: shape () for a constant, (1,) where the next call's may differ."""
         if self.seed is None:
-            return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
-        return self.seed.reshape(()) if isinstance(self.seed, Tensor) else torch.tensor(self.seed, device="cpu")
+            return torch.randint(1 << 62, (1,), dtype=torch.int64, device="cpu")
+        return self.seed.reshape(1) if isinstance(self.seed, Tensor) else torch.tensor(self.seed, device="cpu")
+
+
+def number_of(seed: Tensor) -> int:
+    """What `Dropout.drawn` gave, as a number.
+
+    Raises:
+        ArgumentError: a seed that may differ from call to call, while a CUDA graph is captured.
+    """
+    if seed.ndim and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        expected, got = "a seed that is a whole number while a CUDA graph is captured", "one drawn anew for each call"
+        remedy = (
+            "The graph would keep this call's seed and drop the same weights at every replay. Leave attention with "
+            "dropout out of the capture, or pass rf.Dropout(p, seed=number) where the same weights are wanted."
+        )
+        raise ArgumentError("dropout", expected=expected, got=got, remedy=remedy)
+    return int(seed)
 
 
 def threshold(p: float) -> int:

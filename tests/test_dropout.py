@@ -176,3 +176,52 @@ def test_a_number_is_no_dropout() -> None:
     q = torch.zeros(1, 4, 1, 16)
     with pytest.raises(ArgumentError, match="dropout: expected None or a rf.Dropout, got 0.1"):
         rf.flash_attention(q, q, q, dropout=0.1)  # type: ignore[arg-type]
+
+
+CAPTURED = "dropout: expected a seed that is a whole number while a CUDA graph is captured, got one drawn anew"
+
+
+def _attend(q: Tensor, dropout: rf.Dropout) -> Tensor:
+    return as_tensor(rf.flash_attention(q, q, q, dropout=dropout))
+
+
+def _pretend_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its compiler
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("seed", [None, torch.tensor(3)])
+def test_a_captured_graph_does_not_keep_a_seed_that_changes(
+    seed: Tensor | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.randn(1, 20, 2, 16)
+    call = torch.compile(_attend, backend="aot_eager", fullgraph=True) if compiled else _attend
+    call(q, rf.Dropout(0.5, seed))
+    _pretend_to_capture(monkeypatch)
+    with pytest.raises(ArgumentError, match=CAPTURED):
+        call(q, rf.Dropout(0.5, seed))
+
+
+def test_a_captured_graph_keeps_a_seed_that_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 20, 2, 16)
+    expected = _attend(q, rf.Dropout(0.5, 3))
+    _pretend_to_capture(monkeypatch)
+    assert torch.equal(_attend(q, rf.Dropout(0.5, 3)), expected)
+    assert torch.isfinite(_attend(q, rf.Dropout(0.0))).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+def test_dropout_in_a_captured_graph() -> None:
+    q = torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16)
+    expected = _attend(q, rf.Dropout(0.5, 3))  # compiles too
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _attend(q, rf.Dropout(0.5, 3))
+        with pytest.raises(ArgumentError, match=CAPTURED):
+            _attend(q, rf.Dropout(0.5))
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
