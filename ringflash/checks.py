@@ -21,6 +21,9 @@ def check_softcap(softcap: float) -> None:
 
 def scale_of(softmax_scale: float | None, headdim: int) -> float:
     """The scale a caller means: None is 1 / sqrt(headdim). Raises ArgumentError unless it is positive and finite."""
+    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
+        remedy = "Leave it out for 1 / sqrt(headdim)."
+        raise ArgumentError("softmax_scale", expected="a number, or None", got=repr(softmax_scale), remedy=remedy)
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:
         remedy = "Flip the sign of q for a negative scale."
