@@ -46,7 +46,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def key_rows(x: Tensor, block: Block) -> Tensor:
     """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
-    return x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
+    return dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
+
+
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` contiguous in `dtype`: the order of a matmul's sums, and so its last bits, may depend on strides."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` leaves a tensor of that dtype alone
 
 
 class Visibility:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.dropout import kept
-from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, state_dtype, visibility
+from ringflash.kernels.blocks import BLOCK_K, BLOCK_Q, Block, Visibility, blocks, dense, state_dtype, visibility
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
@@ -25,8 +25,8 @@ from ringflash.state import LOG2E, AttentionState
 def _fold(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
     """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the dtype computed in."""
     batch, _, nheads, headdim = x.shape
-    rows = x[:, block.begin : block.end].transpose(1, 2).to(state_dtype(x.dtype))
-    return rows.reshape(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
+    rows = dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
+    return rows.view(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
 
 
 def _fold_rows(x: Tensor, block: Block, nheads_kv: int) -> Tensor:

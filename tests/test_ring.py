@@ -187,6 +187,39 @@ def test_queries_and_keys_of_different_lengths() -> None:
         rf.ring_attention(q, k, k, rf.ContextParallel.local(2))
 
 
+def _between_nans(x: Tensor) -> Tensor:
+    storage = torch.full((*x.shape, 2), math.nan, dtype=x.dtype)
+    storage[..., 1] = x
+    return storage[..., 1]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_strides_do_not_matter(deterministic: bool) -> None:
+    context, options = rf.ContextParallel.local(2), rf.AttentionOptions(deterministic=deterministic)
+    problem = Problem.random(seqlen=20, mask=rf.Causal()).mapped(context.shard)
+    transposed = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    ring = lambda q, k, v: as_tensor(rf.ring_attention(q, k, v, context, mask=problem.mask, options=options))  # noqa: E731
+    expected = problem.run(ring)
+    for change in (_between_nans, transposed):
+        assert all(map(torch.equal, problem.mapped(change).run(ring), expected))
+
+
+def test_expanded_keys_and_values() -> None:
+    context = rf.ContextParallel.local(3)
+    problem = Problem.random(seqlen=21, heads=(4, 1), mask=rf.Causal()).mapped(context.shard)
+    k, v = (x.expand(-1, -1, 4, -1) for x in (problem.k, problem.v))
+    outs = [rf.ring_attention(problem.q, *kv, context, mask=rf.Causal()) for kv in ((k, v), (k.clone(), v.clone()))]
+    assert torch.equal(as_tensor(outs[0]), as_tensor(outs[1]))
+
+
+def test_an_input_changed_after_the_forward_is_noticed() -> None:
+    q, k = torch.randn(1, 8, 1, 16, requires_grad=True), torch.randn(1, 8, 1, 16)
+    out = as_tensor(rf.ring_attention(q, k, k.clone(), rf.ContextParallel.local(2)))
+    k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_a_dead_context_in_the_backward_is_none() -> None:
     """The context may go out of scope between forward and backward."""
     q = torch.randn(1, 8, 1, 16, requires_grad=True)
