@@ -182,7 +182,9 @@ def _call(
         options.backend,
         deterministic,
     )
-    return (out, lse) if options.return_lse else out
+    if not options.return_lse:
+        return out
+    return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward
 
 
 def _autocast(x: Tensor) -> Tensor:

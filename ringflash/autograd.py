@@ -189,7 +189,10 @@ def attention(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the queries of this process over the keys of all ranks of the named context."""
+    """Out and lse of the queries of this process over the keys of all ranks of the named context.
+
+    lse has the dtype that the kernels keep their state in, for the backward.
+    """
     tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
     ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
 
@@ -222,9 +225,8 @@ def _(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=backends.state_dtype(backend, q))
 
 
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())

@@ -250,12 +250,12 @@ def forward(
 
     Returns:
         out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
-        logarithm, float32 (float64 for float64).
+        logarithm, in the dtype of the state.
 
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
     """
     batch, seqlen, nheads, _ = q.shape
-    out, lse = empty_results(q, v)
+    out, lse = empty_results(q, v, tiles)
     computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:
         out.zero_()
@@ -352,11 +352,15 @@ def backward_from_delta(
     return dq, *gradients.own(wide if wide_kv else k.dtype)
 
 
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Storage for what `forward` returns."""
+def empty_results(q: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Storage for what `forward` returns.
+
+    lse has the dtype of the state: the backward takes it from scores, and at scores of 1e4 its float32 rounding alone
+    would change every probability by 5e-4.
+    """
     batch, seqlen, nheads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((batch, seqlen, nheads, v.shape[3])), q.new_empty((batch, nheads, seqlen), dtype=lse_dtype)
+    dtype = tiles.kernels.state_dtype(q.dtype)
+    return q.new_empty((batch, seqlen, nheads, v.shape[3])), q.new_empty((batch, nheads, seqlen), dtype=dtype)
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """flash_attention on the CPU: exact, honest about what it cannot do, and a proper torch operator."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -244,3 +245,30 @@ def test_masks_of_another_sequence(mask: Mask, message: str) -> None:
 def test_a_mask_fits_the_keys_where_queries_are_fewer() -> None:
     q, k, v = qkv(seqlen=8)
     assert as_tensor(rf.flash_attention(q[:, -3:], k, v, mask=rf.Documents([0, 5, 8]))).shape == (1, 3, 2, 16)
+
+
+def _large(problem: Problem) -> Problem:
+    """Logits of 1e4, all different."""
+    return replace(problem, q=problem.q * 100, k=problem.k * 30)
+
+
+def _tied(problem: Problem) -> Problem:
+    """Logits of 1e4, equal in each row."""
+    return replace(problem, q=problem.q * 100, k=(problem.k[:, :1] * 30).expand_as(problem.k).contiguous())
+
+
+def _close(problem: Problem) -> Problem:
+    """Logits of 1e4 that differ by a few units."""
+    return replace(problem, q=problem.q.abs() * 100, k=10 + problem.k * 1e-2)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("logits", [_large, _tied, _close])
+def test_float32_gradients_at_logits_of_1e4(logits: Any, deterministic: bool, world: int) -> None:
+    """One float32 for lse would change every probability by 5e-4."""
+    for mask in (None, rf.Causal()):
+        problem = logits(Problem.random(seqlen=90, mask=mask, sinks=True))
+        options = {"deterministic": deterministic}
+        got = problem.flash(**options) if world == 1 else problem.ring(rf.ContextParallel.local(world), **options)
+        assert_accurate(got, problem)
