@@ -23,6 +23,7 @@ from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_grouped_plan, make_plan, receives_at_most
 from ringflash.replay import Replays
+from ringflash.token_mean import TokenMeans
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
     TRANSPORTS,
@@ -48,7 +49,7 @@ GROUPED_BYTES = 48 * 2**20
 _CONTEXTS: dict[str, ContextParallel] = {}
 
 
-class ContextParallel:
+class ContextParallel(TokenMeans):
     """The ranks that share a sequence; pass it to `ring_attention`.
 
     Args:
