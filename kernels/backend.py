@@ -24,8 +24,8 @@ class TileKernels(Protocol):
     """One device's work in a hop.
 
     Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and out, dout
-    likewise with headdim_v; lse, delta (batch, nheads, seqlen_q) in `state_dtype`, lse in natural logarithm. All
-    outputs are written in place.
+    likewise with headdim_v; lse (batch, nheads, seqlen_q) in `lse_dtype`, natural logarithm; delta likewise in
+    `state_dtype`. All outputs are written in place.
     """
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -128,18 +128,9 @@ def choose(name: str, q: Tensor) -> TileKernels:
     """
     if name not in BACKENDS:
         raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(name), remedy="Choose one of these.")
-    return eager if _is_eager(name, q) else _in_triton(name, q.device, q.dtype)
-
-
-def _is_eager(name: str, q: Tensor) -> bool:
-    return name == "eager" or (name == "auto" and not (q.is_cuda and q.dtype != torch.float64))
-
-
-def state_dtype(name: str, q: Tensor) -> torch.dtype:
-    """`TileKernels.state_dtype` of the kernels for `q`, without loading them: tracing asks for it."""
-    if _is_eager(name, q):
-        return eager.state_dtype(q.dtype)
-    return torch.promote_types(q.dtype, torch.float32)
+    if name == "eager" or (name == "auto" and not (q.is_cuda and q.dtype != torch.float64)):
+        return eager
+    return _in_triton(name, q.device, q.dtype)
 
 
 @lru_cache(maxsize=256)

@@ -34,6 +34,7 @@ from ringflash.kernels.scores import (
     scored,
     scores_argument,
     slope_of,
+    split_lse,
     weighed,
 )
 from ringflash.kernels.spans import bounds_of, hidden, keys_read, place_of, schedule, span_of, visit
@@ -91,9 +92,9 @@ def _over_queries(
         inside = rows < span.length
         COPIED: tl.constexpr = k_tile.dtype.primitive_bitwidth == 16
         if kind.EVEN:
-            lse2 = load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED) * 1.4426950408889634
+            lse2, lse2_low = split_lse(load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED))
         else:
-            lse2 = load_lse(lse, number + rows, inside)
+            lse2, lse2_low = load_lse(lse, number + rows, inside)
             if kind.MASK == 1:  # rows that see nothing may hold anything, NaN too
                 inside &= span.start + rows >= 0
             elif kind.MASK >= 2:
@@ -103,7 +104,7 @@ def _over_queries(
         queries = (span.start + rows)[None, :]
         t = capped(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
-        p = tl.exp2(s * unit - lse2[None, :])
+        p = tl.exp2(s * unit - lse2[None, :] - lse2_low[None, :])
         if not kind.EVEN:
             masked = masked | short
         if (kind.MASK != 0 or not kind.EVEN) and masked:

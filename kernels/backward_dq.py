@@ -59,6 +59,7 @@ def _over_keys(
     """Adds dS k over the keys of one chunk."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
+    lse2, lse2_low = lse2
     for i in tl.range(span.begin, span.end, STEP):
         n, masked = visit(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
@@ -68,7 +69,7 @@ def _over_keys(
         keys = (span.start + columns)[None, :]
         t = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
-        p = tl.exp2(s * unit - lse2[:, None])
+        p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
         _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
         ds = p * (dp - delta_row[:, None])
@@ -117,7 +118,7 @@ def _dq_kernel(
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows
-    lse2 = load_lse(lse, number, rows < left)
+    lse2 = load_lse(lse, number, rows < left)  # a pair
     delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
     q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)

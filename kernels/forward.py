@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringflash.kernels.config import forward_config
 from ringflash.kernels.meeting import Meeting
-from ringflash.kernels.scores import Seed, capped, kept, kind_argument, scored, scores_argument, slope_of
+from ringflash.kernels.scores import Seed, capped, kept, kind_argument, lse_of, scored, scores_argument, slope_of
 from ringflash.kernels.spans import bounds_of, hidden, place_of, schedule, span_of, visit
 from ringflash.kernels.stream import load_tile, stream_at, streamed
 from ringflash.kernels.tiles import (
@@ -169,7 +169,7 @@ def _forward_kernel(
             m = origin
         divisor = tl.where(blind, 1.0, l)
         acc = acc / divisor[:, None]
-        lse = (m + tl.log2(divisor)) * 0.6931471805599453
+        lse = lse_of(m, tl.log2(divisor), results.lse)
         tl.store(results.lse + number, tl.where(blind, float("-inf"), lse), mask=rows < left)
         target = results.out
     else:

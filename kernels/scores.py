@@ -142,10 +142,33 @@ def kept(queries, keys, batch, head, scores, seed):
 
 
 @triton.jit
+def lse_of(m, log_l, target):
+    """lse, natural logarithm, of a row's maximum and log2 of its sum; in float64 where `target` points to that."""
+    if target.dtype.element_ty == tl.float64:
+        lse = (m.to(tl.float64) + log_l.to(tl.float64)) * 0.6931471805599453
+    else:
+        lse = (m + log_l) * 0.6931471805599453
+    return lse
+
+
+@triton.jit
+def split_lse(lse):
+    """lse in base 2 as float32, and what the rounding of a float64 lse took from it; 0 for a float32 one."""
+    exact = lse * 1.4426950408889634
+    high = exact.to(tl.float32)
+    low = tl.zeros_like(high)
+    if lse.dtype == tl.float64:
+        finite = tl.where(tl.abs(exact) == float("inf"), 0.0, exact)
+        low = (finite - finite.to(tl.float32).to(tl.float64)).to(tl.float32)
+    return high, low
+
+
+@triton.jit
 def load_lse(lse, number, inside):
-    """lse in base 2; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
+    """`split_lse`; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
     x = tl.load(lse + number, mask=inside, other=float("-inf"))
-    return tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
+    high, low = split_lse(x)
+    return tl.where(x == float("-inf"), float("inf"), high), low
 
 
 @triton.jit

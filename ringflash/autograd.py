@@ -22,6 +22,7 @@ from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Mask, mask_from_spec
 from ringflash.plan import Plan, single_device_plan
 from ringflash.ring import Tiles
+from ringflash.state import lse_dtype
 from ringflash.transport.base import Transport
 from ringflash.transport.heads import LocalHeads
 from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
@@ -191,7 +192,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries of this process over the keys of all ranks of the named context.
 
-    lse has the dtype that the kernels keep their state in, for the backward.
+    lse is in `lse_dtype`, more precise than what users get, for the backward.
     """
     tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
     ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
@@ -226,7 +227,7 @@ def _(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=backends.state_dtype(backend, q))
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(q.dtype))
 
 
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())

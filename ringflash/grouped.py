@@ -102,7 +102,7 @@ def forward(
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """As `ring.forward`, of a plan whose hops are grouped."""
     keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
-    out, lse = empty_results(q, v, tiles)
+    out, lse = empty_results(q, v)
     if plan.hops[0].meets:
         tiles.kernels.forward(q, keys, values, meeting, state=None, out=out, lse=lse, first=True, last=True)
     else:

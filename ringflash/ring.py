@@ -18,7 +18,7 @@ from ringflash.kernels.backend import TileKernels
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.plan import Hop, Plan
-from ringflash.state import AttentionState
+from ringflash.state import AttentionState, lse_dtype
 from ringflash.transport.base import FAR, Message, Transport
 
 KV, GRADIENT, _GRADIENT_HOME = range(3)  # channels
@@ -250,12 +250,12 @@ def forward(
 
     Returns:
         out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
-        logarithm, in the dtype of the state.
+        logarithm, in `lse_dtype`.
 
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
     """
     batch, seqlen, nheads, _ = q.shape
-    out, lse = empty_results(q, v, tiles)
+    out, lse = empty_results(q, v)
     computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:
         out.zero_()
@@ -352,15 +352,11 @@ def backward_from_delta(
     return dq, *gradients.own(wide if wide_kv else k.dtype)
 
 
-def empty_results(q: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Storage for what `forward` returns.
-
-    lse has the dtype of the state: the backward takes it from scores, and at scores of 1e4 its float32 rounding alone
-    would change every probability by 5e-4.
-    """
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Storage for what `forward` returns."""
     batch, seqlen, nheads, _ = q.shape
-    dtype = tiles.kernels.state_dtype(q.dtype)
-    return q.new_empty((batch, seqlen, nheads, v.shape[3])), q.new_empty((batch, nheads, seqlen), dtype=dtype)
+    lse = q.new_empty((batch, nheads, seqlen), dtype=lse_dtype(q.dtype))
+    return q.new_empty((batch, seqlen, nheads, v.shape[3])), lse
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:

@@ -12,6 +12,14 @@ LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of lse for inputs of `dtype`: float64 for float32 and float64, else float32.
+
+    The backward subtracts lse from scores. At scores of 1e4 rounding it to float32 changes probabilities by 5e-4.
+    """
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
 @dataclass(frozen=True)
 class AttentionState:
     """Partial attention of some queries over some keys.

@@ -34,7 +34,7 @@ ALLOWED = {
     "replay": set(),
     "token_mean": {"errors"},
     "context": {"checks", "double_ring", "errors", "grid", "layout", "masks", "plan", "replay", "token_mean", "transport"},
-    "autograd": {"context", "grid", "kernels", "masks", "plan", "ring", "transport", "ulysses"},
+    "autograd": {"context", "grid", "kernels", "masks", "plan", "ring", "state", "transport", "ulysses"},
     "decode_op": {"context", "errors", "kernels", "masks"},
     "decode": {"checks", "context", "decode_op", "errors", "kernels", "masks"},
     "derivatives": {"autograd", "decode_op", "errors"},

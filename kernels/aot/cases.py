@@ -21,7 +21,7 @@ from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
-from ringflash.state import AttentionState
+from ringflash.state import AttentionState, lse_dtype
 
 BATCH, SEQLEN, NHEADS, NHEADS_KV = 2, 256, 8, 2
 LONG_SEQLEN = LONG_KEYS
@@ -206,6 +206,10 @@ class _Inputs:
         return torch.zeros(BATCH, NHEADS, self.seqlen)
 
     @property
+    def lse(self) -> Tensor:
+        return self.rows().to(lse_dtype(self._dtype))
+
+    @property
     def state(self) -> AttentionState:
         return AttentionState(self.rows(), self.rows(), self.values(NHEADS, torch.float32))
 
@@ -216,13 +220,13 @@ class _Inputs:
 
     @property
     def of_backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.values(NHEADS), self.q, self.k, self.v, self.rows(), self.rows()
+        return self.values(NHEADS), self.q, self.k, self.v, self.lse, self.rows()
 
 
 def _forward(x: _Inputs) -> None:
     in_ring = x.carried or x.role == "middle"
     given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
-    portable.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.rows(), **given)
+    portable.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.lse, **given)
 
 
 def _dq(x: _Inputs) -> None:
@@ -255,7 +259,7 @@ def _hopper_forward(x: _Inputs) -> None:
 
     first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
     state = None if first and last else x.state
-    forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.rows(), first=first, last=last)
+    forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.lse, first=first, last=last)
 
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:

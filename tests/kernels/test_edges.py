@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import ringflash as rf
-from tests.accuracy import Problem
+from ringflash.masks import Mask
+from tests.accuracy import Problem, assert_accurate
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
-from tests.kernels.test_portable import DEVICE
+from tests.kernels.test_portable import DEVICE, ROUNDING
+from tests.strategies import block_sparse
 from tests.test_decode import Decoding
 
 
@@ -74,3 +76,14 @@ def test_a_nan_that_a_row_sees_reaches_a_decoded_lse(backend: str, sinks: bool, 
     for x in given.decode(backend=backend, splits=splits):
         assert torch.isfinite(x[0]).all()
         assert torch.isnan(x[1]).all()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mask", [None, block_sparse(90, 16, seed=0, density=0.5)])
+def test_equal_float32_scores_of_1e4(mask: Mask | None, deterministic: bool) -> None:
+    """Products of whole numbers are exact in any order, so that only lse can change a probability."""
+    given = Problem.random(seqlen=90, batch=1, heads=(2, 1), headdim=16, softmax_scale=1 / 64, mask=mask, device=DEVICE)
+    q, k = ((x * 150).round() for x in (given.q, given.k))
+    given = replace(given, q=q, k=k[:, :1].expand_as(k).contiguous())
+    assert_accurate(given.flash(backend="triton", deterministic=deterministic), given, rounding=ROUNDING)
