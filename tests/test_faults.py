@@ -6,9 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,31 @@ def test_a_context_stays_broken() -> None:
     assert (first, second) == ("PeerFailed", "OutOfMemoryError")
     for text in (later, late):
         assert "ranks [1] raised" in text
+
+
+def _sockets() -> int:
+    """Counts the sockets that this process has open."""
+    names = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of the folder itself is gone by now
+            names.append(str(path.readlink()))
+    return sum(name.startswith("socket:") for name in names)
+
+
+def _connections_of_a_broken_ring() -> bool:
+    """Says whether sockets of the ring are closed once it has broken, long before waits end at its deadline."""
+    context = rf.ContextParallel(dist.group.WORLD, timeout=50.0)
+    before = _sockets()
+    with planted(1, raise_out_of_memory):
+        outcome_of(call_ring, context)
+    end = time.monotonic() + 15
+    while _sockets() >= before and time.monotonic() < end:
+        time.sleep(0.01)
+    return _sockets() < before
+
+
+def test_a_broken_ring_closes_its_connections() -> None:
+    assert run_ranks(WORLD, _connections_of_a_broken_ring) == [True] * WORLD
 
 
 def _hangs() -> list[Outcome]:

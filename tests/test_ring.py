@@ -57,16 +57,21 @@ def test_a_world_of_one_is_the_single_device_bitwise(mask: rf.Causal | None) -> 
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_error_does_not_grow_with_the_world(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 5])
+def test_accuracy_of_the_deterministic_backward(world: int, dtype: torch.dtype) -> None:
+    problem = Problem.random(seqlen=203, dtype=dtype, mask=rf.Causal())
+    assert_accurate(problem.ring(rf.ContextParallel.local(world), deterministic=True), problem)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_error_does_not_grow_with_the_world(dtype: torch.dtype, deterministic: bool) -> None:
     problem = Problem.random(seqlen=512, dtype=dtype, mask=rf.Causal())
-    exact = problem.exact
-    errors = {
-        world: [
-            rms_of(g.double() - e) for g, e in zip(problem.ring(rf.ContextParallel.local(world)), exact, strict=True)
-        ]
-        for world in (1, 2, 4, 16)
-    }
+    errors = {}
+    for world in (1, 2, 4, 16):
+        got = problem.ring(rf.ContextParallel.local(world), deterministic=deterministic)
+        errors[world] = [rms_of(g.double() - e) for g, e in zip(got, problem.exact, strict=True)]
     for world, error in errors.items():
         for name, got, alone in zip(NAMES, error, errors[1], strict=False):
             assert got <= 1.03 * alone, f"{name} at world {world}: {got:.3g} against {alone:.3g}"

@@ -116,6 +116,30 @@ def test_a_kill_at_any_point_leaves_the_newest_and_the_one_before(tmp_path: Path
             return
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fsync a power cut may leave a folder of the right name with empty files in it."""
+    synced: set[int] = set()
+    fsync, rename = os.fsync, os.rename
+
+    def noting_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def checking_rename(source: Path, target: Path) -> None:
+        content = [source, *Path(source).iterdir()]
+        if Path(source) == partial_of(tmp_path / "last"):
+            assert {MANIFEST, STATE, TENSOR_INDEX} <= {file.name for file in content}
+            assert {file.stat().st_ino for file in content} <= synced
+        rename(source, target)
+        synced.discard(tmp_path.stat().st_ino)  # what it holds has changed
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", checking_rename)
+    for step in (1, 2):
+        put(tmp_path / "last", step)
+        assert tmp_path.stat().st_ino in synced
+
+
 def test_verify_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         put(tmp_path / "last", step, Keep(2))
