@@ -95,7 +95,7 @@ class Visibility:
         return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
 
     def _bounds_cut(self, keys: Block) -> bool:
-        """Whether the intervals hide any of the keys of a block from any row."""
+        """Returns True if the intervals hide a key of the block from some row."""
         return self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min
 
     def over_keys(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
@@ -119,11 +119,11 @@ class Visibility:
         return isolated_matmul(weights, x, seen, finite=is_finite(x))
 
     def _hides(self, keys: Block) -> bool:
-        """Whether any row may not see some key of a block."""
+        """Returns True if the block may hold a key that some row does not see."""
         return self._bitmap is not None or self._bounds_cut(keys)
 
     def _seen(self, keys: Block, device: torch.device) -> Tensor:
-        """Which pairs are seen: bool (batch or 1, 1, group * rows, keys)."""
+        """The mask inside a block: bool (batch or 1, 1, group * rows, keys), True where the key is seen."""
         shape = (*self._lo.shape[:3], keys.end - keys.begin)
         return self.hide(torch.ones(shape, dtype=torch.bool, device=device), keys, False)
 

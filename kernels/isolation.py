@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all of `x` is finite: one sum, which may overflow and then says no. Waits for a GPU."""
+    """Returns True if all of `x` is finite. It computes one sum; an overflow of that gives False. It waits for a GPU."""
     return bool(x.sum().isfinite())
 
 

@@ -65,10 +65,10 @@ def _differentiable_backward(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Eager(torch.autograd.Function):
-    """The operator and its gradient as an eager call takes them: what is differentiable, and the rest in one piece.
+    """The operator and its gradient for eager calls: the differentiable inputs, and the others in one piece.
 
-    What `register_autograd` makes of the same two functions flattens and checks all arguments by their schema, which
-    takes the host as long as a launch, in every call and again in its backward.
+    `register_autograd` flattens and checks all arguments by their schema, in every call and again in its backward. That
+    takes the host as long as a launch.
     """
 
     jvp = staticmethod(_refuse_forward_mode)

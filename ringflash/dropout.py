@@ -62,7 +62,7 @@ class Dropout:
 
 
 def number_of(seed: Tensor) -> int:
-    """What `Dropout.drawn` gave, as a number.
+    """Reads a seed that `Dropout.drawn` gave.
 
     Raises:
         ArgumentError: a seed that may differ from call to call, while a CUDA graph is captured.

@@ -1,4 +1,4 @@
-"""What a row does not see changes no bit of its result, NaN and Inf included; what it does see reaches it."""
+"""Hidden keys change no bit of a row's result, NaN and Inf included; a NaN in a key that it sees reaches it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _mixed(row: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Poison:
-    """What is done to one row of one of q, k, v and dout; each sequence of a batch has a poison of its own."""
+    """A change of one row of q, k, v or dout; each sequence of a batch has a poison of its own."""
 
     name: str
     change: Callable[[Tensor], object]
@@ -119,7 +119,7 @@ def _run(problem: Problem, backend: str, world: int, deterministic: bool) -> dic
 
 
 def _reached(problem: Problem, position: int) -> dict[str, Tensor]:
-    """Which rows of each result the poison may change, by the mask alone: bool (batch, rows)."""
+    """Rows of each result that the poison may change, by the mask alone: bool (batch, rows)."""
     positions = torch.arange(SEQLEN)
     sees = as_mask(problem.mask).dense(positions, positions).expand(BATCH, -1, -1)
     forward, backward = (torch.zeros(BATCH, SEQLEN, dtype=torch.bool) for _ in range(2))
@@ -149,7 +149,7 @@ def _check(problem: Problem, backend: str, *, world: int = 1, deterministic: boo
                     torch.testing.assert_close(x[b, apart], clean[name][b, apart], rtol=1e-2, atol=1e-2, msg=where)
                 else:
                     assert torch.equal(x[b, apart], clean[name][b, apart]), where
-        # What is seen arrives: of the sequences whose keys, values, queries and gradients hold nothing but NaN.
+        # The poisons that are NaN in a whole row must arrive where that row is seen.
         for b, names in ((0, "out lse dq dk dv"), (1, "out dq dk"), (4, "out lse dq dk dv"), (5, "dq dk dv")):
             for name in names.split():
                 assert torch.isnan(got[name][b, reached[name][b]]).all(), f"{name} of sequence {b}"

@@ -282,7 +282,7 @@ def _drawn_decode(number: int) -> DecodeCase:
 EQUAL = [_drawn(number, equal=True) for number in range(N_EQUAL)] if GPU else [Case("40/40-fp16", (40, 40), FP16)]
 UNEQUAL = [_drawn(N_EQUAL + number, equal=False) for number in range(N_UNEQUAL)] if GPU else []
 DECODE = [_drawn_decode(N_EQUAL + N_UNEQUAL + number) for number in range(N_DECODE)] if GPU else []
-# Those of which the interpreter, which knows no bfloat16, runs a part: a case takes it a second.
+# The named cases that the interpreter runs, in about a second each; it knows no bfloat16.
 INTERPRETED = ("40/24-fp16", "111/24-fp32", "24/16-v-in-rows-of-24-fp16", "40/16-odd-rows")
 
 
