@@ -50,14 +50,18 @@ class RankMismatch(RingflashError, ValueError):
         values: its value on each rank, in rank order.
         odd_ranks: the ranks that differ from the rest.
         rank: the rank that raises.
+        remedy: what to do about it; None: to call with the same field.
     """
 
-    def __init__(self, field: str, values: Sequence[object], odd_ranks: list[int], *, rank: int) -> None:
+    def __init__(
+        self, field: str, values: Sequence[object], odd_ranks: list[int], *, rank: int, remedy: str | None = None
+    ) -> None:
         self.field, self.values, self.odd_ranks, self.rank = field, values, odd_ranks, rank
         table = "\n".join(f"  rank {r}: {v}{'   <-- differs' if r in odd_ranks else ''}" for r, v in enumerate(values))
         super().__init__(
             f"ranks disagree on {field}: rank{'s' if len(odd_ranks) > 1 else ''} {', '.join(map(str, odd_ranks))} "
-            f"against the rest (seen on rank {rank}).\n{table}\nCall with the same {field} on all ranks of the context."
+            f"against the rest (seen on rank {rank}).\n{table}\n"
+            + (remedy or f"Call with the same {field} on all ranks of the context.")
         )
 
 

@@ -216,9 +216,10 @@ def _check(token_losses: object, labels: object, num_valid_tokens: object, gradi
             got=tuple(token_losses.shape),
             remedy='Pass the loss of each token: cross_entropy(..., reduction="none").view_as(labels).',
         )
-    whole = isinstance(num_valid_tokens, int) and not isinstance(num_valid_tokens, bool) and num_valid_tokens >= 0
-    scalar = isinstance(num_valid_tokens, Tensor) and num_valid_tokens.ndim == 0
-    if num_valid_tokens is not None and not whole and not (scalar and num_valid_tokens.dtype == torch.int64):
+    n = num_valid_tokens
+    is_whole = isinstance(n, int) and not isinstance(n, bool) and n >= 0
+    is_scalar = isinstance(n, Tensor) and n.ndim == 0 and n.dtype == torch.int64
+    if n is not None and not is_whole and not is_scalar:
         raise ArgumentError(
             "num_valid_tokens",
             expected="a whole number from 0 or an int64 scalar tensor",

@@ -41,6 +41,7 @@ class TinyModel(nn.Module):
             out = rf.flash_attention(q, k, v, mask=rf.Causal())
         else:
             out = rf.ring_attention(q, k, v, context, mask=rf.Causal())
+        assert isinstance(out, Tensor)
         logits = self.head(x + out.flatten(-2))
         return cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
@@ -51,7 +52,7 @@ def make_model() -> TinyModel:
 
 
 def make_batches(count: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
-    """Conversations whose labels are on the response alone, at another place and of another length in each."""
+    """Conversations whose labels are on the response alone, of unequal lengths."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for index in range(count):
@@ -157,7 +158,7 @@ def _two_by_two() -> list[Any]:
     by_data = parallel(model, context, mesh.get_group("data"), part)
     wrapped = DistributedDataParallel(make_model())
     by_world = parallel(wrapped, context, None, part)
-    pairs = [dist.new_group(list(pair)) for pair in pairwise(range(4))]
+    pairs = [cast("Any", dist.new_group(list(pair))) for pair in pairwise(range(4))]
     try:
         context.token_mean(torch.zeros(1), torch.zeros(1, dtype=torch.int64), group=pairs[0])
     except ArgumentError as error:

@@ -1,8 +1,9 @@
-"""What a batch must be, and the agreement of all ranks that it is so."""
+"""The contract of batches, and the agreement of all ranks on one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,37 @@ from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
 from ringflash.train.loss import IGNORE_INDEX, count_valid
 
 ADDED = ("position_ids", "num_valid_tokens")
+WHOLE = ("cu_seqlens",)
+CUT = ("input_ids", "labels")
 CHECKSUM_PERIOD = 65521
+# Labels that equal their own input and differ from the next one: by chance there are not so many.
+UNSHIFTED_TOKENS = 8
+SAMPLER = (
+    "Leave Trainer(use_distributed_sampler=True), its default, which keeps shuffle=True; or give the DataLoader a "
+    "sampler of its own: DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)."
+)
 
 
-def check_batch(batch: Any, context_parallel_size: int) -> None:
+@dataclass(frozen=True)
+class BatchAgreement:
+    """Facts that all ranks agree on.
+
+    Args:
+        num_valid: valid tokens of the micro-batch over all ranks.
+        is_repeated: whether all data-parallel groups, of which there are several, hold the same sequences.
+    """
+
+    num_valid: int
+    is_repeated: bool
+
+
+def check_batch(batch: Any, context_parallel_size: int, shard_keys: Sequence[str] = ()) -> None:
     """Raises ArgumentError unless `batch` holds "input_ids" and "labels", (batch, seqlen) int64 of whole sequences.
 
     It may hold "cu_seqlens", (batch, ndocuments + 1) int64: where the documents packed into each sequence begin, and
-    the sequence's length. It may not hold what the strategy adds: positions of one's own would be overwritten.
+    the sequence's length. Further entries with a value for each token must be named in `shard_keys`.
+    It may not hold what the strategy adds: positions of one's own would be overwritten. Labels must be shifted, and an
+    attention_mask must hide nothing.
     """
     if not isinstance(batch, Mapping):
         raise ArgumentError(
@@ -67,6 +91,62 @@ def check_batch(batch: Any, context_parallel_size: int) -> None:
         )
     if "cu_seqlens" in batch:
         _check_documents(batch["cu_seqlens"], *input_ids.shape)
+    _check_shifted(input_ids, labels)
+    _check_entries(batch, context_parallel_size, shard_keys)
+
+
+def _check_shifted(input_ids: Tensor, labels: Tensor) -> None:
+    valid = labels != IGNORE_INDEX
+    if bool((valid & (labels != input_ids)).any()):
+        return
+    differs = valid[:, :-1] & (labels[:, :-1] != input_ids[:, 1:])
+    if int(differs.sum()) >= UNSHIFTED_TOKENS:
+        raise ArgumentError(
+            "batch['labels']",
+            expected="the token after each position: labels[:, i] == input_ids[:, i + 1]",
+            got="input_ids themselves, which would train a model that copies its input",
+            remedy="Shift them: labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1).",
+        )
+
+
+def _check_entries(batch: Mapping[str, Any], context_parallel_size: int, shard_keys: Sequence[str]) -> None:
+    shape = batch["input_ids"].shape
+    for name in shard_keys:
+        value = batch.get(name)
+        if not isinstance(value, Tensor) or value.shape[:2] != shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ArgumentError(
+                f"batch[{name!r}]",
+                expected=f"a tensor {tuple(shape)} or {(*shape, '...')}, since shard_keys names it",
+                got="no such key" if name not in batch else got,
+                remedy="Pass a value for each token, or leave the name out of shard_keys.",
+            )
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and bool((mask == 0).any()):
+        raise ArgumentError(
+            "batch['attention_mask']",
+            expected="none, or one without zeros",
+            got=f"{int((mask == 0).sum())} zeros",
+            remedy="Leave it out, and label padding -100: at the end of a sequence a causal mask hides it anyway. "
+            "Pack documents with cu_seqlens in place of padding.",
+        )
+    known = {*CUT, *WHOLE, "attention_mask", *shard_keys}
+    for name, value in batch.items():
+        is_per_token = isinstance(value, Tensor) and value.shape[:2] == shape
+        if name not in known and is_per_token and context_parallel_size > 1:
+            raise ArgumentError(
+                f"batch[{name!r}]",
+                expected="no entry with a value for each token that nobody cuts",
+                got=f"{tuple(value.shape)}, which would stay whole beside shards of input_ids",
+                remedy=f"Name it in RingAttentionStrategy(shard_keys=({name!r},)), or leave it out.",
+            )
+
+
+def cut_keys(batch: Mapping[str, Any], shard_keys: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of a checked batch's entries that are cut along the sequence."""
+    mask, shape = batch.get("attention_mask"), batch["input_ids"].shape
+    cut_mask = isinstance(mask, Tensor) and mask.shape == shape and "attention_mask" not in shard_keys
+    return (*CUT, *(("attention_mask",) if cut_mask else ()), *shard_keys)
 
 
 def _check_documents(cu_seqlens: Any, batch: int, seqlen: int) -> None:
@@ -153,8 +233,9 @@ def agree_on_batch(
     context_parallel_size: int,
     device: torch.device,
     vocab_size: int | None = None,
-) -> int:
-    """The number of valid tokens in the micro-batch over all ranks; one small collective over `group`.
+    shard_keys: Sequence[str] = (),
+) -> BatchAgreement:
+    """Agrees on the micro-batch of all ranks; one small collective over `group`.
 
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
     context_parallel_size) share sequences, and it is checked that they do. A batch that is wrong on one rank
@@ -163,16 +244,18 @@ def agree_on_batch(
     Raises:
         ArgumentError: on a rank whose batch is not of the contract, or has ids outside the vocabulary.
         PeerFailed: on the others.
-        RankMismatch: on all, when ranks that share sequences hold different ones.
+        RankMismatch: on all, when ranks that share sequences hold different ones; the sampler is named.
     """
     error: ArgumentError | None = None
     facts = [0] * 7
     try:
-        check_batch(batch, context_parallel_size)
+        check_batch(batch, context_parallel_size, shard_keys)
         if vocab_size is not None:
             check_tokens(batch, vocab_size)
         mixed = batch["input_ids"] * 2654435761 + batch["labels"] + 1
         tokens, ends = _checksum(mixed), batch.get("cu_seqlens")
+        for name in shard_keys:
+            tokens = (tokens * 31 + _checksum(batch[name].double().view(torch.int64))) % 2**62
         documents = [0, 0] if ends is None else [ends.shape[1], _checksum(ends)]
         facts = [1, *batch["input_ids"].shape, int(count_valid(batch["labels"])), tokens, *documents]
     except ArgumentError as raised:
@@ -191,8 +274,11 @@ def agree_on_batch(
             usual = max(shared, key=shared.count)
             odd += [first + member for member, value in enumerate(shared) if value != usual]
         if odd:
-            raise RankMismatch(field, [row[index] for row in rows], odd, rank=rank)
-    return sum(row[3] for row in rows[::context_parallel_size])
+            remedy = f"Ranks of a context-parallel group must load the same sequences in the same order. {SAMPLER}"
+            raise RankMismatch(field, [row[index] for row in rows], odd, rank=rank, remedy=remedy)
+    groups = rows[::context_parallel_size]
+    is_repeated = len(groups) > 1 and groups[0][3] > 0 and all(group == groups[0] for group in groups)
+    return BatchAgreement(sum(row[3] for row in groups), is_repeated)
 
 
 def _checksum(values: Tensor) -> int:

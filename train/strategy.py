@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.batch import agree_on_batch, document_positions
+from ringflash.train.batch import ADDED, CUT, SAMPLER, WHOLE, agree_on_batch, cut_keys, document_positions
 from ringflash.train.departure import Departure
 from ringflash.train.preemption import Preempted
 from ringflash.train.sharded import DEFAULT_TIMEOUT, ShardedStrategy
+
+logger = logging.getLogger(__name__)
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
 LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
@@ -50,6 +53,7 @@ class RingAttentionStrategy(ShardedStrategy):
         replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
             With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
         cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: for short sequences.
+        shard_keys: further entries of batches to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class RingAttentionStrategy(ShardedStrategy):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         replicate_size: int = 1,
         cuda_graphs: bool = False,
+        shard_keys: Sequence[str] = (),
     ) -> None:
+        self._shard_keys = _checked_keys(shard_keys)
         for name, size in ((CONTEXT, context_parallel_size), (DATA, data_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ConfigError(
@@ -88,6 +94,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
         self._window: list[Tensor] = []
+        self._warned_of_repeats = False
         self._departure: Departure | None = None
 
     @property
@@ -181,24 +188,31 @@ class RingAttentionStrategy(ShardedStrategy):
         """The rank's shard of a batch of whole sequences.
 
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
-        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; other entries are only moved.
+        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; entries named in `shard_keys` are
+        cut too, others are only moved.
         With "cu_seqlens", (batch, ndocuments + 1) int64 of the documents packed into the whole sequences, positions
         restart at each document and are (batch, seqlen_local); it stays whole, and on the CPU, where masks are made.
 
         Raises:
             ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has entries of
-                the names that are added, or ids outside the module's vocab_size, if it has one.
+                the names that are added, labels that are not shifted, an attention_mask with zeros, an entry with a
+                value for each token that nobody cuts, or ids outside the module's vocab_size, if it has one.
             PeerFailed: another rank's batch is not of this form.
             RankMismatch: ranks of one context-parallel group hold different sequences.
         """
         device = device or self.root_device
         vocab_size = getattr(self.lightning_module, "vocab_size", None)
-        num_valid = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size)
+        agreed = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size, self._shard_keys)
+        if agreed.is_repeated and not self._warned_of_repeats:
+            self._warned_of_repeats = True
+            if self.is_global_zero:
+                text = "All data-parallel groups hold the same batch, so that they gain nothing. %s"
+                logger.warning(text, SAMPLER)
         cu_seqlens: Tensor | None = batch.get("cu_seqlens")
         rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}
         moved = dict(cast("Mapping[str, Any]", super().batch_to_device(rest, device, dataloader_idx)))
         seqlen = moved["input_ids"].shape[1]
-        for name in ("input_ids", "labels"):
+        for name in cut_keys(batch, self._shard_keys):
             moved[name] = self.context.shard(moved[name], dim=1)
         self.context.forget_lengths()
         if cu_seqlens is None:
@@ -206,7 +220,7 @@ class RingAttentionStrategy(ShardedStrategy):
         else:
             moved["cu_seqlens"] = cu_seqlens.cpu()
             moved["position_ids"] = document_positions(moved["cu_seqlens"], self.context.positions(seqlen)).to(device)
-        moved["num_valid_tokens"] = torch.tensor(num_valid, device=device)
+        moved["num_valid_tokens"] = torch.tensor(agreed.num_valid, device=device)
         return moved
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,6 +298,19 @@ def resolve_sizes(
             remedy='Leave one of them "auto", or change the number of devices.',
         )
     return data, context
+
+
+def _checked_keys(shard_keys: Sequence[str]) -> tuple[str, ...]:
+    taken = {*ADDED, *CUT, *WHOLE}
+    names = () if isinstance(shard_keys, str) else tuple(shard_keys)
+    if isinstance(shard_keys, str) or any(not isinstance(name, str) or name in taken for name in names):
+        raise ConfigError(
+            "shard_keys",
+            expected=f"a sequence of names of batch entries other than {sorted(taken)}",
+            got=repr(shard_keys),
+            remedy='Name the further entries with a value for each token, for instance ("loss_mask",).',
+        )
+    return names
 
 
 def sum_gradients(model: torch.nn.Module) -> None:

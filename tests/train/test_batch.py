@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.errors import ArgumentError, RingflashError
-from ringflash.train.batch import agree_on_batch, check_batch, check_tokens, document_positions
+from ringflash.train.batch import agree_on_batch, check_batch, check_tokens, cut_keys, document_positions
 from tests.distributed import run_ranks
 
 
 def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
+
+
+COUNTED = torch.arange(16).view(2, 8)
 
 
 def batch(**changes: Any) -> dict[str, Any]:
@@ -25,6 +28,28 @@ def batch(**changes: Any) -> dict[str, Any]:
 def test_a_good_batch() -> None:
     check_batch(batch(documents=None), 8)
     check_batch(batch(cu_seqlens=torch.tensor([[0, 3, 3, 8], [0, 8, 8, 8]])), 8)
+
+
+def test_labels_that_equal_their_input_by_nature() -> None:
+    same = torch.full((2, 8), 7)
+    check_batch({"input_ids": same, "labels": same.clone()}, 4)  # shifted labels of one repeated token
+    single = torch.full((2, 16), -100)
+    single[:, 3:6] = torch.arange(3, 6)
+    check_batch({"input_ids": torch.arange(16).repeat(2, 1), "labels": single}, 4)  # too few to know
+    shifted = torch.arange(1, 17).repeat(2, 1)
+    check_batch({"input_ids": shifted - 1, "labels": shifted}, 4)
+
+
+def test_further_entries() -> None:
+    entries = {"loss_mask": torch.ones(2, 8), "attention_mask": ids(2, 8) + 1, "weight": torch.ones(2), "name": "a"}
+    good = batch(**entries)
+    check_batch(good, 4, ("loss_mask",))
+    check_batch(good, 1)  # nothing is cut
+    assert cut_keys(good, ("loss_mask",)) == ("input_ids", "labels", "attention_mask", "loss_mask")
+    with pytest.raises(ArgumentError, match=r"batch\['scores'\]: expected a tensor \(2, 8\).*got no such key"):
+        check_batch(good, 4, ("scores",))
+    with pytest.raises(ArgumentError, match=r"batch\['weight'\]: expected a tensor .*got \(2,\)"):
+        check_batch(good, 4, ("weight",))
 
 
 def test_positions_restart_at_documents() -> None:
@@ -56,6 +81,15 @@ def test_positions_restart_at_documents() -> None:
         (batch(cu_seqlens=torch.tensor([[0, 9, 8], [0, 2, 8]])), "got [0, 9, 8]"),
         (batch(cu_seqlens=torch.tensor([[0, 8], [1, 8]])), "got [1, 8]"),
         (batch(cu_seqlens=ids(2, 1)), "got [0]"),
+        (batch(attention_mask=torch.tensor([[1] * 8, [1] * 6 + [0] * 2])), "['attention_mask']: expected none, or one"),
+        (batch(attention_mask=torch.ones(2, 1, 8, 8).tril()), "got 56 zeros. Leave it out, and label padding -100"),
+        (batch(loss_mask=torch.ones(2, 8)), "Name it in RingAttentionStrategy(shard_keys=('loss_mask',))"),
+        (batch(token_type_ids=ids(2, 8, 3)), "got (2, 8, 3), which would stay whole beside shards of input_ids"),
+        ({"input_ids": COUNTED, "labels": COUNTED.clone()}, "copies its input. Shift them: labels = torch.cat(["),
+        (
+            {"input_ids": COUNTED, "labels": COUNTED.masked_fill(COUNTED % 8 < 3, -100)},
+            "batch['labels']: expected the token after each position",
+        ),
     ],
 )
 def test_bad_batches(value: Any, text: str) -> None:
@@ -92,21 +126,25 @@ def _agree(context_parallel_size: int) -> list[Any]:
 
     def ask(value: Any) -> Any:
         try:
-            return agree_on_batch(value, group, context_parallel_size, torch.device("cpu"), vocab_size=61)
+            agreed = agree_on_batch(
+                value, group, context_parallel_size, torch.device("cpu"), 61, ("weights",) if "weights" in value else ()
+            )
+            return (agreed.num_valid, "repeated") if agreed.is_repeated else agreed.num_valid
         except RingflashError as error:
-            return type(error).__name__, str(error).splitlines()[0]
+            return type(error).__name__, str(error).splitlines()[0], str(error).splitlines()[-1]
 
     labels: Tensor = torch.full((1, 8), -100)
     labels[0, : rank + 1] = 3
     swapped = torch.arange(8)[None] if rank else torch.arange(8).flip(0)[None]
     return [
-        ask(batch(labels=labels, input_ids=labels.clamp(min=0))),
+        ask(batch(labels=labels, input_ids=torch.full_like(labels, 5))),
         ask(batch(input_ids=swapped, labels=torch.ones_like(swapped))),
         ask(batch() if rank == 0 else {"input_ids": 1}),
         ask(batch()),
         ask(batch(cu_seqlens=torch.tensor([[0, 3, 8], [0, 4 + rank, 8]]))),
         ask(batch() if rank else batch(cu_seqlens=torch.tensor([[0, 8], [0, 8]]))),
         ask(batch() if rank == 0 else batch(labels=torch.full((2, 8), 61))),
+        ask(batch(weights=torch.full((2, 8), 0.5 + rank))),
     ]
 
 
@@ -124,10 +162,16 @@ def test_ranks_of_one_sequence() -> None:
     assert "ranks disagree on documents:" in first[5][1]
     assert first[6][0] == "PeerFailed"
     assert "got 61 at (0, 0)" in second[6][1]
+    assert first[7][0] == second[7][0] == "RankMismatch"
+    for rank in (first, second):
+        assert "shuffle=True" in rank[1][2]
+        assert "use_distributed_sampler=True" in rank[1][2]
+        assert "DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)" in rank[1][2]
 
 
 def test_ranks_of_different_sequences() -> None:
     first, second = run_ranks(2, _agree, 1)
     assert first[0] == second[0] == 3
     assert first[1] == second[1] == 16
-    assert first[3] == second[3] == first[4] == second[4] == first[5] == 32
+    assert first[4] == second[4] == first[5] == first[7] == 32
+    assert first[3] == second[3] == (32, "repeated")

@@ -166,3 +166,9 @@ def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
     assert first == second
     assert first == pytest.approx(train_alone(Run(dtype="float64", epoch_batches=2, steps=6)), rel=1e-10)
     assert len([path for path in (tmp_path / "saved").iterdir() if (path / "manifest.json").is_file()]) == 2
+
+
+@pytest.mark.parametrize("keys", ["loss_mask", ("labels",), ("position_ids",), (3,)])
+def test_keys_that_cannot_be_cut(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="shard_keys: expected a sequence of names of batch entries other than"):
+        RingAttentionStrategy(shard_keys=keys)
