@@ -16,9 +16,11 @@ ROWS = [
 ]
 
 
-def test_rows_are_numbered() -> None:
-    assert [int(number) for number, *_ in ROWS] == [*range(1, len(ROWS) + 1)]
-    assert len(ROWS) >= 30
+def test_rows_are_in_order() -> None:
+    numbers = [int(number) for number, *_ in ROWS]
+    assert numbers == sorted({*numbers})
+    assert numbers[0] == 1
+    assert len(numbers) > 30
 
 
 @pytest.mark.parametrize(("number", "tests"), [(number, tests) for number, _, _, tests in ROWS])
