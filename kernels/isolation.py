@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns True if all of `x` is finite. It computes one sum; an overflow of that gives False. It waits for a GPU."""
+    """Returns True if the sum of `x` is finite, so that all of `x` is. Waits for a GPU."""
     return bool(x.sum().isfinite())
 
 
