@@ -321,6 +321,16 @@ class ContextParallel(TokenMeans):
 
         return self._control.agree_on((self.name, local_seqlen, kind), described, free="seqlen", then=concluded)
 
+    def largest(self, name: str, value: int) -> int:
+        """Returns the largest `value` of all ranks; a collective. `name` is the same on all ranks.
+
+        Raises:
+            PeerFailed: when another rank raised instead of calling.
+        """
+        if self._control is None:
+            return value
+        return max(self._control.values({"operation": "largest", "of": name, "value": value}, free="value"))
+
     def forget_lengths(self) -> None:
         """For `fixed_lengths`, before calls whose sequence has another length than calls of the same shapes had.
 

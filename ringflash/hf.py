@@ -1,13 +1,16 @@
 """Attention of transformers models by name: `register()`, then `attn_implementation="ring_attention"`.
 
 The context is an argument of the model's forward, `model(..., ring_context=context)`; transformers hands it down to
-the attention function with its other keywords. Without it attention runs on one device.
+the attention function with its other keywords. Without it attention runs on one device. The first forward with a
+context checks the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,12 +20,14 @@ from ringflash.attention import AttentionOptions, flash_attention, ring_attentio
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
+from ringflash.hf_check import ONE_DEVICE, Checked, Witness, check
 from ringflash.hf_mask import REMEDY, Asked, Settled, describe
 from ringflash.hf_positions import resolve_mask
+from ringflash.hf_rope import largest_position
 from ringflash.masks import Documents, Mask
 
 NAME = "ring_attention"  # a name with "flash" in it is taken for one of transformers' own
-# What transformers passes on to attention along with the rest, and says nothing about attention, or nothing new.
+# Keywords that transformers hands to attention, and that attention does not need.
 OF_OTHERS = {
     "max_length_q",
     "max_length_k",
@@ -34,20 +39,44 @@ OF_OTHERS = {
     "encoder_hidden_states",
     "shift_labels",
 }
+CHECKED = "_ring_checked"  # an attribute of checked models
+AGREED = "_ring_position_agreed"  # an attribute of models in a forward whose largest position the ranks agreed on
+log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Makes `attn_implementation="ring_attention"` known to transformers.
 
+    Models of transformers then look at `ring_context` when they are called: the first call with a context checks the
+    model. Classes that choose attention by a table of their own raise ArgumentError when they are made.
+
     Raises:
         ImportError: transformers is not installed.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise ImportError("transformers is not installed: pip install 'ringflash[hf]'") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, describe)  # without one, models pass no mask and do not say so
+    if PreTrainedModel.__call__.__module__ == __name__:
+        return
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    rotary_of: Any = torch.compiler.disable(_rotary_modules)
+
+    def choose(model: Any, requested_attention: str | None, *args: Any, **keywords: Any) -> str:
+        if requested_attention == NAME:
+            _check_tables(type(model))
+        return chosen(model, requested_attention, *args, **keywords)
+
+    def call(model: nn.Module, *args: Any, **keywords: Any) -> Any:
+        context = keywords.get("ring_context")
+        if not isinstance(context, ContextParallel):
+            return nn.Module.__call__(model, *args, **keywords)
+        return _call(model, context, rotary_of, args, keywords)
+
+    setattr(PreTrainedModel, "get_correct_attn_implementation", choose)  # noqa: B010 - typed as a method
+    setattr(PreTrainedModel, "__call__", call)  # noqa: B010 - the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +135,6 @@ KNOWN = {f.name for f in fields(Keywords)} - {"others"}
 KNOWN_OR_OTHERS = KNOWN | OF_OTHERS
 
 
-@dataclass
-class Witness:
-    """Stands in for a context and notes which attention calls it reaches, and whether with positions."""
-
-    positions: list[bool] = field(default_factory=list)
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -138,10 +160,9 @@ def attention(
         ArgumentError: anything that cannot be honoured.
     """
     call = Keywords.of(keywords)
-    context = call.ring_context
+    context, witness = call.ring_context, None
     if isinstance(context, Witness):
-        context.positions.append(call.position_ids is not None)
-        context = None
+        witness, context = context, context.context
     try:
         _check(module, call, context)
         if attention_mask is None:
@@ -150,8 +171,13 @@ def attention(
             window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
             seqlen_k = query.shape[2] if causal else key.shape[2]  # where others begin is not said
             attention_mask = Asked(causal, window, query.shape[2], seqlen_k, 0, starts)
-        asked = _check_asked(attention_mask, query, key, call)
-        mask = asked.mask if isinstance(asked, Settled) else _resolve(asked, call, context)
+        asked = _check_asked(attention_mask, query, key, call, getattr(module, "config", None))
+        if witness is not None and witness.any_positions:
+            mask = None
+        else:
+            mask = asked.mask if isinstance(asked, Settled) else _resolve(asked, call, context)
+        if witness is not None:
+            return witness.attend((query, key, value), mask, (call.scaling, call.softcap or 0.0)), None
         options = AttentionOptions(sinks=call.s_aux, deterministic=call.deterministic or None)
         modes: dict[str, Any] = {"mask": mask, "softmax_scale": call.scaling, "softcap": call.softcap or 0.0}
         modes |= {"dropout": _dropout(module, call, context), "options": options}
@@ -201,41 +227,108 @@ def settle(
 
 
 def check_model(model: nn.Module) -> None:
-    """Runs two tokens through a transformers model, and checks that keywords of its forward reach all its attention.
+    """Runs a few tokens through a transformers model, and checks that its results are the same on a ring.
 
-    A model that keeps them would attend to the shard alone, and so would layers that mix tokens by other means. Under
-    FSDP it is a collective, as any forward is.
+    The first forward on a ring does the same. Under FSDP it is a collective, as any forward is. A model without storage
+    (on the meta device) is checked at its first forward.
 
     Raises:
         ArgumentError: another attn_implementation; a model that keeps the context or the positions from its attention,
-            or that has layers without attention.
+            counts positions in its own way, or mixes tokens outside of attention.
     """
+    if any(x.is_meta for x in model.parameters()):
+        log.warning("%s is on the meta device: the check waits for its first forward on a ring.", type(model).__name__)
+        return
+    checked = _checked(model)
+    for module in model.modules():
+        if _is_pretrained(module):
+            setattr(module, CHECKED, checked if module is model else _inside(model, module, checked))
+
+
+def _checked(model: nn.Module) -> Checked:
     config: Any = model.config
-    found = config.get_text_config()._attn_implementation
-    if found != NAME:
+    text = config.get_text_config()
+    if text._attn_implementation != NAME:
         remedy = 'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention".'
-        raise ArgumentError("attn_implementation", expected=NAME, got=found, remedy=remedy)
-    witness, training = Witness(), model.training
-    tokens = torch.arange(2, device=next(model.parameters()).device)[None]
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, ring_context=witness)
-    finally:
-        model.train(training)
+        raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)
     mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
     if mixing:
-        remedy = "Choose a model in which tokens meet in attention alone: these see the shard alone."
-        raise ArgumentError("model", expected="no convolutions over tokens", got=mixing[0], remedy=remedy)
-    layers, reached = config.get_text_config().num_hidden_layers, sum(witness.positions)
-    if reached < layers:
-        remedy = "Choose a model whose layers hand all keywords of forward to transformers' attention interface."
-        raise ArgumentError(
-            "model",
-            expected=f"ring_context and position_ids in the attention of {layers} layers",
-            got=f"{type(model).__name__}, where they come to {reached}",
-            remedy=remedy,
-        )
+        got = f"{mixing[0]} in {type(model).__name__}"
+        raise ArgumentError("model", expected="no convolutions over tokens", got=got, remedy=ONE_DEVICE)
+    return check(model, getattr(text, "num_hidden_layers", 1))
+
+
+def _inside(model: nn.Module, module: nn.Module, checked: Checked) -> Checked:
+    """The findings about `model`, for `module` inside of it."""
+    prefix = next(f"{name}." for name, each in model.named_modules() if each is module)
+    return Checked(tuple(name.removeprefix(prefix) for name in checked.rotary if name.startswith(prefix)))
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return getattr(type(module).__call__, "__module__", None) == __name__
+
+
+def _call(
+    model: nn.Module,
+    context: ContextParallel,
+    rotary_of: Callable[[nn.Module], tuple[str, ...]],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """Calls a model of transformers on a ring; the first such call checks it.
+
+    Args:
+        model: of transformers.
+        context: among the keywords.
+        rotary_of: `_rotary_modules`, which `torch.compile` does not trace.
+        args: of the call.
+        keywords: of the call.
+    """
+    try:
+        rotary = rotary_of(model)
+        agrees = bool(rotary) and len(context.local_ranks) < context.world_size and not hasattr(model, AGREED)
+        own = _largest_of(keywords.get("position_ids")) if agrees else 0
+    except Exception as error:
+        context.announce_failure(error)
+        raise
+    if not agrees:
+        return nn.Module.__call__(model, *args, **keywords)
+    position = context.largest("position_ids", own)
+    inside = [module for module in model.modules() if _is_pretrained(module)]
+    for module in inside:
+        setattr(module, AGREED, True)
+    try:
+        with largest_position(model, rotary, position):
+            return nn.Module.__call__(model, *args, **keywords)
+    finally:
+        for module in inside:
+            delattr(module, AGREED)
+
+
+def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules whose RoPE depends on length, of a model that is checked now if it was not before."""
+    if not hasattr(model, CHECKED):
+        check_model(model)
+    return getattr(model, CHECKED).rotary
+
+
+def _largest_of(positions: object) -> int:
+    if isinstance(positions, Tensor) and positions.numel():
+        return int(positions.max())
+    remedy = "Pass position_ids=context.positions(seqlen)[None]: the RoPE of this model depends on length."
+    raise ArgumentError("position_ids", expected="those of the shard, by keyword", got=positions, remedy=remedy)
+
+
+def _check_tables(model_class: type) -> None:
+    """Raises ArgumentError for a class that takes its attention from a table of its own, which lacks this library."""
+    for name, table in vars(sys.modules[model_class.__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and NAME not in table:
+            raise ArgumentError(
+                "attn_implementation",
+                expected="a model that uses transformers' attention interface",
+                got=f"{model_class.__name__}, which chooses attention from its own {name}: {', '.join(table)}",
+                remedy=f"Choose one of these. {ONE_DEVICE}",
+            )
 
 
 def _check(module: nn.Module, call: Keywords, context: object) -> None:
@@ -269,7 +362,7 @@ def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> M
     return asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))
 
 
-def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords) -> Asked | Settled:
+def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords, config: object) -> Asked | Settled:
     if not isinstance(asked, Asked | Settled):
         remedy = "Leave it out: masks follow from the model, position_ids and ring_documents."
         raise ArgumentError("attention_mask", expected="None or all ones", got=type(asked).__name__, remedy=remedy)
@@ -288,10 +381,17 @@ def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords) -> A
     if call.ring_context is not None and seqlen_q != seqlen_k:
         remedy = "Pass no past_key_values, and shards of one sequence."
         raise ArgumentError("key", expected=f"{seqlen_q} rows, as query", got=seqlen_k, remedy=remedy)
-    if isinstance(call.ring_context, ContextParallel) and asked.window is not None and call.sliding_window is None:
+    if call.ring_context is not None and not _is_window(asked.window, call, config):
         remedy = "Attention in chunks needs the whole sequence on one device."
         raise ArgumentError("attention_mask", expected="a sliding window", got="chunks", remedy=remedy)
     return asked
+
+
+def _is_window(window: int | None, call: Keywords, config: object) -> bool:
+    """Returns False for chunks. They look like a window within a shard, which the caller or configuration names."""
+    if window is None or call.sliding_window is not None:
+        return True
+    return getattr(config, "attention_chunk_size", None) is None and getattr(config, "sliding_window", None) == window
 
 
 def _dropout(module: nn.Module, call: Keywords, context: ContextParallel | None) -> Dropout | None:

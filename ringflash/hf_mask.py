@@ -1,4 +1,4 @@
-"""What a transformers model wants its rows to see, read off the function by which it describes its mask."""
+"""Masks of transformers models, read off the functions that describe them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from ringflash.masks import Causal, Mask, SlidingWindow
 
 MULTIPLIERS = (2654435761, 3266489917)  # of hashes that spread rows over keys
 REMEDY = 'Leave it out, or choose attn_implementation="sdpa" for this model.'
+
+
+class MaskAsTensor(ArgumentError, AttributeError):
+    """A model that computes with its mask, instead of handing it to the attention that was chosen.
+
+    It is an AttributeError too, so that `hasattr` keeps its meaning.
+
+    Args:
+        got: what the model does with the mask.
+    """
+
+    def __init__(self, got: str) -> None:
+        super().__init__(
+            "attn_implementation",
+            expected="models that use transformers' attention interface",
+            got=got,
+            remedy='This model computes with the mask itself: choose attn_implementation="sdpa" or "eager" for it, '
+            "on one device.",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +78,27 @@ class Asked(Form):
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> Any:
         """Raises ArgumentError: a model that adds its mask to scores does not call the attention that was chosen."""
-        expected, remedy = "models that use transformers' attention interface", "Choose another attn_implementation."
-        raise ArgumentError("attn_implementation", expected=expected, got=f"mask in {function}", remedy=remedy)
+        raise MaskAsTensor(f"mask in {function}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises ArgumentError for attributes of tensors, and AttributeError for those of Python's protocols."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MaskAsTensor(f"mask.{name}")
+
+    def __getitem__(self, index: object) -> Any:
+        """Raises ArgumentError: no rows or keys can be taken from this mask."""
+        raise MaskAsTensor("mask[...]")
+
+    def __invert__(self) -> Any:
+        """Raises ArgumentError, as for all operators of tensors."""
+        raise MaskAsTensor("an operator on the mask")
+
+    def _operate(self, other: object) -> Any:
+        raise MaskAsTensor("an operator on the mask")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operate
+    __and__ = __rand__ = __or__ = __ror__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     def resolve(self, given: tuple[object, ...], find: Callable[[], Mask | None]) -> Mask | None:
         """`find()`, or what it said when `given` were the same objects."""
@@ -74,7 +112,7 @@ class Asked(Form):
 
 @dataclass(frozen=True, eq=False)
 class Settled(Form):
-    """What has been resolved, without what tracing cannot follow: the form, and the mask over the whole sequence."""
+    """A resolved mask that can be traced: its form, and the mask over the whole sequence."""
 
     mask: Mask | None
 

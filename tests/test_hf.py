@@ -419,7 +419,7 @@ def test_models_that_keep_keywords_from_attention() -> None:
     layer = model.model.layers[1].self_attn
     forward = layer.forward
     layer.forward = lambda hidden_states, ring_context=None, **keywords: forward(hidden_states, **keywords)
-    with pytest.raises(ArgumentError, match="in the attention of 2 layers, got LlamaForCausalLM, where they come to 1"):
+    with pytest.raises(ArgumentError, match="in the attention of 2 layers, got LlamaForCausalLM, where it comes to 1"):
         rf.hf.check_model(model)
     model.model.layers[0].mixer = nn.Conv1d(64, 64, 4)
     with pytest.raises(ArgumentError, match="model: expected no convolutions over tokens, got model.layers.0.mixer"):

@@ -52,7 +52,19 @@ ALLOWED = {
     "attention": {"checks", "context", "derivatives", "dropout", "errors", "kernels", "masks"},
     "hf_mask": {"errors", "masks"},
     "hf_positions": {"context", "errors", "hf_mask", "masks"},
-    "hf": {"attention", "context", "dropout", "errors", "hf_mask", "hf_positions", "masks"},
+    "hf_rope": {"errors"},
+    "hf_check": {"context", "errors", "hf_rope", "masks", "reference"},
+    "hf": {
+        "attention",
+        "context",
+        "dropout",
+        "errors",
+        "hf_check",
+        "hf_mask",
+        "hf_positions",
+        "hf_rope",
+        "masks",
+    },
 }
 
 

@@ -140,6 +140,13 @@ class ControlPlane:
         """
         return self.agree_on((free, *fields, *fields.values()), lambda: fields, free=free, then=lambda values: values)
 
+    def values(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
+        """Does what `agree` does, and always waits for the other ranks: the free field may change at any call."""
+        self.check_alive()
+        self._settle()
+        call = _Call(fields, free, tuple(_word(value) for value in fields.values()))
+        return self._checked(call, self._words.post((_OK, *call.words)), lambda values: values)
+
     def agree_on(
         self, kind: Hashable, fields: Callable[[], Mapping[str, Field]], *, free: str, then: Callable[[list[int]], T]
     ) -> T:
