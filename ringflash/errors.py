@@ -34,6 +34,10 @@ class DataError(ArgumentError):
     """A corpus that is missing, empty or too short."""
 
 
+class CorpusError(DataError):
+    """A token file whose header, offsets or ids are not those that a preparation writes."""
+
+
 class CheckpointError(ArgumentError):
     """A checkpoint that is missing, incomplete, or of another model; or that could not be saved."""
 

@@ -16,21 +16,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ringflash.errors import DataError
+from ringflash.errors import CorpusError
 from ringflash.train.tokenizer import Tokenizer
 
 DATASET = "dataset.json"
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 BLOCK = 1 << 20
+MAX_VOCAB_SIZE = 1 << 32  # of ids that uint32 holds
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -158,20 +158,54 @@ def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tok
     return header
 
 
-def read_header(path: Path) -> ShardHeader:
-    """The header of a shard whose file is as long as it should be.
+def parse_shard_header(content: object, path: Path) -> ShardHeader:
+    """Checks a shard's header, which may come from anywhere: a wrong dtype would turn bytes into object pointers.
+
+    Args:
+        content: the parsed JSON.
+        path: the file that it comes from.
 
     Raises:
-        DataError: it is missing, truncated, or no shard.
+        CorpusError: a field is missing or unknown, or has a value that no preparation writes.
+    """
+    names = [field.name for field in fields(ShardHeader)]
+    if not isinstance(content, dict):
+        raise damaged(path, f"header: expected an object, got {_short(content)}")
+    if content.get("version") != FORMAT_VERSION:
+        raise damaged(path, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
+    if odd := sorted({*names} ^ content.keys()):
+        raise damaged(path, f"header: fields that are missing or unknown: {_short(', '.join(odd))}")
+    for name in ("key", "digest", "dtype", "tokenizer"):
+        if not isinstance(content[name], str):
+            raise damaged(path, f"{name}: expected text, got {_short(content[name])}")
+    for name in ("num_tokens", "num_documents", "vocab_size", "end_of_document", "version"):
+        if type(content[name]) is not int or content[name] < 0:
+            raise damaged(path, f"{name}: expected a whole number of at least 0, got {_short(content[name])}")
+    header = ShardHeader(**content)
+    if header.vocab_size > MAX_VOCAB_SIZE:
+        raise damaged(path, f"vocab_size: expected at most {MAX_VOCAB_SIZE}, got {_short(header.vocab_size)}")
+    if header.end_of_document >= header.vocab_size:
+        expected = f"an id below vocab_size={header.vocab_size}"
+        raise damaged(path, f"end_of_document: expected {expected}, got {_short(header.end_of_document)}")
+    if header.dtype != (dtype := dtype_of(header.vocab_size)):
+        expected = f"{dtype!r} for a vocabulary of {header.vocab_size}"
+        raise damaged(path, f"dtype: expected {expected}, got {_short(header.dtype)}")
+    return header
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Reads and checks the header of a shard, and compares it with the size of the file.
+
+    Raises:
+        CorpusError: it is missing, truncated, or no shard.
     """
     try:
         with path.open("rb") as stream:
-            header = ShardHeader(**json.loads(stream.read(HEADER_BYTES)))
+            content = json.loads(stream.read(HEADER_BYTES))
             size = os.fstat(stream.fileno()).st_size
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from error
-    if header.version != FORMAT_VERSION:
-        raise damaged(path, f"of format {header.version}, not {FORMAT_VERSION}")
+    header = parse_shard_header(content, path)
     if size != header.size:
         raise damaged(path, f"{size} bytes instead of {header.size}")
     return header
@@ -196,9 +230,45 @@ def write_dataset(folder: Path, header: Header) -> None:
     partial.replace(folder / DATASET)
 
 
-def damaged(path: Path, what: str) -> DataError:
-    """The error of token files that are not as they were written."""
-    return DataError(
+def read_dataset(file: Path) -> Header:
+    """Reads and checks the header of a folder.
+
+    Raises:
+        CorpusError: it is missing or unreadable, or has a value that no preparation writes.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(file, str(error)) from error
+    names = [field.name for field in fields(Header)]
+    if not isinstance(content, dict):
+        raise damaged(file, f"expected an object, got {_short(content)}")
+    if content.get("version") != FORMAT_VERSION:
+        raise damaged(file, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
+    if odd := sorted({*names} ^ content.keys()):
+        raise damaged(file, f"fields that are missing or unknown: {_short(', '.join(odd))}")
+    key, fraction, shards = content["key"], content["val_fraction"], content["shards"]
+    if not isinstance(key, str):
+        raise damaged(file, f"key: expected text, got {_short(key)}")
+    # `type`, as bool is an int; the comparison is false for NaN.
+    if fraction is not None and not (type(fraction) in (int, float) and 0 <= fraction < 1):
+        raise damaged(file, f"val_fraction: expected null or a number in [0, 1), got {_short(fraction)}")
+    if not isinstance(shards, list):
+        raise damaged(file, f"shards: expected a list, got {_short(shards)}")
+    return Header(key, tuple(parse_shard_header(shard, file) for shard in shards), fraction)
+
+
+def _short(value: object) -> str:
+    """Shows at most 80 characters of a value that may have millions."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__}"
+    text = "a huge number" if isinstance(value, int) and abs(value) >= 1 << 200 else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def damaged(path: Path, what: str) -> CorpusError:
+    """Makes the error of token files that are not as they were written."""
+    return CorpusError(
         "corpus",
         expected="complete token files",
         got=f"{path}: {what}",
@@ -210,20 +280,13 @@ class TokenFiles:
     """The documents of a prepared folder; ids are read as they are asked for.
 
     Raises:
-        DataError: the folder is incomplete, empty, or not as it was prepared.
+        CorpusError: the folder is incomplete, empty, or not as it was prepared.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / DATASET
-        try:
-            fields: dict[str, Any] = json.loads(file.read_text())
-            if fields["version"] != FORMAT_VERSION:
-                raise ValueError(f"of format {fields['version']}, not {FORMAT_VERSION}")
-            shards = tuple(ShardHeader(**shard) for shard in fields.pop("shards"))
-            self.header = Header(shards=shards, **fields)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise damaged(file, str(error)) from error
+        self.header = read_dataset(file)
         if not self.header.num_tokens:
             raise damaged(file, "no tokens")
         lengths, starts = [], []
@@ -232,10 +295,12 @@ class TokenFiles:
             if read_header(path) != shard:
                 raise damaged(path, "a file of another preparation")
             ends = np.fromfile(path, "<i8", offset=shard.ends_at)
-            starts.append(np.concatenate([np.zeros(1, np.int64), ends])[:-1])
-            lengths.append(ends - starts[-1])
-            if (lengths[-1] < 0).any() or (len(ends) and ends[-1] != shard.num_tokens):
+            bounds = np.concatenate([np.zeros(1, np.int64), ends])
+            # Neighbours are compared, not subtracted: a difference of 64-bit numbers may overflow.
+            if (bounds[1:] < bounds[:-1]).any() or bounds[-1] != shard.num_tokens:
                 raise damaged(path, "ends of documents that do not fit its tokens")
+            starts.append(bounds[:-1])
+            lengths.append(np.diff(bounds))
         self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # of each document
         self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # of each in its shard
         self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])  # document of each shard
@@ -249,7 +314,7 @@ class TokenFiles:
         """That the ids are of.
 
         Raises:
-            DataError: another lies in its place, or none.
+            CorpusError: another lies in its place, or none.
         """
         tokenizer = Tokenizer.load(self.folder / "tokenizer")
         if tokenizer.digest != self.header.shards[0].tokenizer:
@@ -265,7 +330,7 @@ class TokenFiles:
         """Ids [begin, end) of a document, counted from its first.
 
         Raises:
-            DataError: one of them is outside the vocabulary.
+            CorpusError: one of them is outside the vocabulary.
         """
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         if shard not in self._maps:
