@@ -147,6 +147,14 @@ PLANTS = (
         ("tests/train/test_module.py::test_a_shard_s_loss_counts_the_valid_tokens_of_all_ranks",),
     ),
     Plant(
+        "evaluation-loss-times-the-ranks",
+        "transformers #48167: the logged evaluation loss is multiplied by the context-parallel size",
+        "train/ring_module.py",
+        'reduce_fx="max"',
+        'reduce_fx="sum"',
+        ("tests/train/test_strategy.py::test_batches_random_numbers_and_what_callbacks_read",),
+    ),
+    Plant(
         "overflow-in-the-merge",
         "ring implementations that merge by exp(lse1) + exp(lse2): large scores overflow",
         "ringflash/state.py",
@@ -338,7 +346,12 @@ def try_plant(plant: Plant, root: Path) -> tuple[bool, str]:
     passed = [test for test in plant.tests if test not in failed]
     if passed:
         return False, f"passed with the bug: {', '.join(passed)}"
-    return True, "\n      ".join(message[:120] for message in failed.values())
+    return True, "\n      ".join(shortened(message) for message in failed.values())
+
+
+def shortened(message: str) -> str:
+    """Returns the two ends of a long message: a rank's traceback has its error at the end."""
+    return message if len(message) <= 200 else f"{message[:90]} ... {message[-100:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

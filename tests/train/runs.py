@@ -194,13 +194,17 @@ def train(run: Run, strategy: Any = None) -> Outcome:
     )
     module, data = Recorded(run, outcome), Data(run)
     trainer.fit(module, data, ckpt_path=run.resume)
+    metrics = {**trainer.callback_metrics}  # what callbacks such as EarlyStopping read; each stage begins anew
     if run.validate:
         trainer.validate(module, data, verbose=False)
+        metrics |= trainer.callback_metrics
         trainer.test(module, data, verbose=False)
+        metrics |= trainer.callback_metrics
     if run.save is not None:
         trainer.save_checkpoint(run.save)
     outcome.weights = {name: whole(p) for name, p in module.decoder.named_parameters()}
     outcome.extra = {"epochs_seen": data.epochs_seen, "random": torch.rand(()).item(), "step": trainer.global_step}
+    outcome.extra["metrics"] = {name: float(value) for name, value in metrics.items()}
     return outcome
 
 

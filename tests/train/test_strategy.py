@@ -80,6 +80,9 @@ def test_a_parameter_that_is_not_sharded() -> None:
         sum_gradients(torch.nn.Linear(3, 3))
 
 
+LOSSES = {"train/loss", "val/loss", "test/loss"}
+
+
 class Probe(RingAttentionStrategy):
     """Keeps the first batch it shards."""
 
@@ -98,11 +101,17 @@ def _probe() -> dict[str, Any]:
     train(Run(data_parallel=2), parallel)
     assert parallel.distributed_sampler_kwargs == {"num_replicas": 2, "rank": dist.get_rank()}
     assert parallel.shard_mesh.size() == 2
-    return {"batch": strategy.seen, "whole": parallel.seen, "random": outcome.extra["random"]}
+    evaluated = train(Run(steps=1, epoch_batches=1, validate=True))
+    assert evaluated.extra["metrics"].keys() >= LOSSES
+    for name in LOSSES:  # equal on all ranks, so whatever Lightning does to bring them together must leave them alone
+        assert evaluated.extra["metrics"][name] == pytest.approx(evaluated.logged[name][-1], rel=1e-6), name
+    return {"batch": strategy.seen, "whole": parallel.seen, "random": outcome.extra["random"], "evaluated": evaluated}
 
 
-def test_batches_and_random_numbers() -> None:
+def test_batches_random_numbers_and_what_callbacks_read() -> None:
     ranks = run_ranks(2, _probe)
+    first, second = (rank["evaluated"].extra["metrics"] for rank in ranks)
+    assert first == second
     rows = sequences(Run())[:2]
     whole = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     positions = torch.cat([rank["batch"]["position_ids"] for rank in ranks])
