@@ -13,6 +13,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.kernels import eager
 from ringflash.kernels.dq_sum import DqSum
+from ringflash.kernels.fallback import report_device
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
@@ -144,6 +145,8 @@ def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKerne
     if name == "hopper" and missing is not None:
         remedy = 'Choose "auto" or "triton".'
         raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)
+    if missing is not None:
+        report_device(missing, hopper.remedy(device))
     if name == "triton" or missing is not None:
         return portable
     return hopper if name == "hopper" else automatic

@@ -15,6 +15,7 @@ from triton import knobs
 
 from ringflash.kernels import portable
 from ringflash.kernels.dq_sum import DqSum
+from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
@@ -24,7 +25,17 @@ from ringflash.kernels.visibility import row_bounds
 from ringflash.masks import KeyPadding, Mask
 from ringflash.state import AttentionState
 
-__all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "has_single_pass", "new_dq", "state_dtype", "why_not"]
+__all__ = [
+    "backward_dkdv",
+    "backward_dq",
+    "delta",
+    "forward",
+    "has_single_pass",
+    "new_dq",
+    "remedy",
+    "state_dtype",
+    "why_not",
+]
 
 TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
 DTYPES = (torch.bfloat16, torch.float16)
@@ -34,18 +45,27 @@ MOST_ROWS = 2**30  # in all heads and sequences: bounds, two numbers a row, are 
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps these kernels from `device`, or None."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if version != TRITON:
-        return f"they are written for triton {TRITON[0]}.{TRITON[1]}, not {triton.__version__}"
+    """What keeps these kernels from `device`, or None; first what no other installation would cure."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"they need an NVIDIA GPU, not {device}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"they need compute capability 9.0, not {major}.{minor}"
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version != TRITON:
+        return f"they are written for triton {TRITON[0]}.{TRITON[1]}, not {triton.__version__}"
     return (
         "Triton's interpreter, which TRITON_INTERPRET asks for, does not run them" if knobs.runtime.interpret else None
     )
+
+
+def remedy(device: torch.device) -> str:
+    """Advice for a device that `why_not` refuses."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "Use an H100 or H200 for the faster kernels."
+    if knobs.runtime.interpret:
+        return "Unset TRITON_INTERPRET before Python starts."
+    return "Install a version of triton that they are written for; `ringflash doctor` then says which kernels run."
 
 
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
@@ -57,8 +77,11 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
 
 def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
     """Wherever these kernels apply, as far as that is known without strides and chunks."""
-    here = _is_plain(scoring) and _knows(q, v, mask, WIDEST_BACKWARD)
-    return here or portable.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
+    lacking = _lacking_mode(scoring) or _lacking_inputs(q, v, mask, WIDEST_BACKWARD)
+    if lacking is None:
+        return True
+    report_feature("wide backward" if lacking == "wide" else lacking)
+    return portable.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
 
 
 def forward(
@@ -76,8 +99,10 @@ def forward(
     """See `TileKernels.forward`."""
     given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
     widest = WIDEST if first and last else WIDEST_BACKWARD
-    plain = meeting.scoring.sinks is None and _is_plain(meeting.scoring)
-    if not (plain and _knows(q, v, meeting.mask, widest) and _are_tiled(meeting, q, k, v)):
+    lacking = "sinks" if meeting.scoring.sinks is not None else None
+    lacking = _lacking(meeting, (q, k, v), widest) or lacking
+    if lacking is not None:
+        report_feature("wide forward" if lacking == "wide" else lacking)
         return portable.forward(q, k, v, meeting, **given)
     from ringflash.kernels.hopper.forward import forward  # here: only these files need Gluon
 
@@ -100,7 +125,10 @@ def backward_dkdv(
     dq: DqSum | None = None,
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
-    if dq is None or not _knows_backward(dout, q, k, v, meeting) or _is_mostly_padding(q):
+    lacking = None if dq is None else _lacking(meeting, (q, k, v, dout), WIDEST_BACKWARD)
+    if dq is None or lacking is not None or _is_mostly_padding(q):
+        if lacking is not None:
+            report_feature("wide backward" if lacking == "wide" else lacking)
         given = dout, q, k, v, lse, delta
         if dq is not None and not _portable_adds(dq, q, v, meeting):
             portable.backward_dq(*given, dq.rows(), meeting, accumulate=True)
@@ -118,31 +146,44 @@ def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
     return portable.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=dq.ordered)
 
 
-def _is_plain(scoring: Scoring) -> bool:
-    """Whether weights are exp(softmax_scale q k^T), but for sinks."""
-    return not scoring.has_modes and scoring.softmax_scale > 0
+def _lacking(meeting: Meeting, tensors: tuple[Tensor, ...], widest: int) -> str | None:
+    """The first feature of a hop that these kernels lack, or None; `tensors` are q, k, v and what else they read."""
+    q, _, v, *_ = tensors
+    lacking = _lacking_mode(meeting.scoring) or _lacking_inputs(q, v, meeting.mask, widest)
+    if lacking is not None:
+        return lacking
+    if not all(are_ascending(chunks) for chunks in (meeting.q_chunks, meeting.k_chunks)):
+        return "chunks"
+    return None if all(map(is_viewable, tensors)) else "storage"
 
 
-def _knows(q: Tensor, v: Tensor, mask: Mask, widest: int) -> bool:
-    same = q.shape[3] == v.shape[3] and q.shape[3] <= widest and q.shape[3] * q.itemsize % ALIGNMENT == 0
+def _lacking_mode(scoring: Scoring) -> str | None:
+    """What makes weights other than exp(softmax_scale q k^T), sinks left aside, or None."""
+    if scoring.has_modes:
+        return "softcap" if scoring.softcap else "alibi_slopes" if scoring.alibi_slopes is not None else "dropout"
+    return None if scoring.softmax_scale > 0 else "softmax_scale"
+
+
+def _lacking_inputs(q: Tensor, v: Tensor, mask: Mask, widest: int) -> str | None:
+    """What these kernels lack for inputs of these shapes and this mask, or None."""
+    if q.dtype not in DTYPES:
+        return "dtype"
+    if q.shape[3] != v.shape[3]:
+        return "unequal widths"
+    if q.shape[3] > widest:
+        return "wide"
+    if q.shape[3] * q.itemsize % ALIGNMENT:
+        return "odd width"
+    if mask.bitmap() is not None:
+        return "bitmap"
     rows = max(x.shape[0] * x.shape[2] * (x.shape[1] + KEYS) for x in (q, v))
-    return same and q.dtype in DTYPES and mask.bitmap() is None and rows < MOST_ROWS
-
-
-def _knows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting) -> bool:
-    known = _is_plain(meeting.scoring) and _knows(q, v, meeting.mask, WIDEST_BACKWARD)
-    return known and _are_tiled(meeting, dout, q, k, v)
+    return None if rows < MOST_ROWS else "size"
 
 
 def _is_mostly_padding(q: Tensor) -> bool:
     """Whether dq's sum, of whole tiles, would waste memory: that of many short sequences, or of narrow heads."""
     size = math.prod(dq_sum_shape(q))
     return size > 2 * q.numel() and size > MOST_PADDING
-
-
-def _are_tiled(meeting: Meeting, *tensors: Tensor) -> bool:
-    ascending = all(are_ascending(chunks) for chunks in (meeting.q_chunks, meeting.k_chunks))
-    return ascending and all(map(is_viewable, tensors))
 
 
 def _without_padding(x: Tensor, meeting: Meeting) -> Tensor:

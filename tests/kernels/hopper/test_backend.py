@@ -259,8 +259,10 @@ def test_why_not_here() -> None:
 
 
 def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.7.1+gitabcdef")
-    assert backend.why_not(CPU) == "they are written for triton 3.6, not 3.7.1+gitabcdef"
+    assert backend.why_not(torch.device("cuda")) == "they are written for triton 3.6, not 3.7.1+gitabcdef"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])

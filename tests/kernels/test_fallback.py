@@ -1,0 +1,133 @@
+"""Messages about slower kernels; versions and capabilities are faked, and no kernel runs."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.kernels import fallback, portable
+from ringflash.kernels.backend import _in_triton
+from ringflash.kernels.hopper import backend
+from tests.kernels.hopper.test_backend import KNOWN, UNKNOWN, Call, call, calls, run_backward, run_forward
+
+__all__ = ["calls"]  # a fixture
+
+LOGGER = "ringflash.kernels"
+
+
+@pytest.fixture(autouse=True)
+def messages(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged from here on, as in a new process."""
+    for report in (fallback.report_device, fallback.report_feature):
+        report.cache_clear()
+    caplog.set_level(logging.INFO, LOGGER)
+    yield caplog
+    for report in (fallback.report_device, fallback.report_feature):
+        report.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device of capability 9.0 that no kernel is launched on."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(portable, "check_supported", lambda device, dtype: None)
+
+
+def choose(name: str, index: int = 0) -> object:
+    return _in_triton.__wrapped__(name, torch.device("cuda", index), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_triton_is_reported_once_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("triton.__version__", "2.1.0")
+    assert choose("auto") is portable
+    assert choose("auto", 1) is portable
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == (LOGGER, logging.WARNING)
+    assert "not 2.1.0" in record.getMessage()
+    assert "Install a version of triton" in record.getMessage()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_capability_is_reported_before_the_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("triton.__version__", "2.1.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    choose("auto")
+    (record,) = caplog.records
+    assert "compute capability 9.0, not 8.0. Use an H100 or H200" in record.getMessage()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_kernels_that_the_caller_names_are_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("triton.__version__", "2.1.0")
+    assert choose("triton") is portable
+    assert caplog.records == []
+
+
+REPORTED = {
+    "softcap": "softcap is set",
+    "alibi": "ALiBi slopes are set",
+    "dropout": "attention dropout is set",
+    "bitmap": "the mask is no interval",
+    "tree": "the mask is no interval",
+    "wider values": "headdim and headdim_v differ",
+    "narrower values": "headdim and headdim_v differ",
+    "float32": "neither bfloat16 nor float16",
+    "256 in a ring": "headdim is above 128",
+    "wider than 256": "headdim is above 128",
+    "rows of 72 bytes": "no multiple of 16",
+    "chunks out of order": "ascending",
+    "headdim not innermost": ".contiguous()",
+    "unaligned": ".contiguous()",
+    "expanded": ".contiguous()",
+}
+
+
+@pytest.mark.parametrize("run", [run_forward, run_backward])
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_feature_that_the_fast_kernels_lack_is_reported_once(
+    calls: list[Any], caplog: pytest.LogCaptureFixture, name: str, run: Callable[[Call], None]
+) -> None:
+    for _ in range(2):
+        run(UNKNOWN[name])
+    (record,) = caplog.records
+    assert REPORTED[name] in record.getMessage()
+    assert record.levelno == (logging.INFO if name == "float32" else logging.WARNING)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_of_the_fast_kernels_are_not_reported(
+    calls: list[Any], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    run_forward(KNOWN[name])
+    run_backward(KNOWN[name])
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [(call(sinks=torch.zeros(4)), "sinks are set"), (call(headdim=256), "for the backward alone")]
+)
+def test_features_of_one_pass_name_it(
+    calls: list[Any], caplog: pytest.LogCaptureFixture, given: Call, message: str
+) -> None:
+    run_forward(given)
+    run_backward(given)
+    (record,) = caplog.records
+    assert message in record.getMessage()
+
+
+def test_choosing_the_backward_reports_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    (q, _, v), meeting, _ = call(headdim=192)
+    backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=False)
+    (record,) = caplog.records
+    assert "for the backward alone" in record.getMessage()
