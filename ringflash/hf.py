@@ -247,7 +247,12 @@ def check_model(model: nn.Module) -> None:
 
 def _checked(model: nn.Module) -> Checked:
     config: Any = model.config
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # what transformers raises for an encoder and a decoder of text
+        remedy = "Call the decoder that is inside it with ring_context."
+        expected = "a model with one text model"
+        raise ArgumentError("model", expected=expected, got=type(model).__name__, remedy=remedy) from error
     if text._attn_implementation != NAME:
         remedy = 'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention".'
         raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)

@@ -228,7 +228,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Runs forwards in evaluation, and puts back all that they change."""
     modules = list(model.modules())
     attributes = [{n: x for n, x in vars(m).items() if not n.startswith("_")} for m in modules]
-    buffers = [{n: (x, x.detach().clone()) for n, x in m._buffers.items() if x is not None} for m in modules]
+    buffers = [
+        {n: (x, x.detach().clone(), _version(x)) for n, x in m._buffers.items() if x is not None} for m in modules
+    ]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     cached = torch.is_autocast_cache_enabled()
     try:
@@ -242,7 +244,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             for name in [n for n in vars(module) if not n.startswith("_") and n not in kept]:
                 del vars(module)[name]
             vars(module).update(kept)
-            for name, (buffer, value) in tensors.items():
+            for name, (buffer, value, version) in tensors.items():
                 module._buffers[name] = buffer
-                with torch.no_grad():
-                    buffer.copy_(value)
+                if _version(buffer) != version:  # graphs of earlier forwards may hold those that did not change
+                    with torch.no_grad():
+                        buffer.copy_(value)
+
+
+def _version(x: Tensor) -> int:
+    """Counts changes in place; inference tensors do not count, and do not change outside of inference mode."""
+    return 0 if x.is_inference() else x._version

@@ -72,6 +72,28 @@ def test_results_that_are_no_rows_are_refused() -> None:
         rf.hf.check_model(model.eval())
 
 
+def test_a_model_of_several_text_models_is_refused() -> None:
+    model = by_name(LLAMA.build())
+
+    def several() -> Any:
+        raise ValueError("Multiple valid text configs were found in the model config")
+
+    model.config.get_text_config = several
+    with pytest.raises(ArgumentError, match="model: expected a model with one text model, got LlamaForCausalLM"):
+        rf.hf.check_model(model)
+
+
+def test_gradients_of_an_earlier_forward_outlive_the_check() -> None:
+    model, ids = by_name(LLAMA.build()), tokens()
+    scale = torch.full((64,), 2.0, dtype=torch.float64)
+    model.model.norm.register_buffer("scale", scale)
+    model.model.norm.register_forward_hook(lambda module, _args, output: output * module.scale * module.weight)
+    logits = model(input_ids=ids, use_cache=False).logits
+    first_forward(model)
+    logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
 def test_the_check_runs_once_a_model() -> None:
     model, heads = by_name(LLAMA.build()), list[int]()
     model.lm_head.register_forward_hook(lambda _module, args, _output: heads.append(args[0].shape[1]))

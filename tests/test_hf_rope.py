@@ -15,6 +15,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.hf_rope import largest_position, rotary_modules
 from tests.distributed import run_ranks
+from tests.hf_families import model_of
 from tests.test_hf import FAMILIES, SEQLEN, by_name, relative, run, tokens
 
 pytest.importorskip("transformers")
@@ -79,8 +80,32 @@ def _on_ranks() -> dict[str, Ranks]:
     return results
 
 
-def test_two_ranks_agree_on_the_length() -> None:
-    everyone = run_ranks(2, _on_ranks)
+def _on_ranks_with_a_wrong_model() -> str:
+    context = rf.ContextParallel(dist.group.WORLD)
+    given = {"position_ids": context.positions(SEQLEN)[None], "ring_context": context}
+    try:
+        model_of("bart")(input_ids=context.shard(tokens()), use_cache=False, **given)
+    except ArgumentError as error:
+        return str(error)
+    return "accepted"
+
+
+def _both() -> tuple[dict[str, Ranks], str]:
+    return _on_ranks(), _on_ranks_with_a_wrong_model()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[dict[str, Ranks], str]]:
+    return run_ranks(2, _both)
+
+
+def test_each_rank_refuses_a_model_that_ignores_positions(ranks: list[tuple[dict[str, Ranks], str]]) -> None:
+    for _, error in ranks:
+        assert error.startswith("model: expected a model that uses position_ids, got BartForCausalLM, which ignores")
+
+
+def test_two_ranks_agree_on_the_length(ranks: list[tuple[dict[str, Ranks], str]]) -> None:
+    everyone = [results for results, _ in ranks]
     for kind in ROPE:
         expected = run(build(kind), input_ids=tokens())
         for results in everyone:

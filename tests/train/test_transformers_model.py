@@ -54,6 +54,7 @@ class Run:
     masked: str = "some"
     packed: bool = False
     dropout: float = 0.0
+    rope: dict[str, Any] | None = None
     checkpointing: ActivationCheckpointing = "none"
     resume: str | None = None
     save: str | None = None
@@ -61,6 +62,14 @@ class Run:
     export: str | None = None
 
 
+BY_LENGTH: dict[str, Any] = {  # RoPE of other frequencies from half of the sequence on
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": SEQLEN // 2 + 1,
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+}
 CHANGING = {"Gemma2": {"final_logit_softcapping": 2.0}, "Granite": {"logits_scaling": 8.0}}  # what their heads give
 
 
@@ -79,6 +88,7 @@ def config_of(run: Run) -> Any:
         initializer_range=0.1,
         tie_word_embeddings=run.tied,
         **CHANGING.get(run.family, {}),
+        **({} if run.rope is None else {"rope_parameters": run.rope}),
     )
 
 
@@ -172,6 +182,7 @@ RUNS = {
     "untied float64": Run(family="Llama", tied=False, dtype="float64", checkpointing="block"),
     "capped": Run(family="Gemma2"),
     "scaled float64": Run(family="Granite", dtype="float64"),
+    "RoPE by length": Run(layout="contiguous", rope=BY_LENGTH, dtype="float64"),
     "compiled": Run(checkpointing="block", compile_blocks=True, dtype="float64"),
     "compiled packed": Run(packed=True, compile_blocks=True, dtype="float64"),
     "compiled dropout": Run(dropout=0.3, checkpointing="block", compile_blocks=True),
