@@ -68,12 +68,12 @@ def number_of(seed: Tensor) -> int:
         ArgumentError: a seed that may differ from call to call, while a CUDA graph is captured.
     """
     if seed.ndim and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        expected, got = "a seed that is a whole number while a CUDA graph is captured", "one drawn anew for each call"
+        expected = "a whole number as seed while a CUDA graph is captured"
         remedy = (
             "The graph would keep this call's seed and drop the same weights at every replay. Leave attention with "
             "dropout out of the capture, or pass rf.Dropout(p, seed=number) where the same weights are wanted."
         )
-        raise ArgumentError("dropout", expected=expected, got=got, remedy=remedy)
+        raise ArgumentError("dropout", expected=expected, got="one that may change (drawn, or a tensor)", remedy=remedy)
     return int(seed)
 
 
