@@ -19,10 +19,18 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.batch import ADDED, CUT, SAMPLER, WHOLE, agree_on_batch, cut_keys, document_positions
+from ringflash.train.batch import ADDED, CUT, SAMPLER, WHOLE, agree_on_batch, all_ranks, cut_keys, document_positions
 from ringflash.train.departure import Departure
 from ringflash.train.preemption import Preempted
 from ringflash.train.sharded import DEFAULT_TIMEOUT, ShardedStrategy
+from ringflash.train.user_modules import (
+    REMEDY,
+    MetricGuard,
+    WatchedBatch,
+    are_equal,
+    refuse_callbacks,
+    refuse_loss,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +42,9 @@ class RingAttentionStrategy(ShardedStrategy):
     """Context parallelism x data parallelism, with FSDP2 over both, or over groups of ranks that replicate it.
 
     A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
-    `batch_to_device` leaves this rank's shard of them. `training_step` returns local sum of token losses /
-    `num_valid_tokens`; gradients are summed over all ranks, and over an accumulation window weighted by its
-    micro-batches' valid tokens, so that an optimizer step sees the gradient of
+    `batch_to_device` leaves this rank's shard of them. `training_step` returns `context.token_mean(...).loss`, or the
+    local sum of token losses / `num_valid_tokens`; gradients are summed over all ranks, and over an accumulation window
+    weighted by its micro-batches' valid tokens, so that an optimizer step sees the gradient of
 
         sum of the window's token losses / number of the window's valid tokens.
 
@@ -128,6 +136,9 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            refuse_callbacks(trainer)
         # Not ModelParallelStrategy's own, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
@@ -158,6 +169,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 fixed_lengths=True,  # within a batch: see `batch_to_device`
                 cuda_graphs=self._cuda_graphs,
             )
+            self._context.gradients = "sum"
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -165,6 +177,11 @@ class RingAttentionStrategy(ShardedStrategy):
         """Materialises the weights, makes the optimizer, and gives each rank random numbers of its own."""
         self._window = []
         assert self.model is not None
+        assert self.lightning_module is not None
+        self.context.weighs_windows = self.lightning_module.automatic_optimization
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
+            callbacks.insert(0, MetricGuard())
         reshard(self.model)
         sum_gradients(self.model)
         super().setup(trainer)
@@ -224,14 +241,40 @@ class RingAttentionStrategy(ShardedStrategy):
         return moved
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step and notes the micro-batch's valid tokens."""
+        """Runs the module's step and notes the micro-batch's valid tokens.
+
+        Raises:
+            ConfigError: there are several ranks, and the step neither calls `context.token_mean` nor reads
+                `num_valid_tokens`: its loss is none of the two that give the gradient of the mean over all ranks.
+        """
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
         self.restore_random()
         assert self.lightning_module is not None
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
             self._window = []
         self._window.append(batch["num_valid_tokens"])
-        return super().training_step(*args, **kwargs)
+        watched, made = WatchedBatch(batch), self.context.token_means_made
+        result = super().training_step(watched, *args[1:], **kwargs)
+        is_divided = watched.is_count_read or self.context.token_means_made > made
+        if result is not None and self.world_size > 1 and not is_divided:
+            raise refuse_loss()
+        return result
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over ranks, for `self.log(..., sync_dist=True)`.
+
+        Raises:
+            ConfigError: a mean of numbers that differ: it would weigh ranks, not tokens.
+        """
+        is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
+            local = tensor.detach().reshape(1).to(self.root_device, torch.float64)
+            values = [value.item() for value in all_ranks(local, group or self.world_group)]
+            if not are_equal(values):
+                got = f"{values}, whose mean is neither the sum of the ranks' shares nor weighted by their tokens"
+                raise ConfigError("sync_dist", expected="a value that is equal on all ranks", got=got, remedy=REMEDY)
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of a micro-batch, weighted by its valid tokens in units of the window's first micro-batch."""
