@@ -37,6 +37,7 @@ def _train_name(name: str) -> object:
     """Finds `ringflash.train.RingAttentionStrategy` and its like: a folder without __init__ has no names of its own."""
     modules = {
         "RingAttentionStrategy": "strategy",
+        "ExponentialMovingAverage": "ema",
         "LanguageModel": "module",
         "TransformersModel": "transformers_model",
         "TextDataModule": "data",

@@ -32,6 +32,8 @@ from ringflash.train.model_config import ModelConfig
 from ringflash.train.reader import SafeReader
 from ringflash.train.saving import named_tensors, optimizer_tensors
 
+FOLDER = "checkpoint_folder"  # the key under which `load` says which checkpoint it took
+
 
 def load(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None = None
@@ -90,7 +92,16 @@ def _load(
         optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
         _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
         set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
-    return rest
+    return {**rest, FOLDER: str(path)}
+
+
+def read_tensors(prefix: str, tensors: dict[str, Any], path: Path) -> None:
+    """Fills `tensors`, sharded or not, with those that were saved under `prefix`; every rank calls it.
+
+    Raises:
+        CheckpointError: tensors of other names or shapes.
+    """
+    _read(named_tensors(prefix, tensors), path, f"{prefix}.")
 
 
 def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Decoder:

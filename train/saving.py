@@ -28,6 +28,9 @@ from ringflash.errors import CheckpointError
 from ringflash.train.collective import failed, on_every_rank
 from ringflash.train.folder import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
 
+# The key of a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
+SHARDED = "sharded_tensors"
+
 
 @dataclass(frozen=True)
 class SaveOptions:
@@ -210,7 +213,7 @@ def optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dist.ProcessGroup | None) -> _Job:
     """Takes `checkpoint` apart, and makes the folder that it is written to."""
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", SHARDED)}
     optimizers = checkpoint.get("optimizer_states", [])
     rest["param_groups"] = [state["param_groups"] for state in optimizers]
 
@@ -221,6 +224,8 @@ def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dis
         tensors.update(named_tensors("model", checkpoint["state_dict"]))
         for index, optimizer in enumerate(optimizers):
             tensors.update(optimizer_tensors(index, optimizer))
+        for prefix, named in checkpoint.get(SHARDED, {}).items():
+            tensors.update(named_tensors(prefix, named))
         if dist.get_rank(group) == 0:
             state.write(_pack(rest))
             prepare(path)
