@@ -30,6 +30,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 import ringflash
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
 from ringflash.train.checkpointing import LastCheckpoint
+from ringflash.train.class_paths import check_arguments
 from ringflash.train.data import TextDataModule
 from ringflash.train.folder import MANIFEST, complete_in, locate, read_manifest
 from ringflash.train.interrupt import Interrupt
@@ -59,12 +60,17 @@ LogName = Literal["csv", "tensorboard", "wandb"]
 
 
 class RingCLI(LightningCLI):
-    """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts."""
+    """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts.
+
+    Raises:
+        ConfigError: before anything is imported, for a class or function that configurations may not name.
+    """
 
     data: type[pl.LightningDataModule] = TextDataModule
     run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
 
     def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
+        check_arguments(args)
         self._trainers = trainers
         self._folder: Path | None = None
         # Errors come back as exceptions instead of a usage text of two hundred options.
