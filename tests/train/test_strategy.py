@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import logging.handlers
 import os
 import subprocess
 import sys
@@ -95,15 +95,13 @@ class Probe(RingAttentionStrategy):
 
 def _said_of(call: Callable[[], Any]) -> list[str]:
     """Returns the warnings of the strategy's logger during a call."""
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("ringflash.train.strategy")
-    handler.emit = records.append
+    handler, logger = logging.handlers.BufferingHandler(capacity=100), logging.getLogger("ringflash.train.strategy")
     logger.addHandler(handler)
     try:
         call()
     finally:
         logger.removeHandler(handler)
-    return [record.getMessage() for record in records]
+    return [record.getMessage() for record in handler.buffer]
 
 
 def _probe() -> dict[str, Any]:
