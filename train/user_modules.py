@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -39,6 +40,20 @@ class WatchedBatch(dict[str, Any]):
         """Returns the entry `key`, or `default`."""
         self.is_count_read |= key == COUNT
         return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over names. With a method of its own here, `**batch` and `{**batch}` read entries one by one."""
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """Returns names and entries, of which the number is one."""
+        self.is_count_read = True
+        return super().items()
+
+    def values(self) -> Any:
+        """Returns the entries, of which the number is one."""
+        self.is_count_read = True
+        return super().values()
 
     def pop(self, key: str, *default: Any) -> Any:
         """Removes and returns the entry `key`, or `default`."""

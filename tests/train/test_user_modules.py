@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 import ringflash as rf
 from ringflash.errors import RingflashError
 from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.user_modules import WatchedBatch
 from tests.distributed import run_ranks
 from tests.test_token_mean import TinyModel, alone, make_batches, make_model
 
@@ -190,3 +192,25 @@ def test_equal_batches_of_data_parallel_groups_warn_once(outcomes: Any) -> None:
     for rank in outcomes[2]:
         assert rank["data parallel"]["records"] == rank["shuffled"]["records"] == []
         assert rank["shuffled"]["error"] is None
+
+
+READS: dict[str, Callable[[WatchedBatch], Any]] = {
+    "index": lambda batch: batch["num_valid_tokens"],
+    "get": lambda batch: batch.get("num_valid_tokens"),
+    "pop": lambda batch: batch.pop("num_valid_tokens"),
+    "keywords": lambda batch: dict(**batch),
+    "copy": lambda batch: {**batch, "more": 1},
+    "method": lambda batch: batch.copy(),
+    "items": lambda batch: {name: x for name, x in batch.items() if name != "labels"},
+    "values": lambda batch: [*batch.values()],
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_every_way_to_read_the_number_of_valid_tokens_is_noticed(way: str) -> None:
+    batch = WatchedBatch(labels=1, num_valid_tokens=5)
+    assert [*batch] == ["labels", "num_valid_tokens"]
+    assert batch["labels"] == 1
+    assert not batch.is_count_read
+    READS[way](batch)
+    assert batch.is_count_read
