@@ -139,11 +139,12 @@ def check(model: nn.Module, layers: int) -> Checked:
         except NOT_THE_MODELS:
             raise
         except (ArgumentError, TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            about_ring = isinstance(error, ArgumentError) or "keyword argument" in str(error)
             raise ArgumentError(
                 "model",
-                expected="a model that can run on a ring of ranks",
+                expected=f"a model that can run on {TOKENS} tokens with position_ids and ring_context",
                 got=f"{name}, whose forward raised {type(error).__name__}: {str(error).rstrip('.')}",
-                remedy=ONE_DEVICE,
+                remedy=ONE_DEVICE if about_ring else "Repair the model or its configuration; its own error is above.",
             ) from error
         result = output if isinstance(output, Tensor) else output[0]
         if result.ndim < 3 or result.shape[1] != TOKENS:

@@ -50,6 +50,7 @@ REASONS = {
     r"chooses attention from its own": "chooses attention from a table of its own",
     r"computes with the mask": "computes with its mask itself, without the attention interface",
     r"expected those of the shard": "keeps `position_ids` from its attention",
+    r"got Tensor": "makes dense masks of its own",
     r"got chunks": "attends in chunks",
     r"in the attention of": "keeps `ring_context` from attention, or has layers without it",
 }
@@ -94,8 +95,22 @@ SMALL: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 MLA = {"num_key_value_heads": 4, "head_dim": 8}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+PART = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
 CHANGES: dict[str, dict[str, Any]] = {
+    "blt": {
+        "patcher_config": PART | {"num_hidden_layers": 1},
+        "encoder_config": PART | {"num_hidden_layers": 1, "hidden_size_global": 64},
+        "decoder_config": PART | {"num_hidden_layers": 1, "hidden_size_global": 64},
+        "global_config": PART | {"num_hidden_layers": 2},
+        "encoder_hash_byte_group_vocab": 64,
+    },
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "falcon": {"num_kv_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
@@ -106,10 +121,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"]},
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }

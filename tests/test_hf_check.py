@@ -94,6 +94,14 @@ def test_gradients_of_an_earlier_forward_outlive_the_check() -> None:
     assert model.lm_head.weight.grad is not None
 
 
+def test_a_model_that_cannot_run_gets_its_own_error_as_the_cause() -> None:
+    model = by_name(LLAMA.build())
+    model.model.norm = nn.LayerNorm(7)
+    with pytest.raises(ArgumentError, match=r"whose forward raised RuntimeError: .*\. Repair the model or") as raised:
+        first_forward(model)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
 def test_the_check_runs_once_a_model() -> None:
     model, heads = by_name(LLAMA.build()), list[int]()
     model.lm_head.register_forward_hook(lambda _module, args, _output: heads.append(args[0].shape[1]))

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 SAMPLE = [
     *["bert", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "llama"],
     *["mistral", "mixtral", "olmo2", "phi3", "phimoe", "qwen2", "qwen3_moe", "smollm3"],
-    *["bart", "bloom", "falcon", "persimmon", "jamba", "llama4_text", "roberta", "stablelm"],
+    *["bart", "bloom", "blt", "falcon", "persimmon", "jamba", "llama4_text", "roberta", "stablelm"],
 ]
 
 
