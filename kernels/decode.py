@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.config import padded_headdim, processors
+from ringflash.kernels.config import FUSED, padded_headdim, processors
 from ringflash.kernels.decode_config import ROWS_WITHOUT_WGMMA, DecodeConfig, decode_config, splits_for
 from ringflash.kernels.decode_merge import Target, last_touch, merge, target_of
 from ringflash.kernels.decode_step import Partials, Step
@@ -248,5 +248,5 @@ def _launch(
         PRECISION=config.precision, HEADDIM=headdim, HEADDIM_V=headdim_v,
         BLOCK_D=padded_headdim(headdim), BLOCK_DV=padded_headdim(headdim_v),
         BLOCK_M=block_m, BLOCK_N=config.tiles.block_n,
-        num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages,
+        num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, **FUSED,
     )  # fmt: skip

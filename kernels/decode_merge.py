@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ringflash.kernels.config import padded_headdim
+from ringflash.kernels.config import FUSED, padded_headdim
 from ringflash.kernels.decode_step import Partials
 from ringflash.kernels.meeting import Scoring
 from ringflash.state import LN2
@@ -107,5 +107,5 @@ def merge(partials: Partials, target: Target, scoring: Scoring, *, final: bool) 
         partials.count, partials.seqlen_q, partials.nheads, LN2,
         FINAL=final, SINKS=sinks is not None, HEADDIM_V=partials.headdim_v,
         BLOCK_S=max(2, triton.next_power_of_2(partials.count)), BLOCK_DV=block_dv,
-        num_warps=4,
+        num_warps=4, **FUSED,
     )  # fmt: skip

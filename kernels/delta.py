@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.config import padded_headdim
+from ringflash.kernels.config import FUSED, padded_headdim
 from ringflash.kernels.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
 
 
@@ -59,6 +59,6 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     dlse_rows = Strided(given, given.stride(0), given.stride(2), given.stride(1))
     _delta_kernel[(ntiles * batch * nheads,)](
         strided(out), strided(dout), dlse_rows, result, ntiles, seqlen_q, nheads,
-        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m,
+        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m, **FUSED,
     )  # fmt: skip
     return result

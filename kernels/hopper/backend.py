@@ -19,6 +19,7 @@ from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.intervals import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
+from ringflash.kernels.hopper.support import refusal
 from ringflash.kernels.meeting import Meeting, Scoring
 from ringflash.kernels.portable import backward_dq, delta, state_dtype
 from ringflash.kernels.visibility import row_bounds
@@ -37,7 +38,6 @@ __all__ = [
     "why_not",
 ]
 
-TRITON = (3, 6)  # Gluon is experimental: each release is tried anew
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, WIDEST_BACKWARD = 256, 128
 MOST_PADDING = 2**26  # numbers of dq's sum, where most of it is padding: a quarter of a GiB
@@ -51,12 +51,9 @@ def why_not(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"they need compute capability 9.0, not {major}.{minor}"
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if version != TRITON:
-        return f"they are written for triton {TRITON[0]}.{TRITON[1]}, not {triton.__version__}"
-    return (
-        "Triton's interpreter, which TRITON_INTERPRET asks for, does not run them" if knobs.runtime.interpret else None
-    )
+    if knobs.runtime.interpret:
+        return "Triton's interpreter, which TRITON_INTERPRET asks for, does not run them"
+    return refusal(triton.__version__)
 
 
 def remedy(device: torch.device) -> str:

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringflash.kernels.config import FUSED
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
 from ringflash.kernels.hopper.dq_sum import (
@@ -78,6 +79,7 @@ from ringflash.kernels.hopper.pipeline import (
     where_seen,
 )
 from ringflash.kernels.hopper.vectors import vectors
+from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.meeting import Meeting
 from ringflash.state import LOG2E
@@ -141,9 +143,9 @@ def _fill_with(ring, i, descriptor, at, numbers, vector, number):
     """`fill`, with the numbers of the tile's rows."""
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
-    mbarrier.expect(barrier, descriptor.block_type.nbytes + vector.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, at, barrier, buffer_of(ring, i))
-    tma.async_copy_global_to_shared(vector, [number], barrier, numbers.index(ring.BUFFER + slot_of(i, STAGES)))
+    mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
+    copy_to_shared(descriptor, at, barrier, buffer_of(ring, i))
+    copy_to_shared(vector, [number], barrier, numbers.index(ring.BUFFER + slot_of(i, STAGES)))
 
 
 @gluon.jit
@@ -484,5 +486,5 @@ def backward(
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
         view, *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
         dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2,
-        meeting.scoring.softmax_scale, tables, *sizes, constants(kind), num_warps=4,
+        meeting.scoring.softmax_scale, tables, *sizes, constants(kind), num_warps=4, **FUSED,
     )  # fmt: skip

@@ -33,9 +33,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ringflash.kernels.config import FUSED
 from ringflash.kernels.dq_sum import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape
-from ringflash.kernels.hopper.pipeline import leave, reduce_add, wait_full
+from ringflash.kernels.hopper.pipeline import leave, wait_full
+from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 
 HALF = (16, 256)  # of a tile, as the copy engine takes it
 TILE = 2 * HALF[0] * HALF[1]
@@ -104,7 +106,7 @@ def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
         if before:
             reduce_add(view, at, ring.buffers.index(c))
         else:
-            tma.async_copy_shared_to_global(view, at, ring.buffers.index(c))
+            copy_from_shared(view, at, ring.buffers.index(c))
     tma.store_wait(0)
     for c in gl.static_range(2):
         leave(ring, use + c)
@@ -157,7 +159,7 @@ class ArrangedSum(DqSum):
         rows, columns = total.shape[2:]
         ntiles = rows * columns // TILE
         _finish_kernel[(ntiles * batch * nheads,)](
-            total, counters, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns
+            total, counters, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns, **FUSED
         )
         return dq
 

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringflash.kernels.config import FUSED
 from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
 from ringflash.kernels.hopper.intervals import Intervals, intervals
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
@@ -57,6 +58,7 @@ from ringflash.kernels.hopper.pipeline import (
     wait_full,
     where_seen,
 )
+from ringflash.kernels.hopper.versions import copy_from_shared, reinterpret
 from ringflash.kernels.hopper.views import tile_view
 from ringflash.kernels.meeting import Meeting
 from ringflash.state import AttentionState
@@ -320,16 +322,16 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
             gl.store(rows.lse + vector, gl.where(blind, float("-inf"), lse), mask=inside)
             acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
             if not kind.FIRST:
-                buffer = buffer._reinterpret(views.out.dtype, views.out.block_shape, views.out.layout)
+                buffer = reinterpret(buffer, views.out.dtype, views.out.block_shape, views.out.layout)
             buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(views.out, at, buffer)
+            copy_from_shared(views.out, at, buffer)
         else:
             gl.store(rows.m + vector, m, mask=inside)
             gl.store(rows.l + vector, l, mask=inside)
             buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
             fence_async_shared()
-            tma.async_copy_shared_to_global(state, at, buffer)
+            copy_from_shared(state, at, buffer)
         if kind.OUT_IN_Q or not kind.FIRST:
             tma.store_wait(0)
         if kind.OUT_IN_Q:
@@ -447,5 +449,5 @@ def forward(
         *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
         *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
         m, l, lse, seqlen_q, meeting.scoring.to_base2, tables, *sizes, constants(kind),
-        num_warps=4,
+        num_warps=4, **FUSED,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ringflash.kernels.hopper.pipeline import reduce_add, slot_of
+from ringflash.kernels.hopper.pipeline import slot_of
+from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add, reinterpret
 
 PART_BYTES = 128  # of a row
 
@@ -40,7 +41,7 @@ def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
     NEEDED: gl.constexpr = 3 if BLOCK_M == 2 * ROWS else 4
     gl.static_assert(NEEDED <= STAGES, "too few buffers for two free parts")
     SHAPE: gl.constexpr = [2 * STAGES * BLOCK_M // ROWS] + gradient.block_shape  # noqa: RUF005 - Gluon unpacks no lists
-    return ds._reinterpret(gradient.dtype, SHAPE, gradient.layout)
+    return reinterpret(ds, gradient.dtype, SHAPE, gradient.layout)
 
 
 @gluon.jit
@@ -81,7 +82,7 @@ def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr
     if ACCUMULATE:
         reduce_add(target, at, buffer)
     else:
-        tma.async_copy_shared_to_global(target, at, buffer)
+        copy_from_shared(target, at, buffer)
 
 
 @gluon.jit

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 
 
 class Bounds(NamedTuple):
@@ -158,8 +159,8 @@ def leave(ring, i):
 def fill(ring, i, descriptor, place):
     """Starts the copy of the tile at `place` as use `i`, once the buffer is empty."""
     wait_empty(ring, i)
-    mbarrier.expect(full_barrier(ring, i), descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, place, full_barrier(ring, i), buffer_of(ring, i))
+    mbarrier.expect(full_barrier(ring, i), nbytes(descriptor))
+    copy_to_shared(descriptor, place, full_barrier(ring, i), buffer_of(ring, i))
 
 
 @gluon.jit
@@ -407,10 +408,3 @@ def pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
     """The next consumer's turn begins; `C` does not wait for it."""
     ASM: gl.constexpr = f"bar.arrive {TURN + (C + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@builtin
-def reduce_add(descriptor, place, source, _semantic=None):
-    """Adds a tile of shared memory to memory, asynchronously as a store; Triton 3.6 has no name for it."""
-    place = _semantic._convert_to_ir_values(place, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, source.handle)

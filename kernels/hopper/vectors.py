@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringflash.kernels.config import FUSED
 from ringflash.kernels.hopper.config import padded_rows
 
 
@@ -42,7 +43,7 @@ def vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | No
     padded = padded_rows(seqlen)
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
-    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024)
+    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024, **FUSED)
     if kept is not None:
         kept[name] = (lse, delta), (minus_lse, minus_delta)
     return minus_lse, minus_delta

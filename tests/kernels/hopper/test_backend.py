@@ -261,8 +261,14 @@ def test_why_not_here() -> None:
 def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.__version__", "3.7.1+gitabcdef")
-    assert backend.why_not(torch.device("cuda")) == "they are written for triton 3.6, not 3.7.1+gitabcdef"
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    for version in ("3.6.0", "3.7.1+gitabcdef", "3.8.0", "3.9.0"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert backend.why_not(torch.device("cuda")) is None
+    for version in ("3.5.1", "3.10.0+gitabcdef", "4.0.0"):
+        monkeypatch.setattr("triton.__version__", version)
+        expected = f"they run under triton 3.6, 3.7, 3.8 and 3.9, not {version}"
+        assert backend.why_not(torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
