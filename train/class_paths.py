@@ -77,7 +77,7 @@ def check_arguments(args: Sequence[str]) -> None:
         ConfigError: a class path outside ringflash and the listed classes of Lightning, a function by its dotted path,
             a YAML tag, or a configuration file that is missing or unreadable.
     """
-    seen: set[int] = set()
+    seen: set[tuple[int, str]] = set()
     keep: list[Any] = []  # parsed values stay alive, because `seen` holds their ids
     for option, value in _options(args):
         if option in ("config", "c"):
@@ -163,22 +163,25 @@ def _parse(content: bytes, name: str) -> Any:
         ) from error
 
 
-def _check(key: str, value: Any, folder: Path, seen: set[int], keep: list[Any]) -> None:
+def _check(key: str, value: Any, folder: Path, seen: set[tuple[int, str]], keep: list[Any]) -> None:
     """Walks a value with all it contains, texts that are YAML and files that texts name included."""
     stack = [(key, value, folder)]
     while stack:
         key, value, folder = stack.pop()
+        leaf = key.replace("-", "_").rpartition(".")[2].removesuffix("+")
         if isinstance(value, dict | list):
-            if id(value) in seen:  # an anchor that is used again, perhaps within itself
+            # An anchor may be used again, perhaps within itself. A list takes its key from each place: what is text in
+            # one may name a class in another.
+            place = id(value), leaf if leaf == "class_path" else "text" if leaf in TEXT_KEYS else ""
+            if place in seen:
                 continue
-            seen.add(id(value))
+            seen.add(place)
             items = value.items() if isinstance(value, dict) else ((key, item) for item in value)
             inner = f"{key}." if key and isinstance(value, dict) else ""
             stack += [(f"{inner}{name}", item, folder) for name, item in items]
             continue
         if not isinstance(value, str):
             continue
-        leaf = key.replace("-", "_").rpartition(".")[2].removesuffix("+")
         text = value.strip()
         if leaf == "class_path":
             if not is_allowed(text):
@@ -196,8 +199,12 @@ def _check(key: str, value: Any, folder: Path, seen: set[int], keep: list[Any]) 
 def _contents(text: str, folder: Path) -> Iterator[tuple[Any, Path]]:
     """Yields what the parser could read in place of a text: YAML in it, and the file that it names."""
     paths = {Path(text), folder / text} if text and "\n" not in text else set[Path]()
-    sources = [(path, path.parent) for path in paths if _is_file(path) and path.stat().st_size <= MAX_CONFIG_BYTES]
-    for content, where in [(text, folder), *((path.read_bytes(), parent) for path, parent in sources)]:
+    files = [path for path in paths if _is_file(path)]
+    for path in files:
+        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:  # the parser would read it all the same
+            expected, remedy = f"a file of at most {MAX_CONFIG_BYTES} bytes", "Shorten it, or rename the file."
+            raise ConfigError("configuration", expected=expected, got=f"{path} of {size} bytes", remedy=remedy)
+    for content, where in [(text, folder), *((path.read_bytes(), path.parent) for path in files)]:
         try:
             parsed = yaml.safe_load(content)
         except (yaml.YAMLError, ValueError, RecursionError):

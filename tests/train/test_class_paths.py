@@ -12,7 +12,7 @@ import yaml
 
 from ringflash.errors import ConfigError
 from ringflash.train import cli
-from ringflash.train.class_paths import LIGHTNING_CLASSES, check_arguments, is_allowed
+from ringflash.train.class_paths import LIGHTNING_CLASSES, MAX_CONFIG_BYTES, check_arguments, is_allowed
 from tests.train.commands import CONFIG, environment, write_config
 
 EVIL = {"class_path": "evil.Evil"}
@@ -118,6 +118,24 @@ def test_anchors_that_multiply_or_hold_themselves_are_walked_once() -> None:
         check_arguments(["--config", bomb + "self: &self {class_path: evil.Evil, again: *self}\n"])
     with pytest.raises(ConfigError, match="plain YAML"):
         check_arguments(["--config", "a: " + "[" * 100_000])
+
+
+@pytest.mark.parametrize("first", ["callbacks", "corpus"])
+def test_an_anchor_that_is_text_in_one_place_is_a_class_in_another(folder: Path, first: str) -> None:
+    second = "corpus" if first == "callbacks" else "callbacks"
+    for value in ("[evil.Evil]", "[[evil.Evil]]"):
+        with pytest.raises(ConfigError, match=r"callbacks: .*got evil\.Evil"):
+            check_arguments(["--config", f"{first}: &a {value}\n{second}: *a\n"])
+    assert not (folder / "proof").exists()
+
+
+def test_a_file_that_is_too_long_to_check_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "nested.txt").open("a") as stream:
+        stream.write("# padding\n" * (MAX_CONFIG_BYTES // 10 + 1))
+    config = write_config(folder, {**CONFIG, "trainer": "nested.txt"})
+    assert cli.main(["fit", "--config", str(config)]) == 2
+    assert f"expected a file of at most {MAX_CONFIG_BYTES} bytes, got " in capsys.readouterr().err
+    assert not (folder / "proof").exists()
 
 
 def test_a_missing_configuration_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
