@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 
 class RingflashError(Exception):
@@ -24,6 +25,11 @@ class ArgumentError(RingflashError, ValueError):
         self.argument, self.expected, self.got, self.remedy, self.rank = argument, expected, got, remedy, rank
         where = "" if rank is None else f" on rank {rank}"
         super().__init__(f"{argument}: expected {expected}, got {got}{where}. {remedy}")
+
+    def __reduce__(self) -> tuple[Callable[..., ArgumentError], tuple[str]]:
+        """Lets the error travel between processes; `got` goes as text, because it may be anything."""
+        rest = {"expected": self.expected, "got": str(self.got), "remedy": self.remedy, "rank": self.rank}
+        return partial(type(self), **rest), (self.argument,)
 
 
 class ConfigError(ArgumentError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.optim import Optimizer
 
 from ringflash.errors import CheckpointCorrupt, CheckpointError, ConfigError
-from ringflash.train.collective import on_every_rank
-from ringflash.train.folder import MANIFEST, STATE, complete_in, damaged, locate, verify
+from ringflash.train.collective import failed, on_every_rank
+from ringflash.train.folder import MANIFEST, STATE, TENSOR_INDEX, complete_in, damaged, locate, verify
 from ringflash.train.model import Decoder
 from ringflash.train.model_config import ModelConfig
 from ringflash.train.reader import SafeReader
@@ -91,7 +91,10 @@ def _load(
     for index, optimizer in enumerate(optimizers):
         optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
         _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
-        set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
+        try:
+            set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise damaged(path / STATE, f"groups of parameters that do not fit: {error}") from error
     return {**rest, FOLDER: str(path)}
 
 
@@ -160,9 +163,12 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
     else:
         on_every_rank(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()), path)
     try:
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # content with the right digest may still raise nearly anything
         raise damaged(path / STATE, f"unreadable: {error}") from error
+    if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
+        raise damaged(path / STATE, "no dictionary of a run's state")
+    return rest
 
 
 def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
@@ -188,4 +194,14 @@ def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = Fal
     with warnings.catch_warnings():
         # DCP says so whenever it is asked to load in one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        load_tensors(tensors, storage_reader=SafeReader(path), no_dist=alone)
+        try:
+            load_tensors(tensors, storage_reader=SafeReader(path), no_dist=alone)
+        except CheckpointException as error:
+            # The same failures on every rank, in rank order, so that all go on from the same earlier checkpoint.
+            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            text = f"rank {rank}: {type(cause).__name__}: {cause}"
+            if isinstance(cause, OSError | torch.OutOfMemoryError):
+                raise failed(path, text) from error
+            raise damaged(path / TENSOR_INDEX, f"an index that does not fit the files: {text}") from error

@@ -10,14 +10,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from ringflash.errors import ConfigError
-from ringflash.train.folder import Keep
+from ringflash.train.folder import Keep, local_path
 from ringflash.train.saving import Progress, SaveOptions
 from ringflash.train.sharded import ShardedStrategy
 
 
 def run_dir(trainer: pl.Trainer) -> Path:
     """The folder that everything of a run goes to, the first logger's."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    return local_path(trainer.log_dir or trainer.default_root_dir, "default_root_dir")
 
 
 class LastCheckpoint(Checkpoint):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,24 @@ def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGr
         fields = {name: getattr(error, name) for name in ("argument", "expected", "got", "remedy")}
         failure = (isinstance(error, CheckpointCorrupt), fields)
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (result, failure), group=group)
+    with among_ranks(path, group):
+        dist.all_gather_object(gathered, (result, failure), group=group)
     for _, found in gathered:
         if found is not None:
             corrupt, fields = found
             raise (CheckpointCorrupt if corrupt else CheckpointError)(**fields) from own
     return [value for value, _ in gathered]
+
+
+@contextmanager
+def among_ranks(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raises CheckpointError for what a collective raises when another rank is gone: gloo's own error names nobody."""
+    rank = dist.get_rank(group)
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise failed(path, f"rank {rank}, which lost its connection to another rank: {reason}") from error
 
 
 def failed(path: Path, what: str) -> CheckpointError:

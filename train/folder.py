@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -49,6 +50,22 @@ class Keep:
         for name, value in (("keep", self.newest), ("keep_every_n_steps", self.every_n_steps)):
             if value is not None and value < 1:
                 raise ConfigError(name, expected="at least 1", got=value, remedy="1 keeps the newest checkpoint alone.")
+
+
+def local_path(path: str | Path, argument: str) -> Path:
+    """The path of a folder on a file system.
+
+    Raises:
+        CheckpointError: it is a URL, such as s3://bucket/name, of which Path would make a folder named "s3:".
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.\-]+:/", str(path)):
+        raise CheckpointError(
+            argument,
+            expected="a folder of a file system that all ranks share",
+            got=str(path),
+            remedy="Save to such a folder and copy the checkpoint when it is complete, or mount the remote storage.",
+        )
+    return Path(path)
 
 
 def partial_of(path: Path) -> Path:
@@ -149,10 +166,23 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+        version, step, written = content.get("format", FORMAT_VERSION), content.get("step"), content.get("written", 0)
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                str(path),
+                expected=f"a checkpoint of format {FORMAT_VERSION}",
+                got=f"format {version}, of a newer ringflash",
+                remedy="Update ringflash, or pass a checkpoint that this version has saved.",
+            )
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format {version!r}")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        step = content.get("step")
-        return Manifest(None if step is None else int(step), float(content.get("written", 0)), files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not math.isfinite(written):
+            raise ValueError(f"written {written}")
+        return Manifest(None if step is None else int(step), float(written), files)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise damaged(path / MANIFEST, f"unreadable: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
 import sys
 import threading
 from concurrent.futures import Future
@@ -21,11 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
 from ringflash.errors import CheckpointError
-from ringflash.train.collective import failed, on_every_rank
+from ringflash.train.collective import among_ranks, failed, on_every_rank
 from ringflash.train.folder import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
 
 # The key of a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
@@ -190,6 +192,21 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # DCP's own holds a Path of this machine, which SafeReader has no reason to admit
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Writes this rank's file.
+
+        Raises:
+            OSError: naming the folder and the space on its disk, where torch names a position in its own file format.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if not re.search("inline_container|PytorchStreamWriter", str(error)):
+                raise
+            free = shutil.disk_usage(self.path).free
+            text = f"the disk of {self.path} is full, or a limit on sizes is reached ({free >> 20} MiB are free)"
+            raise OSError(text) from error
+
 
 def named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
     """`values` with `prefix` before their names; other values than tensors would be lost, or pickled."""
@@ -238,7 +255,8 @@ def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGro
     """Fills the folder and puts it in place."""
     partial, rank = partial_of(job.path), dist.get_rank(group)
     try:
-        save_tensors({**job.tensors}, storage_writer=_Writer(partial), planner=planner, process_group=group)
+        with among_ranks(job.path, group):
+            save_tensors({**job.tensors}, storage_writer=_Writer(partial), planner=planner, process_group=group)
     except CheckpointException as error:
         texts = [f"rank {rank}: {type(e).__name__}: {e}".strip() for rank, (e, _) in error.failures.items()]
         raise failed(job.path, "; ".join(texts)) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from ringflash.errors import ArgumentError
 from ringflash.train import random_state
 from ringflash.train.batch import all_ranks
 from ringflash.train.checkpoint import load
+from ringflash.train.folder import local_path
 from ringflash.train.saving import SaveOptions, Saver
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -92,7 +92,7 @@ class ShardedStrategy(ModelParallelStrategy):
             storage_options: a `SaveOptions`; None: at once, and the folder's other checkpoints are left alone.
 
         Raises:
-            CheckpointError: on every rank, when one of them could not write.
+            CheckpointError: on every rank, when one of them could not write, or for a URL.
         """
         if storage_options is not None and not isinstance(storage_options, SaveOptions):
             raise ArgumentError(
@@ -101,8 +101,9 @@ class ShardedStrategy(ModelParallelStrategy):
                 got=storage_options,
                 remedy="Checkpoints go to a file system, which has no options of its own.",
             )
+        path = local_path(self.broadcast(str(filepath)), "filepath")
         checkpoint["random"] = random_state.collect(self.root_device, self.control)
-        self.saver.save(checkpoint, Path(self.broadcast(str(filepath))), storage_options or SaveOptions())
+        self.saver.save(checkpoint, path, storage_options or SaveOptions())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""
@@ -120,7 +121,7 @@ class ShardedStrategy(ModelParallelStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here
         self.saver.wait()  # it may be what is to be loaded
-        rest = load(Path(self.broadcast(str(checkpoint_path))), self.model, optimizers, fields)
+        rest = load(local_path(self.broadcast(str(checkpoint_path)), "ckpt_path"), self.model, optimizers, fields)
         states = rest.pop("random", {})
         self._random = (states, rest.get("global_step", 0)) if fitting else None
         return rest

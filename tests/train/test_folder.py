@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringflash import cli
-from ringflash.errors import CheckpointCorrupt
+from ringflash.errors import CheckpointCorrupt, CheckpointError
 from ringflash.train.folder import (
     MANIFEST,
     STATE,
@@ -20,6 +20,7 @@ from ringflash.train.folder import (
     Keep,
     complete_in,
     entry_of,
+    local_path,
     locate,
     partial_of,
     prepare,
@@ -163,3 +164,37 @@ def test_a_manifest_of_other_values(tmp_path: Path) -> None:
         (tmp_path / "last" / MANIFEST).write_text(json.dumps(content | change))
         with pytest.raises(CheckpointCorrupt, match=MANIFEST):
             verify(tmp_path / "last")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"written": 1e999}', '{"written": Infinity}', '{"written": NaN}', '{"step": 1e999}', "[" * 100_000, "[]", "\xff"],
+)
+def test_a_hostile_manifest_hides_no_checkpoint_beside_it(tmp_path: Path, content: str) -> None:
+    for name in ("good", "bad"):
+        put(tmp_path / name, 1)
+    file = tmp_path / "bad" / MANIFEST
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | json.loads(content)) if content.startswith("{") else content, "latin-1")
+    with pytest.raises(CheckpointCorrupt, match=f"bad/{MANIFEST}"):
+        verify(tmp_path / "bad")
+    assert complete_in(tmp_path) == [tmp_path / "good"]
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "last", 1)
+    file = tmp_path / "last" / MANIFEST
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="expected a checkpoint of format 1, got format 2.*Update ringflash"):
+        verify(tmp_path / "last")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/last", "memory://last", "s3:/bucket/last", "gs://b", "file:///tmp/x"])
+def test_urls_are_no_folders(path: str) -> None:
+    with pytest.raises(CheckpointError, match="filepath: expected a folder of a file system .*mount"):
+        local_path(path, "filepath")
+
+
+def test_paths_of_a_file_system_stay_as_they_are() -> None:
+    for path in ("runs/last", "/tmp/a:b/c", "C:/runs", "./s3:x"):
+        assert local_path(path, "filepath") == Path(path)
