@@ -1,7 +1,8 @@
 # make train   trains on what this machine has: all GPUs, or two processes on the CPU
 # make test    lints, checks types, runs the tests, compiles the kernels that are not as recorded
 # make aot     compiles every kernel for its GPUs, none needed here, and fails on spills or serialised WGMMA that are new;
-#              make aot-record makes what it finds the allowance in kernels/aot/allowance.json
+#              make aot-record makes what it finds the allowance in kernels/aot/allowances
+# make aot TRITON=3.9.0, make aot-record TRITON=3.9.0    do so under another version of Triton
 #
 # Each makes $(VENV) first when that is missing or older than pyproject.toml or constraints.txt.
 #
@@ -15,25 +16,38 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= pinned
+TRITON ?=
+NEWEST_TRITON := 3.9.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+AOT := $(BIN)/python -m ringflash.kernels.aot
+# Another Triton lies in a folder of its own, and comes first in the path of the processes that compile.
+OTHER_TRITON = $(VENV)/triton-$(1)
+AOT_UNDER = PYTHONPATH=$(call OTHER_TRITON,$(1)) $(AOT)
 
-.PHONY: train test lint aot aot-record clean
+.PHONY: train test lint aot aot-newest aot-record clean
 
 train: $(STAMP)
 	$(BIN)/ringflash train auto
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
-	$(BIN)/python -m ringflash.kernels.aot
+	$(AOT)
+	$(MAKE) --no-print-directory aot-newest
 
-aot: $(STAMP)
-	$(BIN)/python -m ringflash.kernels.aot --all
+aot-newest: $(call OTHER_TRITON,$(NEWEST_TRITON))
+	$(call AOT_UNDER,$(NEWEST_TRITON)) --hopper
 
-aot-record: $(STAMP)
-	$(BIN)/python -m ringflash.kernels.aot --record --all
+aot: $(STAMP) $(if $(TRITON),$(call OTHER_TRITON,$(TRITON)))
+	$(if $(TRITON),$(call AOT_UNDER,$(TRITON)),$(AOT)) --all
+
+aot-record: $(STAMP) $(if $(TRITON),$(call OTHER_TRITON,$(TRITON)))
+	$(if $(TRITON),$(call AOT_UNDER,$(TRITON)),$(AOT)) --record --all
+
+$(VENV)/triton-%: | $(STAMP)
+	$(PIP) install --no-deps --target $@ triton==$* || { rm -rf $@; exit 1; }
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -44,7 +58,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-# torch comes first and alone: which other packages it needs, triton among them, depends on its build.
+# torch comes first and alone: which other packages it needs depends on its build. Its CUDA builds need the Triton that
+# constraints.txt names; its CPU builds need none, and get the same.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "ringflash needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
@@ -56,7 +71,7 @@ $(STAMP): pyproject.toml constraints.txt
 ifeq ($(TORCH),pinned)
 	$(PIP) install "$$(grep '^torch==' constraints.txt)"
 endif
-	@grep -v $(if $(filter installed,$(TORCH)),-e '^torch==' -e '^numpy==') \
-	  $$($(BIN)/python -c 'import triton' 2>/dev/null && echo "-e ^triton==") -e '^\#' constraints.txt > $(VENV)/constraints.txt
+	@grep -v $(if $(filter installed,$(TORCH)),-e '^torch==' -e '^triton==' -e '^numpy==') -e '^\#' constraints.txt \
+	  > $(VENV)/constraints.txt
 	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[logging]' --group dev
 	@touch $@

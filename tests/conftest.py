@@ -1,6 +1,7 @@
 """Before anything imports Triton: without a GPU its kernels run in the interpreter."""
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has a parent that ignores it
 torch.set_num_threads(1)  # several processes share the cores
 
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.multiprocessing.spawn import start_processes
 
+from tests.strict import make_warnings_errors
+
 # What ranks and their tests import, once for all of them: a process then starts in milliseconds. The first call of an
 # operator would import Dynamo, for seconds.
 PRELOADED = ["torch", "torch._dynamo", "lightning.pytorch", "hypothesis", "pytest", "ringflash", __name__]
@@ -25,7 +26,7 @@ PRELOADED = ["torch", "torch._dynamo", "lightning.pytorch", "hypothesis", "pytes
 def _entry(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    warnings.simplefilter("error")
+    make_warnings_errors()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = FileStore(f"{folder}/store", world_size)

@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import ringflash as rf
 from ringflash import ring
 from tests import distributed
 from tests.accuracy import Problem, as_tensor
+from tests.strict import make_warnings_errors
 
 
 @dataclass
@@ -98,7 +98,7 @@ def die() -> None:
 
 
 def _entry(rank: int, world: int, folder: str, backend: str, function: Callable[..., Outcome], args: Any) -> None:
-    warnings.simplefilter("error")
+    make_warnings_errors()
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:

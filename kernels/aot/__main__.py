@@ -4,6 +4,9 @@ python -m ringflash.kernels.aot            compare with the recorded allowance; 
                                            taken to compile as it did then
 python -m ringflash.kernels.aot --all      compile those to the end too
 python -m ringflash.kernels.aot --record   make what is found now the allowance
+
+Each version of Triton has a record of its own. Another version than the installed one runs where a folder with it comes
+first in PYTHONPATH; `make aot TRITON=3.9.0` makes such a folder.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     chosen = [case for case in cases() if all(word in case.name.split() for word in options.only)]
+    if options.hopper:
+        chosen = [case for case in chosen if case.kernel.startswith("hopper_")]
     if not chosen:
         parser.error(f"no case has all the words {options.only}; {len(cases())} are like {cases()[0].name!r}")
     record = read()
@@ -46,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{anew} compiled, {len(measured) - anew} with the IR of the record, taken to compile as they did then")
     remarks = spilling(measured)
     if options.record:  # what this run did not reach stays as it was
-        stays = record.kernels if options.only or failures else {}
+        stays = record.kernels if options.only or options.hopper or failures else {}
         if record.triton != triton.__version__:  # what another one made of a source says nothing of this one
             stays = {name: replace(usage, source="") for name, usage in stays.items()}
         write(Record(triton.__version__, {**stays, **measured}))
     else:
         verdict = compare(measured, record)
         remarks += verdict.remarks
-        if not options.only:
+        if not (options.only or options.hopper):
             remarks += [f"{name}: in the record, but no case compiles it" for name in forgotten(measured, record)]
         if record.triton in ("", triton.__version__):
             failures += verdict.failures
@@ -76,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="compile those too whose IR is the recorded one")
     parser.add_argument("--record", action="store_true", help="make what is found now the allowance")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases with these words: sm_90 dq d128")
+    parser.add_argument("--hopper", action="store_true", help="only the kernels in Gluon, for sm_90")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     return parser
 

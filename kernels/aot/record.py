@@ -1,4 +1,4 @@
-"""What compiled kernels may take: the recorded allowance, and the comparison with it."""
+"""Allowances of compiled kernels, one record for each version of Triton, and the comparison with them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import triton
+
 from ringflash.kernels.aot.compiler import Usage
 
-RECORD = Path(__file__).with_name("allowance.json")
+RECORDS = Path(__file__).with_name("allowances")  # a file for each version of Triton
 
 # Shared memory of one program, in bytes: CUDA C++ programming guide, table of technical specifications.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -39,8 +41,24 @@ class Verdict:
     remarks: list[str]
 
 
-def read(path: Path = RECORD) -> Record:
-    """The record at `path`; an empty one where there is none."""
+def path_of(version: str) -> Path:
+    """File of the record of one version of Triton."""
+    return RECORDS / f"{version}.json"
+
+
+def nearest(version: str) -> Path:
+    """File of this version's record, or of the newest other version's where this one has none yet."""
+    numbers = {path: tuple(map(int, path.stem.split("."))) for path in RECORDS.glob("[0-9]*.json")}
+    return (
+        path_of(version)
+        if path_of(version) in numbers
+        else max(numbers, key=numbers.__getitem__, default=path_of(version))
+    )
+
+
+def read(path: Path | None = None) -> Record:
+    """The record at `path`, by default the nearest to the Triton that runs; an empty one where there is none."""
+    path = path or nearest(triton.__version__)
     if not path.exists():
         return Record("", {})
     content = json.loads(path.read_text())
@@ -51,8 +69,10 @@ def read(path: Path = RECORD) -> Record:
     return Record(content["triton"], kernels)
 
 
-def write(record: Record, path: Path = RECORD) -> None:
+def write(record: Record, path: Path | None = None) -> None:
     """Writes one line a kernel, sorted, so that a change is a change of lines."""
+    path = path or path_of(record.triton)
+    path.parent.mkdir(exist_ok=True)
     lines = [f"    {json.dumps(name)}: {json.dumps(asdict(usage))}" for name, usage in sorted(record.kernels.items())]
     kernels = ",\n".join(lines)
     path.write_text(f'{{\n  "triton": {json.dumps(record.triton)},\n  "kernels": {{\n{kernels}\n  }}\n}}\n')

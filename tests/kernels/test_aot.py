@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 
 from ringflash.kernels.aot import __main__ as gate
+from ringflash.kernels.aot import record
 from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
 from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
@@ -81,9 +84,9 @@ def test_hopper_kernels_that_spill_are_remarked() -> None:
 
 
 def test_what_is_not_recorded_fails_and_what_is_gone_is_told() -> None:
-    record = Record("3.6.0", {"sm_90 gone": USAGE})
-    assert compare({NAME: USAGE}, record).failures == [f"{NAME}: not in the record; it spills 100 bytes"]
-    assert forgotten({NAME: USAGE}, record) == ["sm_90 gone"]
+    gone = Record("3.6.0", {"sm_90 gone": USAGE})
+    assert compare({NAME: USAGE}, gone).failures == [f"{NAME}: not in the record; it spills 100 bytes"]
+    assert forgotten({NAME: USAGE}, gone) == ["sm_90 gone"]
 
 
 def test_shared_memory_has_the_limit_of_its_target() -> None:
@@ -122,7 +125,11 @@ import dataclasses
 from ringflash.kernels.aot import __main__ as gate
 
 args = ["--jobs", "1", "--only", "delta", "float32", "d64"]
-record = gate.read()
+records = []
+gate.read, gate.write = lambda: gate.Record("", {}), records.append
+gate.main([*args, "--record"])  # of the Triton that runs, whether or not the repository has one of it
+record, = records
+gate.read = lambda: record
 print(gate.main([*args, "--all"]), gate.main(args))
 for change in ({"registers": 1}, {"source": "", "spills": -1}):
     planted = {name: dataclasses.replace(usage, **change) for name, usage in record.kernels.items()}
@@ -136,12 +143,13 @@ def test_compiles_although_tests_interpret_and_only_what_has_another_ir() -> Non
     result = subprocess.run([sys.executable, "-c", GATE], capture_output=True, text=True, timeout=PATIENCE, env=env)
     assert result.returncode == 0, result.stderr
     registers = re.findall(r"sm_90   delta float32 d64 full alone +(\d+) ", result.stdout)
-    assert registers[0] == registers[1] == registers[3] != registers[2] == "1"  # what was planted is taken
+    first, *registers = registers
+    assert first == registers[0] == registers[1] == registers[3] != registers[2] == "1"  # what was planted is taken
     compiled = "1 compiled, 0 with the IR of the record, taken to compile as they did then"
     taken = "0 compiled, 1 with the IR of the record, taken to compile as they did then"
     failed = f"FAILED: {DELTA}: spills 0 bytes, -1 are allowed"
     lines = [line for line in result.stdout.splitlines() if "compiled," in line or line.startswith(("0", "1", "F"))]
-    said = [compiled, taken, "0 0", taken, "0", compiled, failed, "1"]
+    said = [compiled, compiled, taken, "0 0", taken, "0", compiled, failed, "1"]
     assert [line for line in lines if "kernels in" not in line] == said
 
 
@@ -157,3 +165,24 @@ def test_what_stays_in_a_record_of_another_triton_is_compiled_again(
         monkeypatch.setattr(gate, "_compile", lambda *_: ({DELTA: new}, []))
         assert gate.main(["--record", "--only", "delta", "float32", "d64"]) == 0
         assert read(path) == Record(triton.__version__, {NAME: dataclasses.replace(kept, source=source), DELTA: new})
+
+
+def test_a_version_without_a_record_is_held_to_the_newest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    assert record.read() == Record("", {})
+    for version in ("3.9.0", "3.10.0", "3.6.0"):
+        write(Record(version, {NAME: USAGE}))
+    assert record.read(record.nearest("3.9.0")).triton == "3.9.0"
+    assert record.read(record.nearest("3.8.0")).triton == "3.10.0"
+
+
+def test_pins_are_those_of_the_builds_of_torch() -> None:
+    """A CPU build of torch needs no Triton; the metadata of its CUDA wheel on PyPI names one version of it."""
+    lines = Path(__file__).parents[2].joinpath("constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    of_cuda_wheels = {"2.13.0": "3.7.1"}
+    assert pins["triton"] == of_cuda_wheels[pins["torch"]]
+    if torch.__version__.split("+")[0] == pins["torch"]:
+        required = [line for line in metadata.requires("torch") or [] if line.startswith("triton==")]
+        assert all(line.split(";")[0] == f"triton=={pins['triton']}" for line in required)
+        assert bool(required) == (torch.version.cuda is not None)
