@@ -125,9 +125,11 @@ def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float3
             str(path), expected="a checkpoint of LanguageModel", got="no model_config", remedy="Pass another folder."
         )
     try:
+        if "model_type" in config:
+            raise of_transformers(path, config)
         shape = ModelConfig.from_fields(config)
     except ConfigError as error:
-        remedy = "Pass another folder; what TransformersModel has trained, its save_pretrained writes."
+        remedy = "Pass another folder."
         raise CheckpointError(
             str(path), expected="a checkpoint of LanguageModel", got=f"one of another model: {error}", remedy=remedy
         ) from error
@@ -137,6 +139,50 @@ def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float3
     prefix = "model._decoder."
     _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
     return decoder, rest
+
+
+def of_transformers(path: Path, config: dict[str, Any]) -> CheckpointError:
+    """Makes the error of a checkpoint of `TransformersModel`, where only a decoder of our own can be used."""
+    return CheckpointError(
+        str(path),
+        expected="a checkpoint of LanguageModel",
+        got=f"one of TransformersModel ({config['model_type']})",
+        remedy="`ringflash export` writes it as a folder, for use with transformers.",
+    )
+
+
+def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, Any]) -> Any:
+    """Loads the model that a checkpoint of `TransformersModel` holds, whole, on the CPU of this one process.
+
+    Raises:
+        CheckpointError: as `load`; or a configuration that transformers does not know.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        fields = {name: value for name, value in model_config.items() if name != "model_type"}
+        config = AutoConfig.for_model(model_config["model_type"], **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        remedy = "Install the version of transformers that the checkpoint was trained with."
+        raise CheckpointError(
+            str(path), expected="a model that transformers has", got=str(error), remedy=remedy
+        ) from error
+    holder = nn.Module()
+    holder._decoder = model
+    state = cast("dict[str, Any]", get_model_state_dict(holder))
+    _read(named_tensors("model", state), path, "model.", alone=True)
+    return model.to(dtype).eval()
+
+
+def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Verifies a checkpoint and gives its folder, and what it holds beside tensors.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    path = locate(Path(path))
+    return path, _open(path, alone=True)
 
 
 def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:

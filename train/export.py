@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,13 +15,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ringflash.errors import CheckpointError, ConfigError
-from ringflash.train.checkpoint import load_decoder
+from ringflash.errors import CheckpointError, ConfigError, DataError
+from ringflash.train.checkpoint import load_decoder, load_transformers, read_state
 from ringflash.train.folder import partial_of, sync
 from ringflash.train.huggingface import CONFIG, FAMILIES, FULL, SLIDING
 from ringflash.train.model_config import Family, ModelConfig
+from ringflash.train.tokenizer import RUN_FOLDER, Tokenizer
 from ringflash.train.weights import MAX_FILE_BYTES, write
 
+CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,11 +40,20 @@ def main(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     to = Path(options.to)
     check_new(to)
+    tokenizer = tokenizer_of(options.checkpoint)
+    path, rest = read_state(options.checkpoint)
+    model_config = rest.get("model_config")
+    if isinstance(model_config, dict) and "model_type" in model_config:
+        model = load_transformers(path, DTYPES[options.dtype], model_config)
+        save_transformers(model, to, tokenizer)
+        count = sum(p.numel() for p in model.parameters())
+        print(f"{to}: {model_config['model_type']}, {count:,} parameters in {options.dtype}")
+        return 0
     decoder = load_decoder(options.checkpoint, dtype=DTYPES[options.dtype])
     config = decoder.config
     if options.max_position_embeddings is not None:
         config = replace(config, max_position_embeddings=options.max_position_embeddings)
-    save(dict(decoder.named_parameters()), config, to, options.dtype)
+    save(dict(decoder.named_parameters()), config, to, options.dtype, tokenizer=tokenizer)
     print(f"{to}: {family_of(config)}, {sum(p.numel() for p in decoder.parameters()):,} parameters in {options.dtype}")
     return 0
 
@@ -52,21 +64,115 @@ def save(
     folder: Path,
     dtype: str = "float32",
     max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer: RunTokenizer | None = None,
 ) -> None:
     """Writes `tensors`, a decoder's by name, and `config` to the new `folder`, which is complete or not there.
+
+    With `tokenizer`, the folder has its files too, and transformers stops where the run's own generation stops.
 
     Raises:
         ConfigError: transformers has no model of this shape.
         CheckpointError: `folder` is there already, or it cannot be written.
     """
+    values = to_transformers(config, dtype)
+    if tokenizer is not None:
+        values["eos_token_id"] = tokenizer.tokenizer.end_of_document
+
+    def fill(partial: Path) -> None:
+        write(tensors, partial, DTYPES[dtype], max_file_bytes)
+        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, partial, config.vocab_size)
+
+    write_folder(folder, fill)
+
+
+def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None = None) -> None:
+    """Writes a model of transformers to the new `folder`, which is complete or not there.
+
+    Raises:
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
+
+    def fill(partial: Path) -> None:
+        if tokenizer is not None:
+            model.config.eos_token_id = tokenizer.tokenizer.end_of_document
+        model.save_pretrained(partial)
+        mode = (partial / CONFIG).stat().st_mode
+        for file in partial.glob("*.safetensors"):
+            file.chmod(mode)  # safetensors makes files private
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, partial, model.config.get_text_config().vocab_size)
+
+    write_folder(folder, fill)
+
+
+@dataclass(frozen=True)
+class RunTokenizer:
+    """The tokenizer of a run, and the chat template that lies beside it.
+
+    Args:
+        tokenizer: encodes the run's text.
+        chat_template: of transformers; None where the run has none.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+
+
+def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
+    """Finds the tokenizer of the run that a checkpoint is of; None, with a line that says so, where there is none."""
+    try:
+        tokenizer = Tokenizer.of_run(checkpoint)
+    except DataError:
+        print("ringflash: no tokenizer in the run's folder: the exported folder has no token ids", file=sys.stderr)
+        return None
+    start = Path(checkpoint).expanduser().absolute()
+    for folder in (start, *start.parents[:3]):
+        if (template := folder / RUN_FOLDER / CHAT_TEMPLATE).is_file():
+            return RunTokenizer(tokenizer, template.read_text(encoding="utf-8"))
+    return RunTokenizer(tokenizer)
+
+
+def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
+    """Writes tokenizer files and generation_config.json, so that transformers encodes and stops as the run does.
+
+    Training adds no special tokens around a document, so the exported tokenizer adds none. Padding is named for
+    generation alone: in config.json it would exclude the end-of-document token from later training.
+
+    Args:
+        run: the tokenizer.
+        folder: of the exported model.
+        vocab_size: ids that the model has, which may be more than those of the tokenizer.
+    """
+    tokenizer = run.tokenizer
+    if tokenizer.model is not None:
+        content = json.loads(tokenizer.model) | {"post_processor": None}
+        replace(tokenizer, model=json.dumps(content, ensure_ascii=False)).save(folder)
+    else:
+        tokenizer.save(folder)
+    if run.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(run.chat_template, encoding="utf-8")
+    end = tokenizer.end_of_document
+    values: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
+    if unused := [*range(tokenizer.vocab_size, vocab_size)]:
+        values["suppress_tokens"] = unused
+    (folder / GENERATION).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Has `fill` write a folder beside the new `folder`, and renames it when it is complete.
+
+    Raises:
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
     check_new(folder)
-    values, partial = to_transformers(config, dtype), partial_of(folder)
+    partial = partial_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
         partial.mkdir()
-        write(tensors, partial, DTYPES[dtype], max_file_bytes)
-        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        fill(partial)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(folder)

@@ -165,7 +165,10 @@ def write(
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         part = {stored_name(name): tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # as the user's umask has it; safetensors makes files private
         save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(part, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
