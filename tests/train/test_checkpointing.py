@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from ringflash.errors import ConfigError
+from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train import random_state, saving
 from ringflash.train.checkpoint import load_decoder
 from ringflash.train.checkpointing import LastCheckpoint
@@ -335,3 +335,13 @@ def test_bad_options(make: Callable[[], Any], argument: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make()
     assert raised.value.argument == argument
+
+
+def test_urls_are_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = pl.Trainer(default_root_dir="memory://runs", logger=False, accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match="default_root_dir: expected a folder .*got memory://runs"):
+        LastCheckpoint().on_train_start(trainer, pl.LightningModule())
+    with pytest.raises(CheckpointError, match="filepath: expected a folder .*got s3://bucket/last"):
+        RingAttentionStrategy().save_checkpoint({}, "s3://bucket/last")
+    assert not list(tmp_path.iterdir())
