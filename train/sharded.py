@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
@@ -43,6 +44,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self.timeout, self.saver = timeout, Saver(timeout)
         self._control: dist.ProcessGroup | None = None
         self._random: tuple[dict[str, Tensor], int] | None = None
+        self._is_save_skipped = False
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -86,6 +88,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a folder of sharded tensors, complete or not at all; see `ringflash.train.saving`.
 
+        An error on one of several ranks that calls for a checkpoint gets none, and a line that says so: its peers are
+        elsewhere, and a rank that waited for them would hide its error until their deadline.
+
         Args:
             checkpoint: Lightning's.
             filepath: of the folder.
@@ -101,9 +106,32 @@ class ShardedStrategy(ModelParallelStrategy):
                 got=storage_options,
                 remedy="Checkpoints go to a file system, which has no options of its own.",
             )
+        if (error := self._failure()) is not None:
+            self._is_save_skipped = True
+            text = f"ringflash: no checkpoint is saved after {type(error).__name__} on rank {self.global_rank}, since "
+            text += f"other ranks may be at another step; resume from an earlier one. The error: {error}"
+            print(text, file=sys.stderr, flush=True)
+            return
         path = local_path(self.broadcast(str(filepath)), "filepath")
         checkpoint["random"] = random_state.collect(self.root_device, self.control)
         self.saver.save(checkpoint, path, storage_options or SaveOptions())
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks, unless a checkpoint was just skipped, for which this rank came alone."""
+        is_skipped, self._is_save_skipped = self._is_save_skipped, False
+        if not is_skipped:
+            super().barrier(name)
+
+    def _failure(self) -> BaseException | None:
+        """The error that ends the run on this rank of several, where ranks have not agreed on it."""
+        error = sys.exception()
+        if error is None or self.world_size == 1 or self.lightning_module is None or self._is_agreed(error):
+            return None
+        return error if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED else None
+
+    def _is_agreed(self, error: BaseException) -> bool:
+        """Says whether all ranks raise `error` after the same step."""
+        return False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""

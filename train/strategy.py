@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ringflash as rf
@@ -28,7 +29,7 @@ from ringflash.train.user_modules import (
     MetricGuard,
     WatchedBatch,
     are_equal,
-    refuse_callbacks,
+    check_callbacks,
     refuse_loss,
 )
 
@@ -138,7 +139,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
-            refuse_callbacks(trainer)
+            check_callbacks(trainer)
         # Not ModelParallelStrategy's own, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
@@ -200,6 +201,9 @@ class RingAttentionStrategy(ShardedStrategy):
         if self._departure is not None and not isinstance(exception, Preempted):  # on which all ranks agree
             self._departure.fail()
         super().on_exception(exception)
+
+    def _is_agreed(self, error: BaseException) -> bool:
+        return isinstance(error, Preempted)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The rank's shard of a batch of whole sequences.
@@ -362,13 +366,21 @@ def sum_gradients(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and break norm clipping.
     """
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "model",
+            expected="a module sharded with fully_shard",
+            got="DistributedDataParallel, which averages gradients",
+            remedy="Leave sum_gradients out: the loss of context.token_mean is right under DDP as it is.",
+        )
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ConfigError(
-            "configure_model",
+            "model",
             expected="every parameter sharded with fully_shard",
             got=f"{len(plain)} that are not, the first {plain[0]}",
-            remedy="Call fully_shard(module, mesh=self.trainer.strategy.shard_mesh) on the module that holds it.",
+            remedy="Call fully_shard(module, mesh=mesh) on the module that holds it; under RingAttentionStrategy in "
+            "configure_model, with mesh=self.trainer.strategy.shard_mesh.",
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from ringflash.errors import ConfigError
 
@@ -72,8 +72,8 @@ def refuse_loss() -> ConfigError:
     )
 
 
-def refuse_callbacks(trainer: pl.Trainer) -> None:
-    """Raises ConfigError for callbacks that copy the whole module, which sharded weights do not allow."""
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Raises ConfigError for callbacks that copy the whole module, and warns of one that cannot save."""
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, AVERAGES):
             raise ConfigError(
@@ -82,6 +82,9 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
                 got=type(callback).__name__,
                 remedy="Use ringflash.train.ExponentialMovingAverage, which averages each rank's shards.",
             )
+        if isinstance(callback, OnExceptionCheckpoint) and trainer.world_size > 1 and trainer.is_global_zero:
+            text = "OnExceptionCheckpoint saves nothing on several ranks, which an error finds at different steps. %s"
+            logger.warning(text, "Use ModelCheckpoint(every_n_train_steps=...) and resume from its last checkpoint.")
 
 
 class MetricGuard(Callback):

@@ -76,7 +76,7 @@ def test_before_the_processes_have_met() -> None:
 
 
 def test_a_parameter_that_is_not_sharded() -> None:
-    with pytest.raises(ConfigError, match="2 that are not, the first weight"):
+    with pytest.raises(ConfigError, match="2 that are not, the first weight. Call fully_shard.* under RingAttention"):
         sum_gradients(torch.nn.Linear(3, 3))
 
 

@@ -14,15 +14,18 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ringflash as rf
-from ringflash.errors import RingflashError
-from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.errors import ConfigError, RingflashError
+from ringflash.train.strategy import RingAttentionStrategy, sum_gradients
 from ringflash.train.user_modules import WatchedBatch
 from tests.distributed import run_ranks
 from tests.test_token_mean import TinyModel, alone, make_batches, make_model
@@ -214,3 +217,66 @@ def test_every_way_to_read_the_number_of_valid_tokens_is_noticed(way: str) -> No
     assert not batch.is_count_read
     READS[way](batch)
     assert batch.is_count_read
+
+
+class Failing(UserModule):
+    """Fails on rank 1, and on rank 0 when rank 1 has ended."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__("value")
+        self.store = store
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 0:
+            self.store.wait(["rank 1 has ended"])
+            raise RuntimeError("connection closed by peer")
+        raise RuntimeError("the first error")
+
+
+def _fail(folder: str) -> dict[str, Any]:
+    quiet()
+    warnings.simplefilter("ignore")  # Lightning's advice about validation and checkpoints that this run does without
+    store: Any = FileStore(f"{folder}/meeting", 2)
+    rows = [{"input_ids": tokens[0], "labels": labels[0]} for tokens, labels in make_batches(2)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=RingAttentionStrategy(),
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=True,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        callbacks=[OnExceptionCheckpoint(f"{folder}/saved")],
+    )
+    text = ""
+    try:
+        trainer.fit(Failing(store), DataLoader(cast("Any", rows)))
+    except RuntimeError as error:
+        text = str(error)
+    if dist.get_rank() == 1:
+        store.set("rank 1 has ended", "")
+    try:
+        sum_gradients(DistributedDataParallel(torch.nn.Linear(3, 3)))
+    except ConfigError as error:
+        return {"error": text, "ddp": str(error)}
+    return {"error": text, "ddp": ""}
+
+
+def test_a_checkpoint_on_exception_does_not_wait_for_ranks_without_one(tmp_path: Any) -> None:
+    first, second = run_ranks(2, _fail, str(tmp_path))
+    assert second["error"] == "the first error"
+    assert first["error"] == "connection closed by peer"
+    assert not (tmp_path / "saved").exists()
+    for rank in (first, second):
+        assert rank["ddp"].startswith("model: expected a module sharded with fully_shard, got DistributedDataParallel")
+        assert "context.token_mean" in rank["ddp"]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "16-mixed"])
+def test_a_precision_that_does_not_work_names_those_that_do(precision: Any) -> None:
+    with pytest.raises(ValueError, match="32-true.*bf16-mixed.*bf16-true.*16-true"):
+        pl.Trainer(accelerator="cpu", strategy=RingAttentionStrategy(), precision=precision, logger=False)
