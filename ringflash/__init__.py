@@ -38,6 +38,10 @@ def _train_name(name: str) -> object:
     modules = {
         "RingAttentionStrategy": "strategy",
         "ExponentialMovingAverage": "ema",
+        "LastCheckpoint": "checkpointing",
+        "ModelConfig": "model_config",
+        "OptimizerConfig": "optimizer",
+        "Throughput": "throughput",
         "LanguageModel": "module",
         "TransformersModel": "transformers_model",
         "TextDataModule": "data",

@@ -7,19 +7,20 @@ import argparse
 
 import lightning.pytorch as pl
 
-from ringflash.train.checkpointing import LastCheckpoint
-from ringflash.train.corpus import CACHE
-from ringflash.train.data import TextDataModule
-from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import LanguageModel
-from ringflash.train.optimizer import OptimizerConfig
-from ringflash.train.strategy import RingAttentionStrategy
-from ringflash.train.throughput import Throughput
+from ringflash.train import (
+    LanguageModel,
+    LastCheckpoint,
+    ModelConfig,
+    OptimizerConfig,
+    RingAttentionStrategy,
+    TextDataModule,
+    Throughput,
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    options = {"corpus": "stdlib", "cache_dir": CACHE, "run_dir": "runs/script", "devices": 2}
+    options = {"corpus": "stdlib", "cache_dir": "~/.cache/ringflash", "run_dir": "runs/script", "devices": 2}
     for name, default in (options | {"context_length": 4096, "dim": 512, "steps": 100}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()

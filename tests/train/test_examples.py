@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -31,11 +32,31 @@ def run(tmp_path: Path, launcher: list[str], name: str, *more: str) -> str:
     return done.stdout
 
 
+def run_alone(tmp_path: Path, launcher: list[str], name: str, *options: str) -> str:
+    """What an example prints that makes its own data."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    command = [sys.executable, *launcher, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.timeout(800)
-def test_torchrun_script(tmp_path: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, TORCHRUN, "torchrun_script.py"))]
-    assert len(losses) == 6
-    assert losses[-1] < 0.95 * losses[0]
+def test_plain_loop_is_the_same_under_both_wrappers(tmp_path: Path) -> None:
+    curves = []
+    for wrapper in ("ddp", "fsdp2"):
+        out = run_alone(tmp_path, TORCHRUN, "plain_loop.py", "--wrapper", wrapper, "--steps", "5")
+        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", out)])
+    assert len(curves[0]) == 5
+    assert curves[0] == pytest.approx(curves[1], abs=2e-4)
+    assert curves[0][-1] < 0.6 * curves[0][0]
+
+
+@pytest.mark.timeout(800)
+def test_own_module(tmp_path: Path) -> None:
+    (loss,) = re.findall(r"val_loss ([\d.]+)", run_alone(tmp_path, [], "own_module.py", "--epochs", "2"))
+    assert float(loss) < 3.0  # 4.16 is that of chance
 
 
 @pytest.mark.timeout(800)
@@ -49,5 +70,19 @@ def test_trainer_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
 def test_they_are_short(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) < 60
-    assert ("import lightning" in text) == (path.stem == "trainer_script")
+    assert len(text.splitlines()) <= 80
+    assert ("import lightning" in text) == (path.stem != "plain_loop")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_they_import_public_names_only(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringflash"):
+            assert node.module == "ringflash.train"
+        if isinstance(node, ast.Import):
+            assert all(name.name == "ringflash" or not name.name.startswith("ringflash") for name in node.names)
+
+
+def test_a_plain_loop_does_not_import_lightning() -> None:
+    code = "import sys, ringflash as rf; rf.ContextParallel.local(2).token_mean; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
