@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 
 class RingflashError(Exception):
@@ -29,7 +30,14 @@ class ArgumentError(RingflashError, ValueError):
     def __reduce__(self) -> tuple[Callable[..., ArgumentError], tuple[str]]:
         """Lets the error travel between processes; `got` goes as text, because it may be anything."""
         rest = {"expected": self.expected, "got": str(self.got), "remedy": self.remedy, "rank": self.rank}
-        return partial(type(self), **rest), (self.argument,)
+        return partial(_rebuild, type(self), **rest), (self.argument,)
+
+
+def _rebuild(kind: type[ArgumentError], argument: str, **rest: Any) -> ArgumentError:
+    """Makes an error of a subclass, whose own constructor may take other arguments."""
+    error = kind.__new__(kind)
+    ArgumentError.__init__(error, argument, **rest)
+    return error
 
 
 class ConfigError(ArgumentError):

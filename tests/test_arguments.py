@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pickle
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from ringflash.arguments import check_at_least, check_heads, check_positive, fill_in
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, CheckpointCorrupt
+from ringflash.hf_mask import MaskAsTensor
 
 
 def test_what_is_left_out_is_filled_in() -> None:
@@ -33,3 +36,17 @@ def test_heads_are_shared_evenly() -> None:
     check_heads(Namespace(nheads=12, nheads_kv=4))
     with pytest.raises(ArgumentError, match="^--nheads: expected a multiple of --nheads-kv 8, got 12. Query heads"):
         check_heads(Namespace(nheads=12, nheads_kv=8))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointCorrupt("file", expected="a", got=Path("b"), remedy="Do c.", rank=2),
+        MaskAsTensor("indexes it"),
+    ],
+)
+def test_errors_travel_between_processes(error: ArgumentError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert (copy.argument, copy.remedy, copy.rank) == (error.argument, error.remedy, error.rank)
