@@ -17,6 +17,7 @@ from torch import Tensor
 from ringflash import ulysses
 from ringflash.context import ContextParallel, context_by_name, described
 from ringflash.grid import split_rows
+from ringflash.guard import Guard, Phase, in_ring
 from ringflash.kernels import backend as backends
 from ringflash.kernels.meeting import Scoring
 from ringflash.masks import Mask, mask_from_spec
@@ -35,8 +36,18 @@ R = TypeVar("R", bound=tuple[Tensor, ...])
 class _Ranks:
     """The ranks that one call runs in this process: one, or all virtual ones."""
 
-    def __init__(self, operation: str, context: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> None:
-        self._operation, self._context = operation, context_by_name(context) if context else None
+    def __init__(
+        self,
+        operation: str,
+        context: ContextParallel | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        tiles: Tiles,
+        guard: Guard,
+    ) -> None:
+        self._operation, self._context = operation, context
         self._network = LocalNetwork()
         if self._context is None:
             mask.validate(k.shape[1])  # here, for what torch.compile has traced too
@@ -48,7 +59,9 @@ class _Ranks:
             fields = partial(_fields, operation, q, k, v, mask, tiles)
             planned = partial(_planned, self._context, mask, row_bytes)
             kind = operation, q.device, q.dtype, q.shape, k.shape, v.shape, mask, *_values(tiles)
+            guard.phase = Phase.AGREEING
             self.plans, lengths = self._context.agree_on(kind, fields, q.shape[1], mask, planned)
+            guard.phase = Phase.RUNNING
             self.groups = [self._group(self._context, lengths, rank) for rank in self._context.local_ranks]
             self._lengths = [lengths[rank] for rank in self._context.local_ranks]
 
@@ -92,13 +105,13 @@ class _Ranks:
         plain = tiles.kernels, tiles.deterministic, scoring.softmax_scale, scoring.softcap
         kind = self._operation, words, plan.layout, *plain
         inputs = scoring.alibi_slopes, scoring.sinks, *inputs
-        return replays.run(kind, anew, inputs, partial(context.in_ring, plan), partial(context.watch, plan))
+        return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
 
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
         """Runs all ranks to their ends."""
         if self._context is None:
             return [run_alone(ranks[0])]
-        with self._context.in_ring(self.plans[0]):
+        with in_ring(self._context, self.plans[0]):
             return [run_alone(ranks[0])] if len(ranks) == 1 else run_lockstep(ranks, self._network)
 
 
@@ -194,19 +207,21 @@ def attention(
 
     lse is in `lse_dtype`, more precise than what users get, for the backward.
     """
-    tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
-    ranks = _Ranks("attention", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
+    whole = context_by_name(context) if context else None
+    with Guard(whole) as guard:
+        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
+        ranks = _Ranks("attention", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
 
-    def compute(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
-        results = ranks.run(
-            [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
-        )
-        outs, lses = zip(*results, strict=True)
-        return _joined(outs, 1), _joined(lses, 2)
+        def compute(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
+            results = ranks.run(
+                [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
+            )
+            outs, lses = zip(*results, strict=True)
+            return _joined(outs, 1), _joined(lses, 2)
 
-    with backends.kernels_of(q):
-        return ranks.computed(compute, tiles, (q, k, v))
+        with backends.kernels_of(q):
+            return ranks.computed(compute, tiles, (q, k, v))
 
 
 @attention.register_fake
@@ -252,25 +267,29 @@ def attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
-    tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
-    ranks = _Ranks("attention backward", context, q, k, v, mask_from_spec(mask, mask_tensors), tiles)
+    whole = context_by_name(context) if context else None
+    with Guard(whole) as guard:
+        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
+        ranks = _Ranks("attention backward", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
 
-    def compute(tiles: Tiles, dlse: Tensor | None, lse: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
-        shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
-        ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
-        results = ranks.run(
-            [
-                ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
-                for (dout, q, k, v, out, dlse, lse), (plan, transport, group) in zip(shards, ends, strict=True)
-            ]
-        )
-        dqs, dks, dvs, dsinks = zip(*results, strict=True)
-        total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
-        return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
+        def compute(
+            tiles: Tiles, dlse: Tensor | None, lse: Tensor, *rows: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
+            shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
+            ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
+            results = ranks.run(
+                [
+                    ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
+                    for (dout, q, k, v, out, dlse, lse), (plan, transport, group) in zip(shards, ends, strict=True)
+                ]
+            )
+            dqs, dks, dvs, dsinks = zip(*results, strict=True)
+            total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
+            return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
 
-    with backends.kernels_of(q):
-        return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
+        with backends.kernels_of(q):
+            return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
 
 
 @attention_backward.register_fake

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,6 +33,7 @@ from ringflash.transport.connect import (
     deadline_of,
 )
 from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
+from ringflash.transport.faults import Faults
 from ringflash.transport.heads import HeadsTransport
 
 T = TypeVar("T")
@@ -359,36 +358,27 @@ class ContextParallel(TokenMeans):
             rank=self.rank,
         )
 
-    @contextmanager
-    def in_ring(self, plan: Plan) -> Iterator[None]:
-        """Around a pass of `plan`: what this rank raises in it makes the other ranks raise PeerFailed, soon.
+    @property
+    def faults(self) -> Faults | None:
+        """What this rank knows of failures in its ring; virtual ranks have none."""
+        return None if self._connection is None else self._connection.control.faults
+
+    def begin_pass(self, plan: Plan) -> Faults | None:
+        """Notes the plan that this rank follows from now on, and returns `faults`.
 
         Raises:
-            PeerFailed: another rank raised in it.
-            PeerLost: another rank's process is gone.
-            RingTimeout: another rank did not do its part in time.
             RankMismatch: in debug mode, when ranks follow different plans.
         """
-        if self._control is None:
-            yield
-            return
-        assert self._connection is not None
-        faults = self._connection.control.faults
+        faults = self.faults
+        if faults is None or self._control is None:
+            return None
         faults.plan = plan
         if self.debug:
             places = range(plan.world_size)
             everyone = [self._plan_at(place, plan.layout, plan.mask, plan.grouped) for place in places]
             everyone[plan.rank] = plan
             self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
-        started = time.monotonic()
-        try:
-            yield
-            faults.look_back(started)
-        except ArgumentError:  # of what cannot be captured in a CUDA graph: the same on all ranks, which go on
-            raise
-        except BaseException as error:
-            faults.raised(error)  # a ring that has broken stays as it is
-            raise
+        return faults
 
     def watch(self, plan: Plan, stream: torch.cuda.Stream) -> None:
         """Sees to it that a replayed pass of `plan`, which `stream` holds, ends: as one hop, the first."""

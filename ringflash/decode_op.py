@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringflash.context import ContextParallel, context_by_name, described
 from ringflash.errors import ArgumentError
+from ringflash.guard import Guard, Phase
 from ringflash.kernels import backend as backends
 from ringflash.kernels import decode_eager, eager
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
@@ -64,11 +65,11 @@ def decode(
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Out and lse over the valid keys of all ranks of the named context."""
-    kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
-    scoring = Scoring.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    capacity = k_cache.shape[1] // lengths.shape[0]
     ranks = context_by_name(context) if context else None
-    try:
+    with Guard(ranks) as guard:
+        kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
+        scoring = Scoring.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        capacity = k_cache.shape[1] // lengths.shape[0]
         _check_on_cpu(lengths, capacity)
         seen = mask_from_spec(mask, mask_tensors)
         sight = sight_of(seen, q.shape[1], capacity)
@@ -78,24 +79,22 @@ def decode(
                 expected = f"the {q.shape[1]} new tokens among those of newest_rank, under a mask"
                 remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
                 raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
-    except ArgumentError as error:
-        if ranks is not None:
-            ranks.announce_failure(error)  # the others are about to wait for this rank
-        raise
-    step = Step(scoring, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
-    if ranks is None:
+        step = Step(scoring, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
+        if ranks is None:
+            with backends.kernels_of(q):
+                return kernels.attend(q, k_cache, v_cache, lengths[0], step)
+        guard.phase = Phase.AGREEING
+        _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
+        guard.phase = Phase.RUNNING
+        whole = Step(scoring, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
         with backends.kernels_of(q):
-            return kernels.attend(q, k_cache, v_cache, lengths[0], step)
-    _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
-    whole = Step(scoring, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
-    with backends.kernels_of(q):
-        parts = [
-            kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
-            for rank, k, v, lengths in zip(
-                ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
-            )
-        ]
-        return kernels.combine(_of_all_ranks(ranks, parts), scoring, q.dtype)
+            parts = [
+                kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
+                for rank, k, v, lengths in zip(
+                    ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
+                )
+            ]
+            return kernels.combine(_of_all_ranks(ranks, parts), scoring, q.dtype)
 
 
 @decode.register_fake

@@ -21,7 +21,7 @@ from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.hf_check import ONE_DEVICE, Checked, Witness, check
-from ringflash.hf_mask import REMEDY, Asked, Settled, describe
+from ringflash.hf_mask import REMEDY, Asked, MaskRefused, Settled, describe
 from ringflash.hf_positions import resolve_mask
 from ringflash.hf_rope import largest_position
 from ringflash.masks import Documents, Mask
@@ -297,17 +297,28 @@ def _call(
         context.announce_failure(error)
         raise
     if not agrees:
-        return nn.Module.__call__(model, *args, **keywords)
+        return _announced(model, context, args, keywords)
     position = context.largest("position_ids", own)
     inside = [module for module in model.modules() if _is_pretrained(module)]
     for module in inside:
         setattr(module, AGREED, True)
     try:
         with largest_position(model, rotary, position):
-            return nn.Module.__call__(model, *args, **keywords)
+            return _announced(model, context, args, keywords)
     finally:
         for module in inside:
             delattr(module, AGREED)
+
+
+def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Calls the model; a mask that is refused on this rank makes the other ranks raise PeerFailed."""
+    try:
+        return nn.Module.__call__(model, *args, **keywords)
+    except MaskRefused as error:
+        if not hasattr(error, "announced"):  # a model inside this one may have announced it
+            setattr(error, "announced", True)  # noqa: B010 - an attribute of this function alone
+            context.announce_failure(error)
+        raise
 
 
 def _rotary_modules(model: nn.Module) -> tuple[str, ...]:

@@ -35,6 +35,13 @@ class MaskAsTensor(ArgumentError, AttributeError):
         )
 
 
+class MaskRefused(ArgumentError):
+    """A mask of a model that no mask of the library equals.
+
+    It is found before any attention, where only the caller of the model's forward knows the context.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
     """Of a mask: causal or not, in a window or not.
@@ -145,13 +152,13 @@ def describe(
     so that a mask of another form is noticed. The other arguments of the interface say how to make a dense mask.
 
     Raises:
-        ArgumentError: padding, functions of one's own, a cache with room for more, any other mask.
+        MaskRefused: padding, functions of one's own, a cache with room for more, any other mask.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         remedy = "Cut padding off, or pack sequences into one with position_ids that restart."
-        raise ArgumentError("attention_mask", expected="None or all ones", got="padding", remedy=remedy)
+        raise MaskRefused("attention_mask", expected="None or all ones", got="padding", remedy=remedy)
     if use_vmap:
-        raise ArgumentError("attention_mask", expected="the model's own", got="one with a function", remedy=REMEDY)
+        raise MaskRefused("attention_mask", expected="the model's own", got="one with a function", remedy=REMEDY)
     begin, end = int(q_offset), kv_offset + kv_length
     rows = torch.arange(begin, begin + q_length, device=device)
     batches, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
@@ -163,7 +170,7 @@ def describe(
     causal = not bool(sees(rows[:1], rows[:1] + 1).any())
     if causal and begin + q_length != end:
         got = f"rows up to {begin + q_length} and {end} keys"
-        raise ArgumentError(
+        raise MaskRefused(
             "past_key_values", expected="a cache of the keys so far", got=got, remedy="Pass a DynamicCache, or none."
         )
     starts = torch.zeros(batch_size, q_length, dtype=torch.bool, device=device)
@@ -186,5 +193,5 @@ def describe(
         if bool((sees(rows, at) == ((at >= lo) & (at < hi))).all()):
             continue
         expected = "causal or full, in a window or not, in documents or not"
-        raise ArgumentError("attention_mask", expected=expected, got="a mask of another form", remedy=REMEDY)
+        raise MaskRefused("attention_mask", expected=expected, got="a mask of another form", remedy=REMEDY)
     return Asked(causal, local_size, q_length, kv_length, begin, starts)

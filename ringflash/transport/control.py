@@ -254,7 +254,19 @@ class ControlPlane:
         return torch.cat([t[:n] for t, n in zip(everyone, rows, strict=True)]).movedim(0, dim)
 
     def stack(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
+        """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...).
+
+        Tensors of the CPU travel over the ring's own group, so that a failure of a peer ends the wait.
+
+        Raises:
+            PeerFailed, PeerLost, RingTimeout: a rank did not come.
+        """
+        if x.device.type != "cpu":
+            return self._stack_on_device(x)
+        everyone = self._over_gloo.post_tensor(x.reshape(-1).view(torch.uint8))()  # bytes: gloo knows few dtypes
+        return everyone.view(x.dtype).view(self.world_size, *x.shape)
+
+    def _stack_on_device(self, x: Tensor) -> Tensor:
         return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:

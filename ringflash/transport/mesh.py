@@ -42,8 +42,7 @@ class MeshControlPlane(ControlPlane):
         super().__init__(self._rows, gloo, faults, runs_ahead=runs_ahead)
         self.rank, self.world_size = dist.get_rank(gloo), dist.get_world_size(gloo)
 
-    def stack(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, contiguous and of one shape and dtype, one after another in rank order: (ranks, ...)."""
+    def _stack_on_device(self, x: Tensor) -> Tensor:
         of_columns = stacked(stacked(x, self._columns), self._rows)  # (rows, columns, ...)
         return torch.stack([of_columns[place] for place in self._places])
 
