@@ -427,7 +427,7 @@ def test_models_that_keep_keywords_from_attention() -> None:
 
 
 def _on_ranks() -> tuple[Tensor, list[str]]:
-    """Logits of two ranks, and what each raises when one of them has default positions, or no seed for dropout."""
+    """Logits of two ranks, and what each raises when one has default positions, no seed for dropout, or padding."""
     model, ids = by_name(LLAMA.build(attention_dropout=0.4)), tokens()
     context, group = rf.ContextParallel(dist.group.WORLD, "contiguous"), list[str]()
     local: dict[str, Any] = {"input_ids": context.shard(ids), "use_cache": False, "ring_context": context}
@@ -439,6 +439,12 @@ def _on_ranks() -> tuple[Tensor, list[str]]:
         except RingflashError as error:
             group.append(f"{type(error).__name__} {error}")
         dist.barrier()
+    padded = torch.ones_like(local["input_ids"])
+    padded[:, -1] = 1 - context.rank
+    try:
+        model.eval()(position_ids=positions, attention_mask=padded, **local)
+    except RingflashError as error:
+        group.append(f"{type(error).__name__} {error}")
     return logits.detach(), group
 
 
@@ -451,3 +457,5 @@ def test_ranks() -> None:
     assert second[0].startswith("ArgumentError position_ids: expected those of the contiguous shard of rank 1")
     for errors in (first, second):
         assert "dropout: expected 0 or a ring_dropout_seed" in errors[1]
+    assert first[2].startswith("PeerFailed ranks [1] raised")
+    assert second[2].startswith("MaskRefused attention_mask: expected None or all ones, got padding")
