@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.multiprocessing.spawn import start_processes
 
+from tests import one_gpu
 from tests.strict import make_warnings_errors
 
 # What ranks and their tests import, once for all of them: a process then starts in milliseconds. The first call of an
@@ -30,18 +31,13 @@ def _entry(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = FileStore(f"{folder}/store", world_size)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, device_id=device, rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60)
-    )
+    one_gpu.init_process_group(backend, rank, world_size, store, timedelta(seconds=60))
     try:
         result: Any = function(*args)
     except BaseException as error:  # carried to the parent, which decides what a failure means
         result = RankFailure(type(error).__name__, str(error), traceback.format_exc())
     torch.save(result, f"{folder}/{rank}.pt")
-    dist.barrier()
+    one_gpu.meet()
     dist.destroy_process_group()
 
 
@@ -66,7 +62,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
 
 def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """As `run_ranks`, but a rank's exception comes back as a `RankFailure` in its place."""
-    with tempfile.TemporaryDirectory() as folder:
+    with one_gpu.turn(backend, world_size), tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOADED)
         arguments = (world_size, folder, backend, function, args)
         start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")

@@ -19,7 +19,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 import ringflash as rf
 from ringflash import ring
-from tests import distributed
+from tests import distributed, one_gpu
 from tests.accuracy import Problem, as_tensor
 from tests.strict import make_warnings_errors
 
@@ -100,11 +100,7 @@ def die() -> None:
 def _entry(rank: int, world: int, folder: str, backend: str, function: Callable[..., Outcome], args: Any) -> None:
     make_warnings_errors()
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    store, timeout = FileStore(f"{folder}/store", world), timedelta(seconds=60)
-    dist.init_process_group(backend, device_id=device, rank=rank, world_size=world, store=store, timeout=timeout)
+    one_gpu.init_process_group(backend, rank, world, FileStore(f"{folder}/store", world), timedelta(seconds=60))
     outcome = function(*args)
     torch.save(outcome, f"{folder}/{rank}.pt")
     raise SystemExit(3 if outcome.kind else 0)
@@ -116,7 +112,7 @@ def run_to_their_ends(
     """Exit codes and outcomes of ranks of which some may die; fails if one is left after two minutes."""
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
     spawn = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
+    with one_gpu.turn(backend, world), tempfile.TemporaryDirectory() as folder:
         ranks = [
             spawn.Process(target=_entry, args=(rank, world, folder, backend, function, args)) for rank in range(world)
         ]

@@ -10,15 +10,15 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.layout import LAYOUTS
 from ringflash.masks import Full, Mask
+from tests import one_gpu
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import run_ranks
 from tests.kernels.test_portable import ROUNDING
 from tests.strategies import block_sparse
 
-GPUS = torch.cuda.device_count()
-ON_GPUS = GPUS >= 2
-WORLDS = sorted({2, GPUS}) if ON_GPUS else [2, 3]
-TRANSPORTS = ("symmetric", "nccl") if ON_GPUS else ("auto",)
+ON_GPUS = one_gpu.GPUS > 0
+WORLDS = one_gpu.WORLDS if ON_GPUS else [2, 3]
+TRANSPORTS = sorted(one_gpu.TRANSPORTS, reverse=True) if ON_GPUS else ["auto"]
 SEQLEN = 531 if ON_GPUS else 101
 MASKS: dict[str, Mask] = {
     "full": Full(),
@@ -35,7 +35,7 @@ MASKS: dict[str, Mask] = {
 def _differences(layout: str) -> list[str]:
     """Which of the calls do not give this rank the bits that virtual ranks give."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{rank}" if ON_GPUS else "cpu"
+    device = f"cuda:{rank % one_gpu.GPUS}" if ON_GPUS else "cpu"
     found = []
     for hops in ("ring", "grouped"):
         virtual = rf.ContextParallel.local(world, layout, hops=hops)
@@ -51,7 +51,7 @@ def _differences(layout: str) -> list[str]:
                         assert_accurate(whole, problem, rounding=ROUNDING)
                     except Exception as error:  # told when all are done: the others wait for what comes next
                         found.append(f"{virtual} {name}: {error!r}")
-                whole = [_from_rank_0(x) for x in whole]
+                whole = [one_gpu.broadcast(x) for x in whole]
                 alike = torch.equal if deterministic or not ON_GPUS else _are_close
                 for context in contexts if deterministic else contexts[:1]:
                     local = problem.mapped(lambda x, context=context, mask=mask: context.shard(x, mask=mask))
@@ -63,12 +63,6 @@ def _differences(layout: str) -> list[str]:
                     if not all(map(alike, got, expected)):
                         found.append(f"{context} {name} {'deterministic' if deterministic else 'fast'}")
     return found
-
-
-def _from_rank_0(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    dist.broadcast(x, 0)
-    return x
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import ringflash as rf
+from tests import one_gpu
 from tests.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(one_gpu.GPUS == 0, reason="needs a GPU")
+WORLDS = one_gpu.WORLDS if one_gpu.GPUS == 1 else [2]
 
 
 def _hang() -> None:
@@ -38,32 +39,42 @@ def _hang_before_a_replay() -> Outcome:
     return outcome_of(call_ring, context)
 
 
-def test_a_rank_that_does_not_come_to_a_replay() -> None:
-    exits, outcomes = run_to_their_ends(2, _hang_before_a_replay, backend="nccl")
-    assert exits == [3, 3], outcomes
-    assert outcomes[0] is not None
-    assert outcomes[0].kind == "RingTimeout", outcomes
-    assert outcomes[0].seconds < 5
-    assert outcomes[0].fields["peers"] == [1]
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_that_does_not_come_to_a_replay(world: int) -> None:
+    exits, outcomes = run_to_their_ends(world, _hang_before_a_replay, backend="nccl")
+    assert exits == [3] * world, outcomes
+    for outcome in (outcomes[0], *outcomes[2:]):
+        assert outcome is not None
+        assert outcome.kind == "RingTimeout", outcomes
+        assert outcome.seconds < 5
+        assert outcome.fields["peers"] == [1]
 
 
-@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+@pytest.mark.parametrize("transport", one_gpu.TRANSPORTS)
 @pytest.mark.parametrize(
-    ("action", "kind", "codes", "seconds"),
+    ("action", "kind", "code", "seconds"),
     [
-        (_hang, "RingTimeout", [3, 3], (3, 5)),
-        (die, "PeerLost", [3, -signal.SIGKILL], (0, 5)),
-        (raise_out_of_memory, "PeerFailed", [3, 3], (0, 5)),
+        (_hang, "RingTimeout", 3, (3, 5)),
+        (die, "PeerLost", -signal.SIGKILL, (0, 5)),
+        (raise_out_of_memory, "PeerFailed", 3, (0, 5)),
     ],
 )
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_fault_in_mid_ring(
-    transport: str, step: int, action: Callable[[], None], kind: str, codes: list[int], seconds: tuple[float, float]
+    transport: str,
+    world: int,
+    backward: bool,
+    action: Callable[[], None],
+    kind: str,
+    code: int,
+    seconds: tuple[float, float],
 ) -> None:
-    exits, outcomes = run_to_their_ends(2, _with_fault, transport, step, action, backend="nccl")
-    assert exits == codes, outcomes
-    assert outcomes[0] is not None
-    assert outcomes[0].kind == kind, outcomes
-    assert seconds[0] <= outcomes[0].seconds < seconds[1], outcomes
-    named = outcomes[0].fields["ranks" if kind == "PeerFailed" else "peers"]
-    assert named == [1]
+    step = world + 1 if backward else 0  # hops of the forward come first
+    exits, outcomes = run_to_their_ends(world, _with_fault, transport, step, action, backend="nccl")
+    assert exits == [code if rank == 1 else 3 for rank in range(world)], outcomes
+    for outcome in (outcomes[0], *outcomes[2:]):
+        assert outcome is not None
+        assert outcome.kind == kind, outcomes
+        assert seconds[0] <= outcome.seconds < seconds[1], outcomes
+        assert outcome.fields["ranks" if kind == "PeerFailed" else "peers"] == [1]

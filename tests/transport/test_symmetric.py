@@ -1,4 +1,4 @@
-"""The symmetric transport on two GPUs and more: the same bits as NCCL, call after call, at sizes that grow."""
+"""The symmetric transport: the same bits as NCCL, or as virtual ranks where one GPU has all ranks, at any size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
+from tests import one_gpu
 from tests.accuracy import Problem, as_tensor
 from tests.distributed import run_ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-WORLDS = sorted({2, GPUS}) if GPUS >= 2 else [2]
+pytestmark = pytest.mark.skipif(one_gpu.GPUS == 0, reason="needs a GPU")
+WORLDS = one_gpu.WORLDS
 
 MASKS = [None, rf.Causal(), rf.Causal() & rf.SlidingWindow(300), rf.Causal() & rf.Documents([0, 100, 900, 1531])]
 REPEATABLE = rf.AttentionOptions(deterministic=True)
@@ -24,6 +24,10 @@ REPEATABLE = rf.AttentionOptions(deterministic=True)
 
 def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
     """This rank's shards of out, dq, dk and dv."""
+    if context.transport_kind == "local":
+        place = rf.ContextParallel(dist.group.WORLD, context.layout, transport="symmetric")
+        whole = problem.mapped(lambda x: x.cuda()).ring(context, deterministic=True)
+        return [place.shard(x) for x in whole]
     local = problem.mapped(lambda x: context.shard(x).cuda())
     q, k, v = (x.requires_grad_() for x in (local.q, local.k, local.v))
     out = as_tensor(rf.ring_attention(q, k, v, context, mask=problem.mask, options=REPEATABLE))
@@ -31,16 +35,18 @@ def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
 
 
 def _contexts(layout: str, hops: str = "ring") -> tuple[rf.ContextParallel, rf.ContextParallel]:
-    symmetric, nccl = (
-        rf.ContextParallel(dist.group.WORLD, layout, transport=name, hops=hops) for name in ("symmetric", "nccl")
-    )
-    return symmetric, nccl
+    """Two that give the same bits: the second is over NCCL, or of virtual ranks where ranks share a GPU."""
+    symmetric = rf.ContextParallel(dist.group.WORLD, layout, transport="symmetric", hops=hops)
+    if one_gpu.is_shared(symmetric.world_size):
+        return symmetric, rf.ContextParallel.local(symmetric.world_size, layout, hops=hops)
+    return symmetric, rf.ContextParallel(dist.group.WORLD, layout, transport="nccl", hops=hops)
 
 
 def _compare(layout: str, hops: str) -> str:
     symmetric, nccl = _contexts(layout, hops)
     _, ring = _contexts(layout)
-    assert (symmetric.transport_kind, nccl.transport_kind) == ("symmetric", "nccl")
+    reference = "local" if one_gpu.is_shared(symmetric.world_size) else "nccl"
+    assert (symmetric.transport_kind, nccl.transport_kind) == ("symmetric", reference)
     for seqlen, batch in ((1531, 2), (64, 1), (4096, 1)):  # what is kept is too large, then too small
         for dtype in (torch.bfloat16, torch.float32):
             for index, mask in enumerate(MASKS if seqlen == 1531 else MASKS[:3]):
@@ -113,7 +119,10 @@ def _replay(transport: str, hops: str) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("transport", "hops"), [("symmetric", "ring"), ("symmetric", "grouped"), ("nccl", "grouped")])
+@pytest.mark.parametrize(
+    ("transport", "hops"),
+    [("symmetric", "ring"), *((transport, "grouped") for transport in one_gpu.TRANSPORTS)],
+)
 @pytest.mark.parametrize("world", WORLDS)
 def test_replay_of_a_graph(world: int, transport: str, hops: str) -> None:
     run_ranks(world, _replay, transport, hops, backend="nccl")
@@ -143,7 +152,8 @@ def test_a_context_that_captures(world: int, hops: str) -> None:
 def _elsewhere() -> list[str]:
     context = rf.ContextParallel(dist.group.WORLD, transport="symmetric")
     texts: list[Any] = []
-    for device in ("cpu", f"cuda:{(dist.get_rank() + 1) % dist.get_world_size()}"):
+    others = [] if one_gpu.is_shared(dist.get_world_size()) else [f"cuda:{(dist.get_rank() + 1) % 2}"]
+    for device in ("cpu", *others):
         x = torch.zeros(1, 8, 2, 16, device=device)
         with pytest.raises(ArgumentError) as caught:
             rf.ring_attention(x, x, x, context)
@@ -154,4 +164,4 @@ def _elsewhere() -> list[str]:
 def test_tensors_on_another_device() -> None:
     for rank, texts in enumerate(run_ranks(2, _elsewhere, backend="nccl")):
         for text in texts:
-            assert text.startswith(f"q: expected a tensor on cuda:{rank}, as the context, got")
+            assert text.startswith(f"q: expected a tensor on cuda:{rank % one_gpu.GPUS}, as the context, got")

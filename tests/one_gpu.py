@@ -1,0 +1,79 @@
+"""Several ranks on one GPU: the symmetric transport's signals, buffers, streams and graphs, without a second GPU.
+
+Such a run tests no links, no speed and not NCCL, which refuses ranks that share a GPU: nothing may call its collectives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+
+from ringflash.transport import reach
+from ringflash.transport.control import ControlPlane
+
+GPUS = torch.cuda.device_count()
+WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]
+TRANSPORTS = ["symmetric"] if GPUS == 1 else ["nccl", "symmetric"]
+_TURNS = 3  # worlds that share the GPU at a time: each rank takes half a GiB of it
+
+
+def is_shared(world_size: int) -> bool:
+    """Returns whether ranks of a world of this size have to share GPUs."""
+    return 0 < GPUS < world_size
+
+
+def _no_obstacle(control: ControlPlane, device: torch.device) -> str | None:
+    """Stands in for `reach.obstacle`, which refuses ranks on one GPU; an exchange of texts as there."""
+    control.tell("shared")
+    return None
+
+
+def init_process_group(backend: str, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
+    """Makes the default group of a test's process, with a GPU of its own or a shared one where it is over NCCL."""
+    device = None
+    if backend == "nccl" and is_shared(world_size):
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        reach.obstacle = _no_obstacle
+        torch.cuda.set_device(0)
+        backend = "cpu:gloo,cuda:nccl"  # bound to no device, so that NCCL stays unused
+    elif backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device, rank=rank, world_size=world_size, store=store, timeout=timeout)
+
+
+def meet() -> None:
+    """Waits for all ranks: a barrier that calls no collective of NCCL where ranks share a GPU."""
+    if is_shared(dist.get_world_size()) and dist.get_backend() != "gloo":
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+    else:
+        dist.barrier()
+
+
+def broadcast(x: Tensor) -> Tensor:
+    """Returns rank 0's `x`; it travels over gloo where ranks share a GPU."""
+    shared = x.is_cuda and is_shared(dist.get_world_size())
+    moved = x.cpu() if shared else x.contiguous()
+    dist.broadcast(moved, 0)
+    return moved.to(x.device)
+
+
+@contextmanager
+def turn(backend: str, world_size: int) -> Iterator[None]:
+    """Waits until few other worlds of any test process share the GPU."""
+    with ExitStack() as stack:
+        if backend == "nccl" and is_shared(world_size):
+            path = Path(tempfile.gettempdir()) / f"ringflash-one-gpu-{os.getuid()}-{os.getpid() % _TURNS}"
+            file = stack.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
