@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 import ringflash as rf
 from ringflash import ring
@@ -97,24 +97,42 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _entry(rank: int, world: int, folder: str, backend: str, function: Callable[..., Outcome], args: Any) -> None:
+def _served_by_rank_0(files: Store, rank: int, world: int) -> Store:
+    """A TCP store that dies with rank 0, as launchers make it; `files` tells its port."""
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        files.set("port", str(store.port))
+        return store
+    return TCPStore("127.0.0.1", int(files.get("port")), world, is_master=False)
+
+
+def _entry(
+    rank: int, world: int, folder: str, backend: str, over_tcp: bool, function: Callable[..., Outcome], args: Any
+) -> None:
     make_warnings_errors()
     torch.set_num_threads(1)
-    one_gpu.init_process_group(backend, rank, world, FileStore(f"{folder}/store", world), timedelta(seconds=60))
+    store: Store = FileStore(f"{folder}/store", world)
+    if over_tcp:
+        store = _served_by_rank_0(store, rank, world)
+    one_gpu.init_process_group(backend, rank, world, store, timedelta(seconds=60))
     outcome = function(*args)
     torch.save(outcome, f"{folder}/{rank}.pt")
     raise SystemExit(3 if outcome.kind else 0)
 
 
 def run_to_their_ends(
-    world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo"
+    world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo", over_tcp: bool = False
 ) -> tuple[list[int | None], list[Outcome | None]]:
-    """Exit codes and outcomes of ranks of which some may die; fails if one is left after two minutes."""
+    """Exit codes and outcomes of ranks of which some may die; fails if one is left after two minutes.
+
+    With `over_tcp` rank 0 serves the group's store, else it is a file.
+    """
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
     spawn = multiprocessing.get_context("forkserver")
     with one_gpu.turn(backend, world), tempfile.TemporaryDirectory() as folder:
         ranks = [
-            spawn.Process(target=_entry, args=(rank, world, folder, backend, function, args)) for rank in range(world)
+            spawn.Process(target=_entry, args=(rank, world, folder, backend, over_tcp, function, args))
+            for rank in range(world)
         ]
         for process in ranks:
             process.start()

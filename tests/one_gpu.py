@@ -1,6 +1,6 @@
 """Several ranks on one GPU: the symmetric transport's signals, buffers, streams and graphs, without a second GPU.
 
-Such a run tests no links, no speed and not NCCL, which refuses ranks that share a GPU: nothing may call its collectives.
+Such a run tests no links, no speed and not NCCL, which refuses ranks that share a GPU: its collectives stay unused.
 """
 
 from __future__ import annotations

@@ -213,6 +213,31 @@ def test_a_rank_that_is_killed(function: Callable[..., Outcome], args: tuple[Any
         assert "lost rank 1 at" in outcome.text
 
 
+def _server_dies(step: int | None) -> Outcome:
+    """Rank 0, which serves the store, dies at a hop, or before a call; rank 2 leaves as soon as it knows."""
+    usual = usual_seconds()
+    context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
+    if step is None:
+        call_ring(context)
+        if context.rank == 0:
+            die()
+        return replace(outcome_of(call_ring, context), usual=usual)
+    with planted(step, die, rank=0):
+        return replace(outcome_of(call_ring, context), usual=usual)
+
+
+@pytest.mark.parametrize("step", [0, 2, 4, None])
+def test_only_the_rank_that_serves_the_store_is_blamed_when_it_dies(step: int | None) -> None:
+    codes, outcomes = run_to_their_ends(WORLD, _server_dies, step, over_tcp=True)
+    assert codes == [-signal.SIGKILL, 3, 3], outcomes
+    for outcome in outcomes[1:]:
+        assert outcome is not None
+        assert outcome.kind == "PeerLost", outcome
+        assert outcome.seconds - outcome.usual < 5
+        assert outcome.fields["peers"] == [0], outcome
+        assert "lost rank 0 at" in outcome.text
+
+
 def _deadlines() -> list[str]:
     group = dist.group.WORLD
     wrong: list[Any] = [60, timedelta(minutes=2), 0, -1.0, "fast"]

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -23,6 +23,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
 from ringflash.transport import processes
+from ringflash.transport.board import Board
 
 Verdict = Literal["late", "closed", "behind"]
 
@@ -31,6 +32,7 @@ PATIENCE = 0.5  # seconds after which a message is late enough to ask for its se
 GRACE = 1.0  # seconds in which a rank that lives and waits leaves word, once connections close
 _POLL = 0.02
 _BROKEN = "broken"  # a key of the store, beside those of ranks
+_LONGEST = 6000  # characters of a text that are told: a board has room for these in any script
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Faults:
     def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
         self._rank, self._world_size, self.deadline = rank, world_size, deadline
         self.store = store
+        self.board: Board | None = (
+            None  # where all ranks are of one host; it outlives the process that serves the store
+        )
         self.error: RingflashError | None = None  # set once; the ring is of no use from then on
         self.plan: object = ""  # what this rank follows, for its word
         self.delivered = False  # whether a caller has seen the error
@@ -230,6 +235,8 @@ class Faults:
 
     def word_of_others(self) -> bool:
         """Whether a rank has said that the ring is broken."""
+        if self.board is not None and not self.board.is_empty():
+            return True
         with suppress(RuntimeError):
             return self.store.check([_BROKEN])
         return False
@@ -237,9 +244,7 @@ class Faults:
     def _end(self, word: Word) -> RingflashError:
         with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
             if self.error is None:
-                with suppress(RuntimeError):  # the store may have died with the rank that serves it
-                    self.store.set(str(self._rank), json.dumps(asdict(word)))
-                    self.store.set(_BROKEN, "")
+                self._leave(word)
                 for close in self._breaks:
                     close()
                 words = [word] if word.kind == "raised" else self._hear_out(word)
@@ -249,17 +254,37 @@ class Faults:
                 other.raised(self.error)
         return self.error
 
+    def _leave(self, word: Word) -> None:
+        half = _LONGEST // 2
+        text = word.text if len(word.text) <= _LONGEST else f"{word.text[:half]}\n...\n{word.text[-half:]}"
+        fields = json.dumps(asdict(replace(word, text=text)), ensure_ascii=False)
+        if self.board is not None:
+            self.board.put(self._rank, fields)
+        with suppress(RuntimeError):  # the store may have died with the rank that serves it
+            self.store.set(str(self._rank), fields)
+            self.store.set(_BROKEN, "")
+
+    def _word_of(self, rank: int) -> Word | None:
+        """Returns the word that `rank` has left."""
+        text: str | bytes | None = None if self.board is None else self.board.get(rank)
+        if text is None:
+            with suppress(RuntimeError):
+                text = self.store.get(str(rank)) if self.store.check([str(rank)]) else None
+        if text is None:
+            return None
+        fields = json.loads(text)
+        return Word(**{**fields, "peers": tuple(fields["peers"])})
+
     def _hear_out(self, own: Word) -> list[Word]:
         """The words of all ranks in their order, once nothing more is to be expected."""
         end, words = time.monotonic() + GRACE, {own.rank: own}
         while True:
             ended = {*self.ended()}  # looked up first: who has ended since has left word before
             missing = [rank for rank in range(self._world_size) if rank not in words]
-            with suppress(RuntimeError):
-                for rank in missing:
-                    if self.store.check([str(rank)]):
-                        fields = json.loads(self.store.get(str(rank)))
-                        words[rank] = Word(**{**fields, "peers": tuple(fields["peers"])})
+            for rank in missing:
+                word = self._word_of(rank)
+                if word is not None:
+                    words[rank] = word
             raised = any(word.kind == "raised" for word in words.values())
             if raised or {*missing} - {*words} <= ended or time.monotonic() >= end:
                 return [words[rank] for rank in sorted(words)]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.transport.board import Board
 from ringflash.transport.faults import Faults
 
 WIDTH = 24  # every rank sends the same number of words, whatever it has to say
@@ -152,7 +153,8 @@ class SharedWords:
 
 def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults: Faults) -> SharedWords | None:
     """Memory that all ranks of a host share, if they can; a collective, in which each can `tell` all others a text."""
-    own = _file(SharedWords.nbytes(world_size)) if rank == 0 else None
+    start = SharedWords.nbytes(world_size)
+    own = _file(start + Board.nbytes(world_size)) if rank == 0 else None
     try:
         path = tell(str(own or ""))[0]
         memory = _mapped(Path(path)) if path else None
@@ -160,7 +162,10 @@ def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults:
     finally:
         if own is not None:
             own.unlink(missing_ok=True)  # what is mapped stays
-    return SharedWords(memory, rank, world_size, faults) if everyone and memory is not None else None
+    if not everyone or memory is None:
+        return None
+    faults.board = Board(memory, start, world_size)
+    return SharedWords(memory, rank, world_size, faults)
 
 
 def _file(nbytes: int) -> Path | None:

@@ -1,0 +1,53 @@
+"""A board in shared memory on which ranks of one host leave word of failures.
+
+The group's store may be served by a rank, and dies with it. What lies on the board stays readable by all that live.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+
+_HEAD = struct.Struct("<II")  # length and checksum of a text: another process may be writing it
+
+
+class Board:
+    """One text a rank, each written once.
+
+    Args:
+        memory: shared by the ranks; zeros at first.
+        start: offset of the board in it.
+        world_size: number of ranks.
+    """
+
+    CAPACITY = 2**15  # bytes for each rank
+
+    def __init__(self, memory: mmap.mmap, start: int, world_size: int) -> None:
+        self._memory, self._start, self._world_size = memory, start, world_size
+
+    @classmethod
+    def nbytes(cls, world_size: int) -> int:
+        """Returns the size of the board."""
+        return world_size * cls.CAPACITY
+
+    def put(self, rank: int, text: str) -> None:
+        """Writes the text of `rank`; one that is too long is left out."""
+        data = text.encode()
+        if len(data) <= self.CAPACITY - _HEAD.size:
+            first = self._start + rank * self.CAPACITY
+            row = _HEAD.pack(len(data), zlib.crc32(data)) + data
+            self._memory[first : first + len(row)] = row
+
+    def get(self, rank: int) -> str | None:
+        """Returns the text of `rank` if it is there, whole."""
+        first = self._start + rank * self.CAPACITY
+        length, checksum = _HEAD.unpack(self._memory[first : first + _HEAD.size])
+        if not 0 < length <= self.CAPACITY - _HEAD.size:
+            return None
+        data = self._memory[first + _HEAD.size : first + _HEAD.size + length]
+        return data.decode() if zlib.crc32(data) == checksum else None
+
+    def is_empty(self) -> bool:
+        """Returns whether no rank has written."""
+        return all(self.get(rank) is None for rank in range(self._world_size))
