@@ -4,8 +4,8 @@ ptxas 12.8 compiles some kernels for sm_90 so that the descriptor of a matmul's 
 register without a value. The kernel then multiplies whatever lies at a random address, or faults. Such code gives no
 warning, and memcheck does not see every case.
 
-The search follows the definitions that reach each instruction (a forward data-flow analysis over basic blocks). Where
-control flow is not known, as at an indirect branch, it assumes every edge: it reports no register that may be written.
+The search follows the definitions that reach each instruction (a forward data-flow analysis over basic blocks). It
+assumes every edge after an indirect branch, and so reports only registers that no path writes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _writes_first(op: str) -> bool:
 
 
 def _reads(op: str, operands: list[str], sources: list[str]) -> Iterator[int]:
-    """Registers that are read for certain: those of arithmetic and of matmuls, whose operands are known."""
+    """Yields the registers that arithmetic and matmuls read; the operands of other instructions are not judged."""
     if op.startswith("HGMMA"):
         for base in _DESCRIPTOR.findall(",".join(operands)):
             from_registers = re.fullmatch(r"R\d+", operands[1]) is not None

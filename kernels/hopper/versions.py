@@ -1,7 +1,7 @@
-"""What differs between the versions of Triton that the Hopper kernels run under, and the private names they use.
+"""Names of Gluon that differ between versions of Triton, and the private parts that the Hopper kernels use.
 
-Gluon is experimental: releases rename its functions. These kernels were checked with Triton 3.6.0, 3.7.1, 3.8.0 and
-3.9.0, and `SUPPORTED` says so. Triton 3.9 renamed four names; all other code of the kernels is the same everywhere.
+Gluon is experimental: releases rename its functions. Triton 3.9 renamed four that these kernels use; all their other
+code is the same under every version. `support.py` lists the versions that they were checked with.
 """
 
 # Gluon's DSL is not Python to a type checker.
