@@ -70,6 +70,7 @@ def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
 
 def test_only_auto_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable, "check_supported", lambda device, dtype: None)
+    monkeypatch.setattr(hopper, "remedy", lambda device: "Use another GPU.")
     for missing, auto in ((None, automatic), ("they need another", portable)):
         monkeypatch.setattr(hopper, "why_not", lambda device, missing=missing: missing)
         assert _in_triton.__wrapped__("auto", torch.device("cuda"), torch.bfloat16) is auto
