@@ -5,7 +5,7 @@ code is the same under every version. `support.py` lists the versions that they 
 """
 
 # Gluon's DSL is not Python to a type checker.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
