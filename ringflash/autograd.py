@@ -320,6 +320,7 @@ def _(
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps on `ctx` what `gradients` needs of the operator's inputs and output."""
     q, k, v, sinks, alibi_slopes, dropout_seed, *ctx.values = inputs
+    ctx.context = context_by_name(ctx.values[0]) if ctx.values[0] else None  # the backward finds it by name
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, dropout_seed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ringflash.grid import HEADS, RING, Grid, split_rows
 from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
 from ringflash.plan import Plan, make_grouped_plan, make_plan, receives_at_most
+from ringflash.registry import Closed, Registry
 from ringflash.replay import Replays
 from ringflash.token_mean import TokenMeans
 from ringflash.transport.base import Transport
@@ -43,9 +44,7 @@ HOPS = ("ring", "grouped", "auto")
 # ranks, or of a window's keys. To receive more takes longer than a ring's launches; see docs/transports.md.
 GROUPED_BYTES = 48 * 2**20
 
-# Custom ops take no objects, so they look contexts up here by name, as torch does with process groups. A context is
-# a value: the same group, layout and transport have the same name, so this stays as small as their number.
-_CONTEXTS: dict[str, ContextParallel] = {}
+_CONTEXTS = Registry()
 
 
 class ContextParallel(TokenMeans):
@@ -104,20 +103,18 @@ class ContextParallel(TokenMeans):
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
         asked = Asked(group, transport, deadline, inner_ring is not None, fixed_lengths)
-        # A group keeps its connection: making one is a collective.
-        known = (context._connection for context in _CONTEXTS.values())
-        connection = next((each for each in known if each and each.serves(asked)), None) or connect(asked)
+        known = (each for each in _CONTEXTS.connections(Connection) if each.serves(asked))
+        connection = _CONTEXTS.shared(next(known, None), [group]) or connect(asked)
         both = None
         if mesh is not None:
-            heads, meshes = mesh.get_group(HEADS), (context._mesh_connection for context in _CONTEXTS.values())
-            both = next((each for each in meshes if each and each.serves(heads, connection)), None)
+            heads = mesh.get_group(HEADS)
+            meshes = (each for each in _CONTEXTS.connections(MeshConnection) if each.serves(heads, connection))
+            both = _CONTEXTS.shared(next(meshes, None), [heads, group])
             both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
         if cuda_graphs and connection.kind != "symmetric":
-            remedy = (
-                "Leave it out: CPUs have no launches to save, and rings over NCCL do not come to an end in a graph."
-            )
+            remedy = "Leave it out: CPUs have no launches to save, and rings over NCCL do not end in a graph."
             raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
         self.replays = Replays() if cuda_graphs else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
@@ -176,7 +173,25 @@ class ContextParallel(TokenMeans):
         in_words = "" if inner_ring is None else f"inner ring {inner_ring}", "" if hops == "auto" else f"hops {hops}"
         self._schedule = " ".join(filter(None, (layout, str(grid), *in_words)))
         self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}{' debug' if debug else ''}"
-        _CONTEXTS[self.name] = self
+        self._left = _CONTEXTS.add(self, [each for each in (self._connection, self._mesh_connection) if each])
+        _CONTEXTS.close_unused()
+
+    def close(self) -> None:
+        """Closes the connections of this context, unless another context uses them; later calls raise ArgumentError.
+
+        All ranks close it after the last call, or leave a `with` block of it. A second close does nothing. A context
+        that nobody refers to is closed when the next one is made.
+        """
+        self._control = cast("ControlPlane", Closed(self.rank))
+        self._connection = self._mesh_connection = self.transport = self.heads_transport = self.replays = None
+        self._left()
+        _CONTEXTS.close_unused()
+
+    def __enter__(self) -> ContextParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"ContextParallel({self.name}, over {self.transport_kind}: {self.transport_reason})"
@@ -475,7 +490,7 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
 
 def context_by_name(name: str) -> ContextParallel:
     """The context with this `.name`."""
-    return _CONTEXTS[name]
+    return _CONTEXTS.by_name(name)
 
 
 def described(mask: Mask) -> str:

@@ -33,6 +33,7 @@ ALLOWED = {
     "ulysses": {"grouped", "plan", "ring", "transport"},
     "replay": set(),
     "token_mean": {"errors"},
+    "registry": {"context", "errors", "transport"},  # the context for its type alone
     "context": {
         "checks",
         "double_ring",
@@ -41,6 +42,7 @@ ALLOWED = {
         "layout",
         "masks",
         "plan",
+        "registry",
         "replay",
         "token_mean",
         "transport",

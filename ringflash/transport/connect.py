@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringflash.errors import ArgumentError
-from ringflash.transport import gloo, nccl, processes, reach
+from ringflash.transport import gloo, groups, nccl, processes, reach
 from ringflash.transport.base import Transport
-from ringflash.transport.control import ControlPlane
+from ringflash.transport.control import ControlPlane, is_alive
 from ringflash.transport.faults import Faults
 from ringflash.transport.gloo import GlooTransport
 from ringflash.transport.groups import backend_of, new_group
@@ -54,7 +54,7 @@ class Asked:
     runs_ahead: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Connection:
     """How the ranks of one group talk.
 
@@ -82,8 +82,24 @@ class Connection:
         """Whether it joins the ranks of this very group, as asked for, and its ring has not broken."""
         return self.asked == asked and self.control.faults.is_whole
 
+    @property
+    def number(self) -> int:
+        """Tells this connection from others, the same on all ranks."""
+        return self.control.faults.number
 
-@dataclass(frozen=True)
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has broken, or its group was destroyed."""
+        return self.control.faults.error is not None or not is_alive(self.asked.group)
+
+    def close(self) -> None:
+        """Gives back its descriptors, threads and memory, on this rank alone, once its GPU has done what is queued."""
+        if self.device is not None and self.control.faults.error is None:
+            torch.cuda.synchronize(self.device)
+        self.control.faults.close()
+
+
+@dataclass(frozen=True, eq=False)
 class MeshConnection:
     """How the ranks of a mesh of two dimensions talk, beside those of a ring.
 
@@ -102,6 +118,22 @@ class MeshConnection:
     def serves(self, heads: dist.ProcessGroup, ring: Connection) -> bool:
         """Whether it is of this very group, beside this ring, and has not broken."""
         return self.heads is heads and self.ring is ring and self.control.faults.is_whole
+
+    @property
+    def number(self) -> int:
+        """Tells this connection from others, the same on all ranks."""
+        return self.control.faults.number
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it or its ring has broken, or a group was destroyed."""
+        return self.control.faults.error is not None or self.ring.is_dead or not is_alive(self.heads)
+
+    def close(self) -> None:
+        """Gives back its descriptors, threads and memory, as `Connection` does."""
+        if self.ring.device is not None and self.control.faults.error is None:
+            torch.cuda.synchronize(self.ring.device)
+        self.control.faults.close()
 
 
 def connect(asked: Asked) -> Connection:
@@ -156,10 +188,15 @@ def connect(asked: Asked) -> Connection:
             expected = "GPUs that reach each other's memory for symmetric"
             raise ArgumentError("transport", expected=expected, got=obstacle, remedy=remedy, rank=control.rank)
         reason = f"symmetric is not possible: {obstacle}"
-    moves = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
+    near = nccl.new_group(group, device, timeout_of(group))
+    moves = NcclTransport(near, faults, watch)
+    if near is not group:
+        faults.on_close(lambda: nccl.close(near))
     if double:  # what may take many hops must not queue before what is due after one
-        far = NcclTransport(nccl.new_group(group, device, timeout_of(group)), faults, watch)
-        moves = TwoLinks(moves, far)
+        far = nccl.new_group(group, device, timeout_of(group))
+        moves = TwoLinks(moves, NcclTransport(far, faults, watch))
+        if far is not group:
+            faults.on_close(lambda: nccl.close(far))
     return Connection(asked, control, moves, "nccl", reason, ("cuda",), device, watch)
 
 
@@ -186,10 +223,13 @@ def connect_mesh(
         ranks = dist.get_process_group_ranks(heads)
         moves_over = new_group(ranks, [heads], timeout=deadline, backend="gloo")
         faults.on_break(lambda: gloo.close(moves_over))
+        faults.on_close(lambda: groups.close(moves_over))
     else:
         assert ring.device is not None
         watch, moves_over = Watch(faults), nccl.new_group(heads, ring.device, timeout_of(heads))
         faults.on_release(lambda: nccl.abort(moves_over))
+        if moves_over is not heads:
+            faults.on_close(lambda: nccl.close(moves_over))
     return MeshConnection(ring, heads, control, ProcessGroupHeads(moves_over, faults, watch))
 
 
@@ -201,13 +241,15 @@ def _own_gloo(
     store = PrefixStore(f"ringflash/{own.group_name}", _get_default_store())
     faults = Faults(store, dist.get_rank(own), len(ranks), deadline.total_seconds())
     faults.on_break(lambda: gloo.close(own))
+    faults.on_close(lambda: groups.close(own))
     return own, faults
 
 
 def _introduce(control: ControlPlane) -> None:
     """Tells all ranks where words are left, which process each is, and what memory they share."""
     # A name never used before: a store may outlive process groups, and words of earlier rings with it.
-    control.faults.store = PrefixStore(control.tell(uuid4().hex)[0], control.faults.store)
+    name = control.tell(uuid4().hex)[0]
+    control.faults.store, control.faults.number = PrefixStore(name, control.faults.store), int(name[:15], 16) + 1
     control.faults.identities = control.tell(processes.own_identity())
     control.share_words()
 

@@ -100,7 +100,7 @@ class Faults:
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
         self._rank, self._world_size, self.deadline = rank, world_size, deadline
-        self.store = store
+        self.store, self.number = store, 0
         self.board: Board | None = (
             None  # where all ranks are of one host; it outlives the process that serves the store
         )
@@ -111,6 +111,8 @@ class Faults:
         self._others: list[Faults] = []
         self._breaks: list[Callable[[], None]] = []
         self._releases: list[Callable[[], None]] = []
+        self._closes: list[Callable[[], None]] = []
+        self.closed = False
         self._withdraw: Callable[[], None] | None = None  # what another thread has not yet raised
         self._lock = threading.RLock()
 
@@ -121,6 +123,21 @@ class Faults:
     def on_release(self, release: Callable[[], None]) -> None:
         """`release` is called when the error is known: it ends waits of this rank's GPU."""
         self._releases.append(release)
+
+    def on_close(self, close: Callable[[], None]) -> None:
+        """`close` is called when the ring's resources are given back."""
+        self._closes.append(close)
+
+    def close(self) -> None:
+        """Gives back the ring's resources. An error that ended the ring stays."""
+        self.closed = True
+        for close in self._closes:
+            close()
+        for other in self._others:
+            other._others.remove(self)
+        for kept in (self._closes, self._breaks, self._releases, self._others):
+            kept.clear()  # they refer to what refers to this
+        self.board = None
 
     def join(self, other: Faults) -> None:
         """Makes each break when the other does: those of two groups of ranks that this rank is in."""

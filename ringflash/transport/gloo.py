@@ -40,6 +40,10 @@ class _Waiter:
         self._jobs.put((work, deadline, future))
         return future
 
+    def stop(self) -> None:
+        """Ends the thread, after the waits that it was given."""
+        self._jobs.put(None)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             work, deadline, future = job
@@ -57,6 +61,11 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup, faults: Faults) -> None:
         self._group, self._faults, self._rank = group, faults, dist.get_rank(group)
         self._waiter = _Waiter()
+        faults.on_close(self._close)
+
+    def _close(self) -> None:
+        self._waiter.stop()
+        del self._group  # its descriptors and threads end with the last reference
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A fresh vector."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+_GROUPS = itertools.count()  # numbers above those that names were made of
 
 
 def new_group(ranks: Sequence[int], through: Sequence[dist.ProcessGroup], **options: Any) -> dist.ProcessGroup:
@@ -31,18 +34,40 @@ def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
     return next((backend for name, backend in pairs if name == device), None)
 
 
+def close(group: dist.ProcessGroup) -> None:
+    """Takes a group that `new_group` made out of torch's lists; it ends when nothing refers to it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:  # all groups were destroyed before
+        return
+    dist.destroy_process_group(group)
+
+
+def all_have(number: int, groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Returns whether all ranks that the groups together join have the same number, other than 0; a collective."""
+    device = "cuda" if backend_of(groups[0], "cpu") is None else "cpu"
+    ends = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
+    least, most = ends.tolist()
+    return number != 0 and least == -most
+
+
 @contextmanager
 def _one_name(through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """Makes ranks that are in different numbers of groups give the next one the same name.
 
     torch makes that name of the ranks and of how many groups the process is in, and ranks with different names wait for
-    each other until the deadline.
+    each other until the deadline. A name that a closed group had is not given again, as the store still holds that
+    group's addresses.
     """
     names = distributed_c10d._world.pg_names
     device = "cuda" if backend_of(through[0], "cpu") is None else "cpu"
-    most = torch.tensor([len(names)], device=device)
+    most = torch.tensor([max(len(names), next(_GROUPS))], device=device)
     for group in through:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    while next(_GROUPS) < int(most):
+        pass
     fillers: dict[Any, Any] = {object(): f"ringflash {i}" for i in range(int(most) - len(names))}
     names.update(fillers)
     try:

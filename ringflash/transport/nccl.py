@@ -54,6 +54,12 @@ def abort(group: dist.ProcessGroup) -> None:
     group._get_backend(torch.device("cuda")).abort()
 
 
+def close(group: dist.ProcessGroup) -> None:
+    """Ends a group of `new_group` on this rank alone, without its peers."""
+    abort(group)
+    groups.close(group)
+
+
 def in_order(messages: Sequence[Message], rank: int) -> list[Message]:
     """Sends first on even ranks, and last on odd ones.
 

@@ -40,6 +40,7 @@ class Watch:
         self._pending: deque[_Pending] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        faults.on_close(self._wake.set)
 
     def add(self, done: Callable[[], bool], hop: int, peers: Sequence[int]) -> None:
         """Takes note of messages; of those in a CUDA graph nothing can be asked, they run when it is replayed."""
@@ -60,7 +61,7 @@ class Watch:
             Driver().allow_queries()
         since = asked = time.monotonic()  # when the first of those pending could have come; when others' word was asked
         unasked: _Pending | None = None  # done since then
-        while self._faults.error is None and not helpers.is_ending():
+        while self._faults.error is None and not self._faults.closed and not helpers.is_ending():
             if not self._pending:
                 self._wake.wait(None if unasked is None else PATIENCE)
                 self._wake.clear()

@@ -47,6 +47,10 @@ class GlooWords:
     def __init__(self, group: dist.ProcessGroup, faults: Faults) -> None:
         self._group, self._faults, self._world_size = group, faults, dist.get_world_size(group)
         self._messages: dict[tuple[int, ...], Tensor] = {}
+        faults.on_close(self._close)
+
+    def _close(self) -> None:
+        del self._group
 
     def post(self, words: Sequence[int]) -> Callable[[], Rows]:
         """See `Words`."""
@@ -93,6 +97,7 @@ class SharedWords:
         self._memory, self._rank, self._world_size, self._faults = memory, rank, world_size, faults
         self._posted = self._read = 0
         self._unasked: dict[int, Rows] = {}  # read, but not yet asked for, by number
+        faults.on_close(memory.close)
 
     @classmethod
     def nbytes(cls, world_size: int) -> int:

@@ -1,0 +1,101 @@
+"""Contexts by name, and the connections of their ranks, which are closed when no context uses them any more."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from ringflash.errors import ArgumentError
+from ringflash.transport.connect import Connection, MeshConnection
+from ringflash.transport.groups import all_have
+
+if TYPE_CHECKING:
+    from ringflash.context import ContextParallel
+
+C = TypeVar("C", Connection, MeshConnection)
+
+
+class Registry:
+    """Contexts that live. Custom ops take no objects, so they look contexts up here by name.
+
+    Contexts of virtual ranks have no resources and stay. Others stay as long as somebody refers to them; several of one
+    name are equal.
+    """
+
+    def __init__(self) -> None:
+        self._virtual: dict[str, ContextParallel] = {}
+        self._contexts: dict[str, list[weakref.ref[ContextParallel]]] = {}
+        self._users: dict[Connection | MeshConnection, int] = {}
+
+    def add(
+        self, context: ContextParallel, connections: Sequence[Connection | MeshConnection]
+    ) -> weakref.finalize[..., Any]:
+        """Adds a context over some connections; calling what it returns takes it out again."""
+        if not connections:
+            self._virtual[context.name] = context
+        else:
+            self._contexts.setdefault(context.name, []).append(weakref.ref(context))
+        for connection in connections:
+            self._users[connection] = self._users.get(connection, 0) + 1
+        left = weakref.finalize(context, self._leave, context.name, tuple(connections))
+        left.atexit = False
+        return left
+
+    def by_name(self, name: str) -> ContextParallel:
+        """Returns the newest context of this name.
+
+        Raises:
+            ArgumentError: none lives.
+        """
+        found = self._virtual.get(name)
+        for reference in reversed(self._contexts.get(name, [])):
+            found = found or reference()
+        if found is None:
+            remedy = "Keep a reference to the context until the last backward of its calls."
+            raise ArgumentError("context", expected="one that lives", got=f"{name}, which is gone", remedy=remedy)
+        return found
+
+    def connections(self, kind: type[C]) -> list[C]:
+        """Returns the connections of one kind that are open, newest first."""
+        return [each for each in reversed(self._users) if isinstance(each, kind)]
+
+    def shared(self, found: C | None, groups: Sequence[dist.ProcessGroup]) -> C | None:
+        """Returns `found` if all ranks of the groups found the same connection; a collective of them.
+
+        Garbage is collected at other times on other ranks, so that one may have closed what others still have.
+        """
+        return found if all_have(0 if found is None else found.number, groups) else None
+
+    def close_unused(self) -> None:
+        """Closes connections that no context uses, that have broken, or whose group was destroyed."""
+        for connection, users in list(self._users.items()):
+            if not users or connection.is_dead:
+                del self._users[connection]
+                connection.close()
+
+    def _leave(self, name: str, connections: Sequence[Connection | MeshConnection]) -> None:
+        """Forgets a context. It may run in any thread, wherever garbage is collected, so nothing is closed here."""
+        living = [each for each in self._contexts.pop(name, []) if each() is not None]
+        if living:
+            self._contexts[name] = living
+        for connection in connections:
+            if connection in self._users:
+                self._users[connection] -= 1
+
+
+class Closed:
+    """Stands in for the control plane of a context that was closed: every use of it raises ArgumentError."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def fail(self, error: BaseException) -> None:
+        """Announces nothing: the ranks are not connected any more."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises ArgumentError."""
+        remedy = "Create a new ContextParallel of the same group, on all of its ranks."
+        raise ArgumentError("context", expected="an open one", got="one after close()", remedy=remedy, rank=self._rank)

@@ -1,0 +1,134 @@
+"""Resources of contexts: descriptors, threads and memory stay level, and a closed context raises."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ringflash as rf
+from tests.accuracy import Problem, as_tensor
+from tests.distributed import run_ranks
+from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+
+Counts = tuple[int, int]  # descriptors, threads
+
+
+def _counts() -> Counts:
+    for thread in threading.enumerate():
+        if thread.name == "ringflash-gloo" and thread is not threading.current_thread():
+            thread.join(0.05)  # one that was told to end; those of open contexts stay
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+def _new_group(closes: bool) -> None:
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    context = rf.ContextParallel(group, timeout=20.0)
+    context.unshard(context.shard(torch.ones(1, 4, 1)))
+    if closes:
+        context.close()
+    del context
+    dist.destroy_process_group(group)
+
+
+def _timeouts(turn: int) -> None:
+    with rf.ContextParallel(dist.group.WORLD, timeout=20.0 + turn / 100) as context:
+        call_ring(context)
+
+
+def _broken_ring() -> None:
+    context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
+    with planted(0, raise_out_of_memory):
+        assert outcome_of(call_ring, context).kind in ("PeerFailed", "OutOfMemoryError")
+    dist.barrier()
+
+
+def _soak() -> list[tuple[Counts, Counts]]:
+    """Counts after a few repetitions of each kind, and after many."""
+    actions: list[tuple[int, Callable[[int], None]]] = [
+        (40, lambda _: _new_group(closes=True)),
+        (40, lambda _: _new_group(closes=False)),
+        (40, _timeouts),
+        (15, lambda _: _broken_ring()),
+    ]
+    results = []
+    for times, action in actions:
+        for turn in range(3):
+            action(turn)
+        gc.collect()
+        before = _counts()
+        for turn in range(3, times):
+            action(turn)
+        gc.collect()
+        results.append((before, _counts()))
+    return results
+
+
+def test_descriptors_and_threads_stay_level() -> None:
+    for results in run_ranks(2, _soak):
+        for before, after in results:
+            assert after[0] <= before[0] + 4, results  # 40 contexts took 150 descriptors or more
+            assert after[1] <= before[1] + 4, results
+
+
+def _after_close() -> list[Outcome]:
+    context, other = rf.ContextParallel(dist.group.WORLD), rf.ContextParallel(dist.group.WORLD, "striped")
+    x = context.shard(torch.ones(1, 4, 2, 16)).requires_grad_()
+    out = as_tensor(rf.ring_attention(x, x, x, context))
+    context.close()
+    context.close()
+    outcomes = [
+        outcome_of(call_ring, context),
+        outcome_of(context.unshard, torch.ones(1, 2)),
+        outcome_of(rf.flash_decode, x.detach(), x.detach(), x.detach(), cache_seqlens=2, context=context),
+        outcome_of(out.sum().backward),
+    ]
+    call_ring(other)  # a context beside it stays open
+    call_ring(rf.ContextParallel(dist.group.WORLD))
+    return outcomes
+
+
+def test_a_closed_context_raises_and_leaves_others_open() -> None:
+    for outcomes in run_ranks(2, _after_close):
+        for outcome in outcomes:
+            assert outcome.kind == "ArgumentError", outcome
+            assert outcome.text.startswith("context: expected an open one, got one after close()")
+            assert "Create a new ContextParallel" in outcome.text
+
+
+def _dropped_before_the_backward() -> bool:
+    problem = Problem.random(seqlen=8, batch=1)
+    x = rf.ContextParallel(dist.group.WORLD).shard(problem.k).requires_grad_()
+    out = as_tensor(rf.ring_attention(x, x, x, rf.ContextParallel(dist.group.WORLD, "contiguous", timeout=9.0)))
+    rf.ContextParallel(dist.group.WORLD, timeout=8.0)  # closes what nobody uses
+    out.sum().backward()
+    return bool(x.grad is not None and x.grad.isfinite().all())
+
+
+def test_the_graph_keeps_a_context_that_the_program_drops() -> None:
+    assert run_ranks(2, _dropped_before_the_backward) == [True, True]
+
+
+def _kept_by_one_rank() -> None:
+    kept = [rf.ContextParallel(dist.group.WORLD, timeout=9.0)]
+    if dist.get_rank() == 0:
+        kept.clear()
+    rf.ContextParallel(dist.group.WORLD, timeout=8.0)  # rank 0 closes the first one here
+    call_ring(rf.ContextParallel(dist.group.WORLD, timeout=9.0))
+
+
+def test_ranks_that_keep_different_contexts_make_a_new_one_together() -> None:
+    run_ranks(2, _kept_by_one_rank)
+
+
+def test_virtual_ranks_can_be_closed() -> None:
+    with rf.ContextParallel.local(2) as context:
+        call = Problem.random(seqlen=8).ring
+        call(context)
+    outcome = outcome_of(call, context)
+    assert outcome.kind == "ArgumentError"
