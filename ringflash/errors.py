@@ -135,6 +135,27 @@ class PeerLost(RingflashError, ConnectionError):
         )
 
 
+class GroupFailed(RingflashError, ConnectionError):
+    """A collective of the program's own process group that failed, outside of a ring; torch's error is the cause.
+
+    Args:
+        action: what the ranks did together.
+        text: torch's message.
+        rank: the global rank that raises.
+    """
+
+    def __init__(self, action: str, text: str, rank: int) -> None:
+        self.action, self.text, self.rank = action, text, rank
+        super().__init__(
+            f"the process group failed while its ranks {action} (seen on rank {rank}): {text}\n"
+            "See the output of the other ranks: one has ended, or did not come until the group's timeout."
+        )
+
+    def __reduce__(self) -> tuple[type[GroupFailed], tuple[str, str, int]]:
+        """Lets the error travel between processes."""
+        return type(self), (self.action, self.text, self.rank)
+
+
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

@@ -238,6 +238,23 @@ def test_only_the_rank_that_serves_the_store_is_blamed_when_it_dies(step: int | 
         assert "lost rank 0 at" in outcome.text
 
 
+def _die_before_a_context() -> Outcome:
+    if dist.get_rank() == 1:
+        die()
+    return outcome_of(rf.ContextParallel, dist.group.WORLD, timeout=20.0)
+
+
+def test_a_rank_that_dies_before_a_context_is_made() -> None:
+    codes, outcomes = run_to_their_ends(WORLD, _die_before_a_context)
+    assert codes == [3, -signal.SIGKILL, 3], outcomes
+    for rank in (0, 2):
+        outcome = outcomes[rank]
+        assert outcome is not None
+        assert outcome.kind == "GroupFailed", outcome
+        assert f"the process group failed while its ranks made a context (seen on rank {rank}): " in outcome.text
+        assert "See the output of the other ranks" in outcome.text
+
+
 def _deadlines() -> list[str]:
     group = dist.group.WORLD
     wrong: list[Any] = [60, timedelta(minutes=2), 0, -1.0, "fast"]

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ringflash.errors import GroupFailed, RingflashError
+
 _GROUPS = itertools.count()  # numbers above those that names were made of
 
 
@@ -22,7 +24,7 @@ def new_group(ranks: Sequence[int], through: Sequence[dist.ProcessGroup], **opti
         through: groups that together join all of them.
         options: of `torch.distributed.new_group`.
     """
-    with _one_name(through):
+    with named_errors("made a context"), _one_name(through):
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="ringflash", **options)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -32,6 +34,19 @@ def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
     """The name of the backend that serves tensors on `device` in `group`."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return next((backend for name, backend in pairs if name == device), None)
+
+
+@contextmanager
+def named_errors(action: str) -> Iterator[None]:
+    """Raises GroupFailed for an error of torch's in a collective of the program's group."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if isinstance(error, RingflashError):
+            raise
+        raise GroupFailed(action, str(error), dist.get_rank()) from error
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -47,9 +62,10 @@ def all_have(number: int, groups: Sequence[dist.ProcessGroup]) -> bool:
     """Returns whether all ranks that the groups together join have the same number, other than 0; a collective."""
     device = "cuda" if backend_of(groups[0], "cpu") is None else "cpu"
     ends = torch.tensor([number, -number], device=device)
-    for group in groups:
-        dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
-    least, most = ends.tolist()
+    with named_errors("made a context"):
+        for group in groups:
+            dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
+        least, most = ends.tolist()
     return number != 0 and least == -most
 
 
