@@ -1,7 +1,5 @@
 """ringflash: exact attention for sequences longer than one GPU can hold, and the trainer that uses it."""
 
-from importlib import import_module
-
 from ringflash import hf, train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel
@@ -28,27 +26,7 @@ __all__ = [
     "Tree",
     "ContextParallel",
     "hf",
+    "train",
 ]
 
 __version__ = "0.1.0"
-
-
-def _train_name(name: str) -> object:
-    """Finds `ringflash.train.RingAttentionStrategy` and its like: a folder without __init__ has no names of its own."""
-    modules = {
-        "RingAttentionStrategy": "strategy",
-        "ExponentialMovingAverage": "ema",
-        "LastCheckpoint": "checkpointing",
-        "ModelConfig": "model_config",
-        "OptimizerConfig": "optimizer",
-        "Throughput": "throughput",
-        "LanguageModel": "module",
-        "TransformersModel": "transformers_model",
-        "TextDataModule": "data",
-    }
-    if name not in modules:
-        raise AttributeError(f"module 'ringflash.train' has no attribute {name!r}")
-    return getattr(import_module(f"ringflash.train.{modules[name]}"), name)
-
-
-train.__getattr__ = _train_name  # pyright: ignore[reportAttributeAccessIssue] - Lightning is imported when asked for

@@ -107,6 +107,21 @@ def test_applications_import_public_names_only(part: str) -> None:
         )
 
 
+def test_each_public_name_of_the_trainer_is_declared_where_a_type_checker_finds_it() -> None:
+    declared = {
+        alias.name
+        for node in ast.walk(ast.parse((ROOT / "train" / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringflash.train.")
+        for alias in node.names
+    }
+    assert declared == {*ringflash.train.__all__}
+    assert {*ringflash.train.__all__} <= {*dir(ringflash.train)}
+    for name in ringflash.train.__all__:
+        assert getattr(ringflash.train, name).__name__ == name
+    with pytest.raises(AttributeError, match="'ringflash.train' has no attribute 'Nothing'"):
+        _ = ringflash.train.Nothing  # pyright: ignore[reportAttributeAccessIssue] - the point of the test
+
+
 def test_importing_the_library_is_light() -> None:
     code = (
         "import sys, ringflash; print([m for m in ('lightning', 'triton.language', 'matplotlib') if m in sys.modules])"
