@@ -1,4 +1,4 @@
-"""Versions of Triton that the Hopper kernels run under, checked with 3.6.0, 3.7.1 and 3.9.0; see `versions.py`.
+"""Versions of Triton that the Hopper kernels run under, checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `versions.py`.
 
 This file imports no Gluon, so that a machine with another Triton can ask first.
 """

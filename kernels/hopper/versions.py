@@ -1,7 +1,7 @@
 """Names of Gluon that differ between versions of Triton, and the private parts that the Hopper kernels use.
 
-Gluon is experimental: releases rename its functions. Triton 3.9 renamed four that these kernels use; all their other
-code is the same under every version. `support.py` lists the versions that they were checked with.
+Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
+other code is the same under every version. `support.py` lists the versions that they were checked with.
 """
 
 # Gluon's DSL is not Python to a type checker.
@@ -18,21 +18,21 @@ from ringflash.kernels.hopper.support import SUPPORTED, release_of
 
 assert release_of(triton.__version__) in SUPPORTED, "the backend asks `support` before it imports these kernels"
 
-_RENAMED = hasattr(tma, "async_load")  # from 3.9 on
-copy_to_shared = tma.async_load if _RENAMED else tma.async_copy_global_to_shared
-copy_from_shared = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
+# The first name is the newer one; releases between 3.6 and 3.9 brought them at different times.
+copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_from_shared = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @builtin
 def nbytes(descriptor, _semantic=None):
     """Bytes of a tile of a tensor descriptor."""
-    return descriptor.nbytes_per_cta if _RENAMED else descriptor.block_type.nbytes
+    return descriptor.nbytes_per_cta if hasattr(descriptor, "nbytes_per_cta") else descriptor.block_type.nbytes
 
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
     """A buffer of shared memory as one of another dtype, shape and layout."""
-    method = buffer.reinterpret if _RENAMED else buffer._reinterpret
+    method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
