@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ringflash import derivatives
-from ringflash.checks import check_softcap, scale_of
+from ringflash.checks import check_return_lse, check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
@@ -47,6 +48,65 @@ class AttentionOptions:
 _DEFAULTS = AttentionOptions()
 
 
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    return_lse: None = None,
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -57,6 +117,7 @@ def flash_attention(
     dropout: Dropout | None = None,
     softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
+    return_lse: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale q k^T + mask) v on one device, exact, with O(seqlen) memory.
 
@@ -75,10 +136,11 @@ def flash_attention(
         dropout: a `Dropout` of attention weights; None drops nothing.
         softcap: bounds the scores smoothly, softcap * tanh(scores / softcap), before the mask; 0 is none.
         options: an `AttentionOptions`.
+        return_lse: True returns (out, lse), False returns out; None does what `options.return_lse` says.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in the dtype of q; 0 for rows that see no key.
-        With `options.return_lse` (out, lse), lse in float32 (float64 for float64), -inf for such rows.
+        With `return_lse` (out, lse), lse in float32 (float64 for float64), -inf for such rows.
 
     Raises:
         ArgumentError: shapes, dtypes, devices or options that do not fit, with what would.
@@ -88,7 +150,71 @@ def flash_attention(
     mask = as_mask(mask)
     q, k, v = map(_autocast, (q, k, v))
     scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
-    return _call(q, k, v, "", mask, scale, dropout, softcap, options)
+    with_lse = check_return_lse(return_lse, options.return_lse)
+    return _call(q, k, v, "", mask, scale, dropout, softcap, options, with_lse)
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    return_lse: None = None,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def ring_attention(
@@ -102,6 +228,7 @@ def ring_attention(
     dropout: Dropout | None = None,
     softcap: float = 0.0,
     options: AttentionOptions = _DEFAULTS,
+    return_lse: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attention` of a sequence that is cut over the ranks of `context`; a collective, forward and backward.
 
@@ -115,6 +242,7 @@ def ring_attention(
         dropout: as in `flash_attention`, keyed by global positions: the same under any layout and number of ranks.
         softcap: as in `flash_attention`.
         options: an `AttentionOptions`.
+        return_lse: as in `flash_attention`.
 
     Returns:
         out: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
@@ -135,6 +263,7 @@ def ring_attention(
         mask = as_mask(mask)
         q, k, v = map(_autocast, (q, k, v))
         scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+        with_lse = check_return_lse(return_lse, options.return_lse)
         if q.is_meta:
             remedy = "A ring needs real tensors on every rank."
             raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
@@ -147,7 +276,7 @@ def ring_attention(
     except Exception as error:
         context.announce_failure(error)  # the others are about to wait for this rank
         raise
-    return _call(q, k, v, context.name, mask, scale, dropout, softcap, options)
+    return _call(q, k, v, context.name, mask, scale, dropout, softcap, options, with_lse)
 
 
 def _call(
@@ -160,6 +289,7 @@ def _call(
     dropout: Dropout | None,
     softcap: float,
     options: AttentionOptions,
+    return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     if dropout is not None and dropout.p == 0.0:
         dropout = None
@@ -182,7 +312,7 @@ def _call(
         options.backend,
         deterministic,
     )
-    if not options.return_lse:
+    if not return_lse:
         return out
     return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward
 

@@ -29,3 +29,11 @@ def scale_of(softmax_scale: float | None, headdim: int) -> float:
         remedy = "Flip the sign of q for a negative scale."
         raise ArgumentError("softmax_scale", expected="positive and finite", got=scale, remedy=remedy)
     return scale
+
+
+def check_return_lse(return_lse: bool | None, of_options: bool) -> bool:
+    """Returns the keyword `return_lse`, or the option where it is None. Raises ArgumentError for any other value."""
+    if return_lse is not None and not isinstance(return_lse, bool):
+        remedy = "None does what options.return_lse says."
+        raise ArgumentError("return_lse", expected="None, True or False", got=repr(return_lse), remedy=remedy)
+    return of_options if return_lse is None else return_lse

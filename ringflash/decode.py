@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringflash import decode_op
-from ringflash.checks import check_softcap, scale_of
+from ringflash.checks import check_return_lse, check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
@@ -52,6 +53,65 @@ class DecodeOptions:
 _DEFAULTS = DecodeOptions()
 
 
+@overload
+def flash_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    context: ContextParallel | None = None,
+    return_lse: None = None,
+) -> Tensor: ...
+
+
+@overload
+def flash_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    context: ContextParallel | None = None,
+    options: DecodeOptions = ...,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def flash_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    context: ContextParallel | None = None,
+    options: DecodeOptions = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    context: ContextParallel | None = None,
+    options: DecodeOptions = ...,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def flash_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -62,6 +122,7 @@ def flash_decode(
     softmax_scale: float | None = None,
     context: ContextParallel | None = None,
     options: DecodeOptions = _DEFAULTS,
+    return_lse: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale q k^T + mask) v over the valid keys of a cache; inference only.
 
@@ -89,10 +150,11 @@ def flash_decode(
         softmax_scale: positive; 1 / sqrt(headdim) by default.
         context: the ranks over which the cache is sharded; None where it is whole.
         options: a `DecodeOptions`.
+        return_lse: True returns (out, lse), False returns out; None does what `options.return_lse` says.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype, 0 where there are no keys; on every rank the same bits.
-        With `options.return_lse` (out, lse), lse in float32 (float64 for float64), -inf where there are no keys.
+        With `return_lse` (out, lse), lse in float32 (float64 for float64), -inf where there are no keys.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, masks or options that do not fit, with what would; inputs that require a
@@ -113,6 +175,7 @@ def flash_decode(
         lengths = _lengths(cache_seqlens, q, k_cache, context)
         scale = _check_scoring(q, softmax_scale, options)
         _check_options(q, options, context)
+        with_lse = check_return_lse(return_lse, options.return_lse)
     except Exception as error:
         if context is not None:
             context.announce_failure(error)  # the others are about to wait for this rank
@@ -141,7 +204,7 @@ def flash_decode(
         options.splits or 0,
         [] if options.tiles is None else [options.tiles.block_n, options.tiles.num_warps, options.tiles.num_stages],
     )
-    return (out, lse) if options.return_lse else out
+    return (out, lse) if with_lse else out
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

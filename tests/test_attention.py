@@ -54,6 +54,29 @@ def test_lse() -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
 
 
+def test_the_keyword_return_lse_goes_before_the_option() -> None:
+    context = rf.ContextParallel.local(2)
+    problem = Problem.random(seqlen=32, heads=(2, 1), dtype=torch.float64, mask=rf.Causal())
+    q, k, v = problem.q, problem.k, problem.v
+    expected, lse = reference.attention(q, k, v, mask=problem.mask)
+    with_lse = rf.AttentionOptions(return_lse=True)
+
+    alone = rf.flash_attention(q, k, v, mask=problem.mask, return_lse=True)
+    torch.testing.assert_close(alone, (expected, lse), rtol=0, atol=1e-13)
+    out = rf.flash_attention(q, k, v, mask=problem.mask, options=with_lse, return_lse=False)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+    q, k, v = (context.shard(x) for x in (q, k, v))
+    ring_out, ring_lse = rf.ring_attention(q, k, v, context, mask=problem.mask, return_lse=True)
+    torch.testing.assert_close(context.unshard(ring_out), expected, rtol=0, atol=1e-13)
+    assert ring_lse.shape == lse.shape
+    ring_out = rf.ring_attention(q, k, v, context, mask=problem.mask, options=with_lse, return_lse=False)
+    torch.testing.assert_close(context.unshard(ring_out), expected, rtol=0, atol=1e-13)
+
+    with pytest.raises(ArgumentError, match="return_lse: expected None, True or False, got 1"):
+        rf.flash_attention(q, k, v, return_lse=1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def test_rows_that_see_nothing() -> None:
     problem = Problem.random(seqlen=(9, 4), mask=rf.Causal())
     out, dq, _, _ = problem.flash()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringflash as rf
-from ringflash import decode_op
+from ringflash import decode_op, reference
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.masks import Mask
 from tests.accuracy import BARS, rms_of
@@ -458,3 +458,11 @@ def test_bad_tiles(numbers: tuple[int, int, int], name: str) -> None:
 def test_bad_input(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         _call(**changes)
+
+
+def test_the_keyword_return_lse_goes_before_the_option() -> None:
+    q, k, v = (torch.randn(1, length, 2, 16, dtype=torch.float64) for length in (1, 8, 8))
+    out, lse = rf.flash_decode(q, k, v, cache_seqlens=8, return_lse=True)
+    torch.testing.assert_close((out, lse), reference.attention(q, k, v), rtol=0, atol=1e-13)
+    options = rf.DecodeOptions(return_lse=True)
+    assert torch.equal(out, rf.flash_decode(q, k, v, cache_seqlens=8, options=options, return_lse=False))
