@@ -1,5 +1,9 @@
 """ringflash: exact attention for sequences longer than one GPU can hold, and the trainer that uses it."""
 
+from ringflash.checkout import check_folders
+
+check_folders(__name__, __path__)  # before any other import, which could find another copy's files
+
 from ringflash import hf, train
 from ringflash.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.context import ContextParallel

@@ -1,6 +1,8 @@
 """Imports run one way, and what is heavy is imported late."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ ROOT = Path(ringflash.__file__).parent
 
 # What each part may import from the library; a part may always import itself.
 ALLOWED = {
+    "checkout": set(),
     "errors": set(),
     "state": set(),
     "checks": {"errors"},
@@ -128,3 +131,29 @@ def test_importing_the_library_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("link", ["kernels", "train"])
+def test_a_checkout_without_symbolic_links_names_the_remedy(link: str, as_text: bool, tmp_path: Path) -> None:
+    copy = tmp_path / "ringflash"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(link, "configs", "__pycache__"))
+    if as_text:  # what git writes without core.symlinks
+        (copy / link).write_text(f"../{link}")
+    code = (  # the finder stands for another installed copy: setuptools adds one for an editable install
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Installed:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(ROOT)!r}]) if name.startswith('ringflash.') else None\n"
+        "sys.meta_path.append(Installed)\n"
+        "import ringflash\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"ImportError: {copy / link}: expected a folder, got {'a file' if as_text else 'nothing'}.")
+    assert "git config core.symlinks true" in error
+    assert "pip install ringflash" in error
