@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": (_export, "write a trained model as a folder that transformers loads"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
-        "doctor": (_doctor, "show what is installed and what attention would run on"),
+        "doctor": (_doctor, "show what is installed, and test attention on each device"),
     }
     name = args[0] if args else "--help"
     if name in commands:
@@ -161,13 +161,13 @@ def _report(args: list[str]) -> int:
 
 
 def _doctor(args: list[str]) -> int:
-    argparse.ArgumentParser("ringflash doctor", description="Shows what is installed and what would run.").parse_args(
-        [arg for arg in args if arg != "--debug"]
-    )
+    text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
+    parser = argparse.ArgumentParser("ringflash doctor", description=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args([arg for arg in args if arg != "--debug"])
     from ringflash.doctor import report
 
-    report()
-    return 0
+    return 0 if report(as_json=arguments.json) else EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ringflash import __version__
+import ringflash as rf
+from ringflash import __version__, doctor
 from ringflash.cli import main
 from ringflash.doctor import facts
 from tests.patience import PATIENCE
@@ -92,7 +97,67 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch" in out
     assert "attention on cpu" in out
     assert facts()["attention on cpu"] == "eager kernels (float32)"
-    assert "MISSING" not in facts().values()
+    assert facts()["self-test on cpu"].startswith("passed")
+
+
+def test_doctor_in_a_checkout_has_the_version_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without(monkeypatch, "ringflash")
+    assert facts()["ringflash"] == __version__
+
+
+def test_doctor_exits_with_1_when_a_needed_package_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without(monkeypatch, "lightning")
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["problems"], found["facts"]["lightning"]) == (False, ["lightning"], "MISSING")
+
+
+def test_doctor_does_without_an_optional_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without(monkeypatch, "tensorboard")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["problems"]) == (True, [])
+
+
+@pytest.mark.parametrize("wrong", ["out", "dq", "dk", "dv"])
+def test_doctor_finds_attention_with_a_wrong_result(
+    wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+        for name, x in (("dq", q), ("dk", k), ("dv", v)):
+            if name == wrong:
+                x.register_hook(lambda grad: grad * 1.001)
+        out = rf.flash_attention(q, k, v, **rest)
+        return out + (1e-3 * out).detach() if wrong == "out" else out
+
+    monkeypatch.setattr(doctor, "flash_attention", attention)
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "self-test on cpu" in found["problems"]
+    assert f"of {wrong}," in found["facts"]["self-test on cpu"]
+
+
+def test_doctor_reports_kernels_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(*_: Tensor, **__: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(doctor, "flash_attention", attention)
+    assert facts()["self-test on cpu"] == "FAILED: RuntimeError: no such kernel"
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Hides one package's metadata, as if it were not installed; every other one has a version."""
+
+    def version(name: str) -> str:
+        if name == package:
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
 
 
 @pytest.mark.parametrize(
