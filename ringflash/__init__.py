@@ -9,7 +9,7 @@ from ringflash.attention import AttentionOptions, flash_attention, ring_attentio
 from ringflash.context import ContextParallel
 from ringflash.decode import DecodeOptions, DecodeTiles, flash_decode
 from ringflash.dropout import Dropout
-from ringflash.masks import BlockSparse, Causal, Documents, KeyPadding, PrefixLM, SlidingWindow, Tree
+from ringflash.masks import BlockSparse, Causal, Documents, Full, KeyPadding, PrefixLM, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "DecodeTiles",
     "Dropout",
     "AttentionState",
+    "Full",
     "Causal",
     "SlidingWindow",
     "Documents",

@@ -222,6 +222,14 @@ def test_masks_are_values() -> None:
     assert Full() & rf.Causal() == rf.Causal()
 
 
+def test_the_order_of_an_intersection_does_not_matter() -> None:
+    a, b, c = rf.Causal(), rf.Documents([0, 3, 9]), rf.SlidingWindow(4)
+    assert a & b == b & a
+    assert len({a & b & c, c & (b & a), b & c & a}) == 1
+    assert a & b != a & c
+    assert rf.Full() & a == a
+
+
 @pytest.mark.parametrize("wrong", [rf.Causal, True, torch.ones(2, 2)])
 def test_what_is_no_mask(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match="mask: expected None or a mask such as rf.Causal()"):

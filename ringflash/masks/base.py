@@ -147,9 +147,9 @@ class OfTensors(Part):
         return hash((word, *(tensor.numpy().tobytes() for tensor in tensors)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Intersection(Mask):
-    """Sees what all of several masks see; `a & b` makes it."""
+    """Sees what all of several masks see; `a & b` makes it, and equals `b & a`."""
 
     of: tuple[Mask, ...]
 
@@ -158,6 +158,12 @@ class Intersection(Mask):
         if len(batches) > 1:
             remedy = "Give all of them one entry a sequence."
             raise ArgumentError("mask", expected="one batch size", got=sorted(batches), remedy=remedy)
+
+    def __eq__(self, other: object) -> bool:
+        return frozenset(self.of) == frozenset(other.of) if isinstance(other, Intersection) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.of))
 
     @property
     def parts(self) -> tuple[Mask, ...]:
