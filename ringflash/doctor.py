@@ -34,7 +34,7 @@ def report(*, as_json: bool = False) -> bool:
     """Prints what this machine and environment offer, as a table or as one JSON object.
 
     Returns:
-        Whether all is well: nothing needed is missing, and attention passed its test on each device.
+        True when nothing needed is missing, and attention passed its test on each device.
     """
     rows = facts()
     found = problems(rows)

@@ -4,6 +4,7 @@ python docs/examples/own_module.py --devices 2
 """
 
 import argparse
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
@@ -40,10 +41,10 @@ class OwnModule(pl.LightningModule):
         self.embed, self.position = nn.Embedding(VOCAB, DIM), nn.Embedding(SEQLEN, DIM)
         self.qkv, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, VOCAB)
         for layer in (self.embed, self.position, self.qkv, self.head):
-            fully_shard(layer, mesh=self.trainer.strategy.shard_mesh)
+            fully_shard(layer, mesh=cast(RingAttentionStrategy, self.trainer.strategy).shard_mesh)
 
     def token_mean(self, batch: dict[str, Tensor]):
-        context = self.trainer.strategy.context
+        context = cast(RingAttentionStrategy, self.trainer.strategy).context
         x = self.embed(batch["input_ids"]) + self.position(batch["position_ids"])
         q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(x).chunk(3, dim=-1))
         logits = self.head(x + rf.ring_attention(q, k, v, context, mask=rf.Causal()).flatten(-2))
