@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import ringflash as rf
 from tests.accuracy import Problem, as_tensor
 from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+from tests.patience import PATIENCE
 
 Counts = tuple[int, int]  # descriptors, threads
+SLACK = 4
 
 
 def _counts() -> Counts:
@@ -64,16 +67,26 @@ def _soak() -> list[tuple[Counts, Counts]]:
         before = _counts()
         for turn in range(3, times):
             action(turn)
-        gc.collect()
-        results.append((before, _counts()))
+        results.append((before, _settled(before)))
     return results
+
+
+def _settled(before: Counts) -> Counts:
+    """Counts once connections have closed, which a broken ring's threads do by themselves; what leaks never settles."""
+    give_up = time.monotonic() + PATIENCE / 4
+    while True:
+        gc.collect()
+        after = _counts()
+        if all(x <= y + SLACK for x, y in zip(after, before, strict=True)) or time.monotonic() > give_up:
+            return after
+        time.sleep(0.1)
 
 
 def test_descriptors_and_threads_stay_level() -> None:
     for results in run_ranks(2, _soak):
         for before, after in results:
-            assert after[0] <= before[0] + 4, results  # 40 contexts took 150 descriptors or more
-            assert after[1] <= before[1] + 4, results
+            assert after[0] <= before[0] + SLACK, results  # 40 contexts took 150 descriptors or more
+            assert after[1] <= before[1] + SLACK, results
 
 
 def _after_close() -> list[Outcome]:
