@@ -49,7 +49,7 @@ class DataError(ArgumentError):
 
 
 class CorpusError(DataError):
-    """A token file whose header, offsets or ids are not those that a preparation writes."""
+    """A token file with a header, offsets or ids that `ringflash prepare` does not write."""
 
 
 class CheckpointError(ArgumentError):

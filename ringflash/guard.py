@@ -45,7 +45,7 @@ class Guard:
 
 
 def announce(context: ContextParallel, error: BaseException, phase: Phase) -> None:
-    """Tells the peers of `context` that this rank raised `error`, unless the error is one that they raise too."""
+    """Announces `error` of this rank to the peers of `context`, unless they raise the same one."""
     known = isinstance(error, RingflashError) and not isinstance(error, ArgumentError)
     if context.faults is None or known:
         return

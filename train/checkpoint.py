@@ -176,7 +176,7 @@ def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, An
 
 
 def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Verifies a checkpoint and gives its folder, and what it holds beside tensors.
+    """Verifies a checkpoint, and returns its folder and all content but its tensors.
 
     Raises:
         CheckpointError: as `load`.

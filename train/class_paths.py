@@ -74,8 +74,8 @@ def check_arguments(args: Sequence[str]) -> None:
     """Checks a command line and the configuration files that it names; nothing that they name is imported.
 
     Raises:
-        ConfigError: a class path outside ringflash and the listed classes of Lightning, a function by its dotted path,
-            a YAML tag, or a configuration file that is missing or unreadable.
+        ConfigError: a class path that is neither of ringflash nor in the list of Lightning's; a function by its dotted
+            path; a YAML tag; a configuration file that is missing or unreadable.
     """
     seen: set[tuple[int, str]] = set()
     keep: list[Any] = []  # parsed values stay alive, because `seen` holds their ids
@@ -212,7 +212,7 @@ def _contents(text: str, folder: Path) -> Iterator[tuple[Any, Path]]:
                 raise ConfigError(
                     "configuration", expected="plain YAML without tags", got=text[:80], remedy="Leave the tag out."
                 ) from None
-            continue  # plain text, or what the parser, whose loader is a safe one too, refuses in its own words
+            continue  # plain text, or a fault that the parser reports: its loader is safe too
         if isinstance(parsed, dict | list) or (isinstance(parsed, str) and parsed != text):
             yield parsed, where
 

@@ -109,7 +109,7 @@ def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None =
 
 @dataclass(frozen=True)
 class RunTokenizer:
-    """The tokenizer of a run, and the chat template that lies beside it.
+    """The tokenizer of a run, and the chat template in the same folder.
 
     Args:
         tokenizer: encodes the run's text.
@@ -161,7 +161,7 @@ def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Has `fill` write a folder beside the new `folder`, and renames it when it is complete.
+    """Has `fill` write a temporary folder, and renames that to the new `folder` when it is complete.
 
     Raises:
         CheckpointError: `folder` is there already, or it cannot be written.

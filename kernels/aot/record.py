@@ -42,18 +42,16 @@ class Verdict:
 
 
 def path_of(version: str) -> Path:
-    """File of the record of one version of Triton."""
-    return RECORDS / f"{version}.json"
+    """File of the record of one version of Triton; "3.8.0+git1" has the same as "3.8.0"."""
+    return RECORDS / f"{version.partition('+')[0]}.json"
 
 
 def nearest(version: str) -> Path:
     """File of this version's record, or of the newest other version's where this one has none yet."""
-    numbers = {path: tuple(map(int, path.stem.split("."))) for path in RECORDS.glob("[0-9]*.json")}
-    return (
-        path_of(version)
-        if path_of(version) in numbers
-        else max(numbers, key=numbers.__getitem__, default=path_of(version))
-    )
+    own = path_of(version)
+    if own.exists():
+        return own
+    return max(RECORDS.glob("[0-9]*.json"), key=lambda path: tuple(map(int, path.stem.split("."))), default=own)
 
 
 def read(path: Path | None = None) -> Record:

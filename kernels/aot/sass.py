@@ -102,8 +102,7 @@ def _blocks(sass: str) -> list[_Block]:
                 targets.append((len(blocks) - 1, match["operands"]))
                 blocks.append(_Block())
     for index, block in enumerate(blocks):
-        falls_through = index + 1 < len(blocks)
-        if falls_through:  # also after a branch that is always taken: one edge too many reports less
+        if index + 1 < len(blocks):  # also after a branch that is always taken: one edge too many reports less
             block.successors.append(index + 1)
     for index, operands in targets:
         named = _TARGET.findall(operands)

@@ -1,6 +1,6 @@
-"""A board in shared memory on which ranks of one host leave word of failures.
+"""A board in shared memory, to which ranks of one host write the reports of their failures.
 
-The group's store may be served by a rank, and dies with it. What lies on the board stays readable by all that live.
+A rank may serve the group's store, which then dies with this rank. The board stays readable for all ranks that live.
 """
 
 from __future__ import annotations

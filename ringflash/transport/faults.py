@@ -101,9 +101,8 @@ class Faults:
     def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
         self._rank, self._world_size, self.deadline = rank, world_size, deadline
         self.store, self.number = store, 0
-        self.board: Board | None = (
-            None  # where all ranks are of one host; it outlives the process that serves the store
-        )
+        # Where all ranks are of one host: it outlives the process that serves the store.
+        self.board: Board | None = None
         self.error: RingflashError | None = None  # set once; the ring is of no use from then on
         self.plan: object = ""  # what this rank follows, for its word
         self.delivered = False  # whether a caller has seen the error
