@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -77,7 +79,10 @@ def _settled(before: Counts) -> Counts:
     while True:
         gc.collect()
         after = _counts()
-        if all(x <= y + SLACK for x, y in zip(after, before, strict=True)) or time.monotonic() > give_up:
+        level = all(x <= y + SLACK for x, y in zip(after, before, strict=True)) or time.monotonic() > give_up
+        every = torch.tensor(level)
+        dist.all_reduce(every, dist.ReduceOp.MIN)  # ranks wait together, else one would run into its group's timeout
+        if every:
             return after
         time.sleep(0.1)
 
@@ -87,6 +92,25 @@ def test_descriptors_and_threads_stay_level() -> None:
         for before, after in results:
             assert after[0] <= before[0] + SLACK, results  # 40 contexts took 150 descriptors or more
             assert after[1] <= before[1] + SLACK, results
+
+
+def _alive_after_a_failure(hop: int) -> int:
+    """Contexts of broken rings that live on after the program has dropped them; hops of the backward come second."""
+    contexts: list[weakref.ref[rf.ContextParallel]] = []
+    for _ in range(3):
+        context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
+        contexts.append(weakref.ref(context))
+        with planted(hop, raise_out_of_memory):
+            assert outcome_of(call_ring, context).kind in ("PeerFailed", "OutOfMemoryError")
+        del context
+    dist.barrier()
+    gc.collect()
+    return sum(context() is not None for context in contexts)
+
+
+@pytest.mark.parametrize("hop", [0, 2])
+def test_a_broken_ring_ends_when_the_program_drops_it(hop: int) -> None:
+    assert run_ranks(2, _alive_after_a_failure, hop) == [0, 0]
 
 
 def _after_close() -> list[Outcome]:

@@ -88,6 +88,17 @@ def conclude(
     return RingTimeout(peers, hop, deadline, texts, rank=rank)
 
 
+def _copy_of(error: RingflashError) -> RingflashError:
+    """Returns `error` without a traceback, to be raised.
+
+    An error that was raised refers to frames, and so to the tensors of the broken call. Their graph refers to the
+    context through C++, where Python's garbage collector cannot follow. A ring that kept that error would never end.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
 class Faults:
     """One rank's view of what went wrong in its ring.
 
@@ -103,7 +114,7 @@ class Faults:
         self.store, self.number = store, 0
         # Where all ranks are of one host: it outlives the process that serves the store.
         self.board: Board | None = None
-        self.error: RingflashError | None = None  # set once; the ring is of no use from then on
+        self.error: RingflashError | None = None  # set once, copies are raised; the ring is of no use from then on
         self.plan: object = ""  # what this rank follows, for its word
         self.delivered = False  # whether a caller has seen the error
         self.identities: list[str] = []  # of the ranks' processes
@@ -173,7 +184,7 @@ class Faults:
         """Raises what ended this ring, if it has ended."""
         if self.error is not None:
             self.seize()
-            raise self.error
+            raise _copy_of(self.error)
 
     def ended(self) -> list[int]:
         """Ranks on this host whose processes have ended."""
@@ -268,7 +279,7 @@ class Faults:
         for other in self._others:
             if other.error is None:
                 other.raised(self.error)
-        return self.error
+        return _copy_of(self.error)
 
     def _leave(self, word: Word) -> None:
         half = _LONGEST // 2

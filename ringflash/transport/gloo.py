@@ -53,6 +53,7 @@ class _Waiter:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            del job, work, future  # they keep the group's connections open
 
 
 class GlooTransport:
