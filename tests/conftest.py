@@ -3,6 +3,7 @@
 import os
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,25 @@ def _patch_the_language_once() -> None:
         setattr(interpreter, "_patch_lang", lambda _: scope())  # noqa: B010 - private
 
 
+def _keep_scalar_masks_boolean() -> None:
+    """Triton 3.9.0 takes a scalar comparison for an integer when it makes a block of it, and refuses that as a mask."""
+    from triton import language
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_splat
+
+    def create_splat(self: InterpreterBuilder, *args: Any) -> TensorHandle:
+        block = original(self, *args)
+        if args[-1].data.dtype == bool and block.data.dtype != bool:
+            return TensorHandle(block.data.astype(bool), language.int1)
+        return block
+
+    setattr(InterpreterBuilder, "create_splat", create_splat)  # noqa: B010 - private
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     _patch_the_language_once()
+    _keep_scalar_masks_boolean()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
