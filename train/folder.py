@@ -15,7 +15,7 @@ from typing import Any
 
 from ringflash.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
-MANIFEST, STATE, TENSOR_INDEX = "manifest.json", "state.pt", ".metadata"
+MANIFEST, STATE, TENSOR_INDEX = "manifest.json", "state.pt", "tensors.json"
 FORMAT_VERSION = 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import shutil
@@ -21,14 +22,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ringflash.errors import CheckpointError
 from ringflash.train.collective import among_ranks, failed, on_every_rank
 from ringflash.train.folder import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
+from ringflash.train.tensor_index import to_json
 
 # The key of a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
 SHARDED = "sharded_tensors"
@@ -189,8 +192,12 @@ class _CopiesPlanner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's own holds a Path of this machine, which SafeReader has no reason to admit
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of all ranks' tensors."""
+        with (Path(self.path) / TENSOR_INDEX).open("w") as stream:
+            stream.write(to_json(metadata, results))
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's file.

@@ -345,7 +345,7 @@ def test_the_last_checkpoint_of_all_runs(
     for run, written in (("test", 3), ("test-2", 5), ("test-3", 4), ("test-of-others", 6)):
         folder = tmp_path / "runs" / run / "checkpoints" / "last"
         folder.mkdir(parents=True)
-        files = {name: {"size": 0, "sha256": ""} for name in ("state.pt", ".metadata")}
+        files = {name: {"size": 0, "sha256": ""} for name in ("state.pt", "tensors.json")}
         (folder / "manifest.json").write_text(json.dumps({"written": written, "files": files}))
     assert cli.RingCLI(args, []).config_init["fit"]["ckpt_path"] == "runs/test-2/checkpoints"
 
