@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -28,10 +30,48 @@ class Driver:
         """Holds `stream` until the word at `address` is `value`."""
         _check("cuStreamWaitValue32", self._wait(stream.cuda_stream, address, value, _EQUAL))
 
+    def context_beside(self, device: torch.device) -> ContextBeside:
+        """Returns a way to write while all streams of this process wait."""
+        return ContextBeside(self._cuda, device)
+
     def allow_queries(self) -> None:
         """This thread may ask for events from now on while another captures a graph, which asking breaks by default."""
         mode = ctypes.c_int(_RELAXED)
         _check("cuThreadExchangeStreamCaptureMode", self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
+class ContextBeside:
+    """A second CUDA context of this process, with a stream of its own.
+
+    Streams of one context share the few hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows, 8 by default. A queue
+    stops at the first stream that waits, and the branches of a CUDA graph can fill all queues. A second context has
+    queues of its own. It takes some hundred MB, so it is made only when a ring has failed.
+    """
+
+    def __init__(self, cuda: ctypes.CDLL, device: torch.device) -> None:
+        self._cuda, self._context, self._stream = cuda, ctypes.c_void_p(), ctypes.c_void_p()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        _check("cuCtxCreate", cuda.cuCtxCreate_v2(ctypes.byref(self._context), 0, index))
+        _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING))
+        self._pop()
+
+    def write(self, addresses: Iterable[int], value: int) -> None:
+        """Writes `value` to each word, and waits until that is done."""
+        _check("cuCtxPushCurrent", self._cuda.cuCtxPushCurrent_v2(self._context))
+        try:
+            for address in addresses:
+                result = self._cuda.cuStreamWriteValue32_v2(self._stream, ctypes.c_uint64(address), value, 0)
+                _check("cuStreamWriteValue32", result)
+            _check("cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._stream))
+        finally:
+            self._pop()
+
+    def close(self) -> None:
+        """Frees the context."""
+        _check("cuCtxDestroy", self._cuda.cuCtxDestroy_v2(self._context))
+
+    def _pop(self) -> None:
+        _check("cuCtxPopCurrent", self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
 
 
 def _check(call: str, result: int) -> None:

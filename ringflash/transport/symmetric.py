@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from ringflash.errors import ArgumentError
 from ringflash.transport import helpers
 from ringflash.transport.base import Message
 from ringflash.transport.control import ControlPlane
-from ringflash.transport.driver import Driver
+from ringflash.transport.driver import ContextBeside, Driver
 from ringflash.transport.rendezvous import Rendezvous
 from ringflash.transport.watch import Watch
 
@@ -34,6 +34,7 @@ _PAGE = 2**21  # bytes, what memory is mapped in
 _GROWTH = 1.25
 _PARTS = 64  # of a region that are kept
 _FAREWELL = 0.5  # seconds that a program at its end goes on to let its GPU go
+_BLOCKED = 0.2  # seconds after which a release that has not been written is written by another way
 
 T = TypeVar("T")
 
@@ -232,10 +233,21 @@ class SymmetricTransport:
 
         def speak() -> None:
             torch.cuda.set_device(self._device)  # of this thread
-            stream, end = torch.cuda.Stream(self._device), time.monotonic() + self._faults.deadline
-            while time.monotonic() < end and not helpers.is_ending(_FAREWELL) and not all(query() for query in done):
-                for place in range(0, 4 * 2 * _CHANNELS * self._world_size, 4):
-                    self._driver.write(stream, self._words.own.data_ptr() + place, 1)
-                time.sleep(0.01)
+            words = range(self._words.own.data_ptr(), self._words.own.data_ptr() + self._words.nbytes, 4)
+            stream = torch.cuda.Stream(self._device)
+            started = time.monotonic()
+            with ExitStack() as stack:
+                beside: ContextBeside | None = None
+                while not all(query() for query in done) and not helpers.is_ending(_FAREWELL):
+                    waited = time.monotonic() - started
+                    if waited >= self._faults.deadline:
+                        break
+                    if stream.query():  # what was written last is there
+                        for address in words:
+                            self._driver.write(stream, address, 1)
+                    elif waited >= _BLOCKED:  # a waiting stream shares this stream's queue
+                        beside = beside or stack.enter_context(closing(self._driver.context_beside(self._device)))
+                        beside.write(words, 1)
+                    time.sleep(0.01)
 
         helpers.start(speak, "ringflash-release", lambda: None)
