@@ -94,7 +94,8 @@ def _copy_of(error: RingflashError) -> RingflashError:
     An error that was raised refers to frames, and so to the tensors of the broken call. Their graph refers to the
     context through C++, where Python's garbage collector cannot follow. A ring that kept that error would never end.
     """
-    copy = type(error).__new__(type(error), *error.args)
+    copy = type(error).__new__(type(error))
+    Exception.__init__(copy, *error.args)  # its own arguments are not known here
     copy.__dict__.update(error.__dict__)
     return copy
 
