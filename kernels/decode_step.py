@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.meeting import Scoring
+from ringflash.kernels.contract import Scoring
 from ringflash.masks import Causal, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 

@@ -4,12 +4,13 @@ from ringflash.checkout import check_folders
 
 check_folders(__name__, __path__)  # before any other import, which could find another copy's files
 
-from ringflash import hf, train
-from ringflash.attention import AttentionOptions, flash_attention, ring_attention
+from ringflash import train
 from ringflash.context import ContextParallel
-from ringflash.decode import DecodeOptions, DecodeTiles, flash_decode
 from ringflash.dropout import Dropout
+from ringflash.integrations.transformers import attention as hf
 from ringflash.masks import BlockSparse, Causal, Documents, Full, KeyPadding, PrefixLM, SlidingWindow, Tree
+from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
+from ringflash.ops.decode import DecodeOptions, DecodeTiles, flash_decode
 from ringflash.state import AttentionState
 
 __all__ = [

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import ringflash
-from ringflash.cli import main
+from ringflash.commands.main import main
 
 if __name__ == "__main__":
     # `-m` puts the working folder before the libraries, where a file of any name could stand for a module of theirs.

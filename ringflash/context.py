@@ -12,17 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash import layout as layouts
 from ringflash.checks import check_whole
-from ringflash.double_ring import make_double_plan
+from ringflash.coordination.failures import Faults
+from ringflash.coordination.registry import Closed, Registry
+from ringflash.coordination.session import ControlPlane, Field, is_alive, odd_ones
 from ringflash.errors import ArgumentError, RankMismatch
-from ringflash.grid import HEADS, RING, Grid, split_rows
-from ringflash.layout import LAYOUTS, Chunk, Layout, make_layout
+from ringflash.layouts import layout as layouts
+from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
+from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
-from ringflash.plan import Plan, make_grouped_plan, make_plan, receives_at_most
-from ringflash.registry import Closed, Registry
-from ringflash.replay import Replays
+from ringflash.ring.cuda_graphs import Replays
+from ringflash.ring.double_ring import make_double_plan
+from ringflash.ring.plan import Plan, make_grouped_plan, make_plan, receives_at_most
 from ringflash.token_mean import TokenMeans
+from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
     TRANSPORTS,
@@ -33,9 +36,6 @@ from ringflash.transport.connect import (
     connect_mesh,
     deadline_of,
 )
-from ringflash.transport.control import ControlPlane, Field, is_alive, odd_ones
-from ringflash.transport.faults import Faults
-from ringflash.transport.heads import HeadsTransport
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 import ringflash as rf
-from ringflash import ring
+from ringflash.ring import schedule
 from tests import distributed, one_gpu
 from tests.accuracy import Problem, as_tensor
 from tests.strict import make_warnings_errors
@@ -68,18 +68,18 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
     if dist.get_rank() != rank:
         yield
         return
-    original, steps = ring.Tiles.meeting, iter(range(100))
+    original, steps = schedule.Tiles.meeting, iter(range(100))
 
     def meeting(*args: Any) -> Any:
         if next(steps) == step:
             action()
         return original(*args)
 
-    setattr(ring.Tiles, "meeting", meeting)  # noqa: B010 - of a frozen class, pyright says otherwise
+    setattr(schedule.Tiles, "meeting", meeting)  # noqa: B010 - of a frozen class, pyright says otherwise
     try:
         yield
     finally:
-        setattr(ring.Tiles, "meeting", original)  # noqa: B010
+        setattr(schedule.Tiles, "meeting", original)  # noqa: B010
 
 
 def usual_seconds() -> float:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
+from ringflash.coordination.session import ControlPlane
 from ringflash.transport import reach
-from ringflash.transport.control import ControlPlane
 
 GPUS = torch.cuda.device_count()
 WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]

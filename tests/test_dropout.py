@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash as rf
 from ringflash.dropout import kept, philox
 from ringflash.errors import ArgumentError
-from ringflash.layout import LAYOUTS
+from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full
 from tests.accuracy import as_tensor
 

@@ -10,9 +10,9 @@ from tests.names import ROOT, is_defined
 from tests.planted_bugs import PLANTS, Plant, failures, main
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_ring" name="test_accuracy[a-1]"><failure message="no" /></testcase>
-<testcase classname="tests.test_ring" name="test_accuracy[b-1]" />
-<testcase classname="tests.train.test_cli" name="test_version"><error message="no" /></testcase>
+<testcase classname="tests.ring.test_schedule" name="test_accuracy[a-1]"><failure message="no" /></testcase>
+<testcase classname="tests.ring.test_schedule" name="test_accuracy[b-1]" />
+<testcase classname="tests.train.commands.test_train" name="test_version"><error message="no" /></testcase>
 <testcase classname="tests.test_state" name="test_merge"><skipped message="no" /></testcase>
 </testsuite></testsuites>"""
 
@@ -39,9 +39,9 @@ def test_a_text_that_is_gone_or_not_unique_is_an_error(text: str, tmp_path: Path
 
 def test_failed_tests_are_read_from_the_report(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
-    red = ["tests/test_ring.py::test_accuracy[a-1]", "tests/test_ring.py::test_accuracy"]
-    red.append("tests/train/test_cli.py::test_version")
-    green = ["tests/test_ring.py::test_accuracy[b-1]", "tests/test_state.py::test_merge"]
+    red = ["tests/ring/test_schedule.py::test_accuracy[a-1]", "tests/ring/test_schedule.py::test_accuracy"]
+    red.append("tests/train/commands/test_train.py::test_version")
+    green = ["tests/ring/test_schedule.py::test_accuracy[b-1]", "tests/test_state.py::test_merge"]
     assert failures(tmp_path / "report.xml", [*red, *green]) == dict.fromkeys(red, "no")
     assert failures(tmp_path / "nothing.xml", red) == {}
 

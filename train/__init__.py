@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringflash.train.checkpointing import LastCheckpoint
-    from ringflash.train.data import TextDataModule
-    from ringflash.train.ema import ExponentialMovingAverage
-    from ringflash.train.model_config import ModelConfig
-    from ringflash.train.module import LanguageModel
-    from ringflash.train.optimizer import OptimizerConfig
-    from ringflash.train.strategy import RingAttentionStrategy
-    from ringflash.train.throughput import Throughput
-    from ringflash.train.transformers_model import TransformersModel
+    from ringflash.train.callbacks.checkpointing import LastCheckpoint
+    from ringflash.train.callbacks.ema import ExponentialMovingAverage
+    from ringflash.train.callbacks.throughput import Throughput
+    from ringflash.train.data.module import TextDataModule
+    from ringflash.train.lightning.language_model import LanguageModel
+    from ringflash.train.lightning.optimizer import OptimizerConfig
+    from ringflash.train.lightning.strategy import RingAttentionStrategy
+    from ringflash.train.lightning.transformers_model import TransformersModel
+    from ringflash.train.models.config import ModelConfig
 
 __all__ = [
     "RingAttentionStrategy",
@@ -27,15 +27,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RingAttentionStrategy": "strategy",
-    "LanguageModel": "module",
-    "TransformersModel": "transformers_model",
-    "TextDataModule": "data",
-    "ModelConfig": "model_config",
-    "OptimizerConfig": "optimizer",
-    "ExponentialMovingAverage": "ema",
-    "LastCheckpoint": "checkpointing",
-    "Throughput": "throughput",
+    "RingAttentionStrategy": "lightning.strategy",
+    "LanguageModel": "lightning.language_model",
+    "TransformersModel": "lightning.transformers_model",
+    "TextDataModule": "data.module",
+    "ModelConfig": "models.config",
+    "OptimizerConfig": "lightning.optimizer",
+    "ExponentialMovingAverage": "callbacks.ema",
+    "LastCheckpoint": "callbacks.checkpointing",
+    "Throughput": "callbacks.throughput",
 }
 
 

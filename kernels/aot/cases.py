@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels import decode, portable
-from ringflash.kernels.config import LONG_KEYS, has_single_pass
+from ringflash.kernels.contract import Meeting, Scoring
 from ringflash.kernels.decode_step import Step, sight_of
-from ringflash.kernels.dq_sum import DqSum
-from ringflash.kernels.meeting import Meeting, Scoring
-from ringflash.layout import Chunk
+from ringflash.kernels.triton import backend, decode
+from ringflash.kernels.triton.config import LONG_KEYS, has_single_pass
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState, lse_dtype
 
@@ -226,25 +226,25 @@ class _Inputs:
 def _forward(x: _Inputs) -> None:
     in_ring = x.carried or x.role == "middle"
     given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
-    portable.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.lse, **given)
+    backend.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.lse, **given)
 
 
 def _dq(x: _Inputs) -> None:
-    portable.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
+    backend.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
 
 
 def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    portable.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
+    backend.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
 
 
 def _single_pass(x: _Inputs) -> None:
-    _dkdv(x, dq=portable.new_dq(x.q, hops=1, deterministic=False))
+    _dkdv(x, dq=backend.new_dq(x.q, hops=1, deterministic=False))
 
 
 def _delta(x: _Inputs) -> None:
     out = x.values(NHEADS)
-    portable.delta(out, out, x.rows() if x.mode == "dlse" else None)
+    backend.delta(out, out, x.rows() if x.mode == "dlse" else None)
 
 
 def _decode(x: _Inputs) -> None:
@@ -264,7 +264,7 @@ def _hopper_forward(x: _Inputs) -> None:
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
-    from ringflash.kernels.hopper.dq_sum import ArrangedSum
+    from ringflash.kernels.hopper.dq_accumulator import ArrangedSum
 
     total = ArrangedSum(x.q, hops=2, ordered=ordered)  # in turns only if ordered, however short
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)

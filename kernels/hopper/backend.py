@@ -13,16 +13,16 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from ringflash.kernels import portable
-from ringflash.kernels.dq_sum import DqSum
+from ringflash.kernels.contract import Meeting, Scoring
 from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
-from ringflash.kernels.hopper.intervals import are_ascending
+from ringflash.kernels.hopper.mask_tables import are_ascending
 from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
 from ringflash.kernels.hopper.support import refusal
-from ringflash.kernels.meeting import Meeting, Scoring
-from ringflash.kernels.portable import backward_dq, delta, state_dtype
-from ringflash.kernels.visibility import row_bounds
+from ringflash.kernels.mask_tables import row_bounds
+from ringflash.kernels.triton import backend
+from ringflash.kernels.triton.backend import backward_dq, delta, state_dtype
+from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.masks import KeyPadding, Mask
 from ringflash.state import AttentionState
 
@@ -67,7 +67,7 @@ def remedy(device: torch.device) -> str:
 
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
-    from ringflash.kernels.hopper.dq_sum import ArrangedSum
+    from ringflash.kernels.hopper.dq_accumulator import ArrangedSum
 
     return ArrangedSum(q, hops=hops, ordered=deterministic)
 
@@ -78,7 +78,7 @@ def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops:
     if lacking is None:
         return True
     report_feature("wide backward" if lacking == "wide" else lacking)
-    return portable.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
+    return backend.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
 
 
 def forward(
@@ -100,7 +100,7 @@ def forward(
     lacking = _lacking(meeting, (q, k, v), widest) or lacking
     if lacking is not None:
         report_feature("wide forward" if lacking == "wide" else lacking)
-        return portable.forward(q, k, v, meeting, **given)
+        return backend.forward(q, k, v, meeting, **given)
     from ringflash.kernels.hopper.forward import forward  # here: only these files need Gluon
 
     k, v = (_without_padding(x, meeting) for x in (k, v))
@@ -128,9 +128,9 @@ def backward_dkdv(
             report_feature("wide backward" if lacking == "wide" else lacking)
         given = dout, q, k, v, lse, delta
         if dq is not None and not _portable_adds(dq, q, v, meeting):
-            portable.backward_dq(*given, dq.rows(), meeting, accumulate=True)
+            backend.backward_dq(*given, dq.rows(), meeting, accumulate=True)
             dq = None
-        return portable.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
+        return backend.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
     assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
     assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
     from ringflash.kernels.hopper.backward import backward
@@ -140,7 +140,7 @@ def backward_dkdv(
 
 
 def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
-    return portable.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=dq.ordered)
+    return backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=dq.ordered)
 
 
 def _lacking(meeting: Meeting, tensors: tuple[Tensor, ...], widest: int) -> str | None:

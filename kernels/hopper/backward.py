@@ -38,19 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.config import FUSED
-from ringflash.kernels.dq_sum import DqSum
+from ringflash.kernels.contract import Meeting
 from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
-from ringflash.kernels.hopper.dq_sum import (
-    HALF,
-    ArrangedSum,
-    Turns,
-    add_tile,
-    arranged,
-)
-from ringflash.kernels.hopper.gradients import PART_BYTES, Gradients, make_parts, pass_gradients
-from ringflash.kernels.hopper.intervals import intervals
+from ringflash.kernels.hopper.dkdv_store import PART_BYTES, Gradients, make_parts, pass_gradients
+from ringflash.kernels.hopper.dq_accumulator import HALF, ArrangedSum, Turns, add_tile, arranged
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
+from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Work,
@@ -81,7 +74,8 @@ from ringflash.kernels.hopper.pipeline import (
 from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.triton.config import FUSED
+from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.state import LOG2E
 
 

@@ -7,7 +7,7 @@ time, and visits the tiles of keys that it sees: those that need a mask before t
 A consumer issues S(i) = q k^T and P(i-1) v, waits for S(i), makes P(i) of it, and only then waits for the output: the
 softmax runs while the tensor cores do. Three consumers also take turns at issuing matmuls, so that one's softmax runs
 while another's do. Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2, where the online softmax
-is as in `ringflash.kernels.forward`.
+is as in `ringflash.kernels.triton.forward`.
 """
 
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.config import FUSED
+from ringflash.kernels.contract import Meeting
 from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
-from ringflash.kernels.hopper.intervals import Intervals, intervals
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
+from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Work,
@@ -60,7 +60,7 @@ from ringflash.kernels.hopper.pipeline import (
 )
 from ringflash.kernels.hopper.versions import copy_from_shared, reinterpret
 from ringflash.kernels.hopper.views import tile_view
-from ringflash.kernels.meeting import Meeting
+from ringflash.kernels.triton.config import FUSED
 from ringflash.state import AttentionState
 
 

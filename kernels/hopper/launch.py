@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from triton.experimental.gluon import language as gl
 
-from ringflash.kernels.config import processors
-from ringflash.kernels.hopper.intervals import Intervals
+from ringflash.kernels.hopper.mask_tables import Intervals
+from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
 

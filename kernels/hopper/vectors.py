@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.config import FUSED
 from ringflash.kernels.hopper.config import padded_rows
+from ringflash.kernels.triton.config import FUSED
 
 
 @triton.jit(do_not_specialize=["seqlen", "padded"])

@@ -8,8 +8,8 @@ compose with `&`.
 from ringflash.masks.base import Full, Intersection, Mask, as_mask
 from ringflash.masks.bitmap import Bitmap
 from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
+from ringflash.masks.serialize import mask_from_spec
 from ringflash.masks.sparse import BlockSparse, Tree
-from ringflash.masks.spec import mask_from_spec
 
 __all__ = [
     "Mask",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.layout import Chunk
-from ringflash.masks.area import Area
+from ringflash.layouts.layout import Chunk
 from ringflash.masks.bitmap import Bitmap
+from ringflash.masks.pair_counts import Area
 
 
 class Mask(ABC):

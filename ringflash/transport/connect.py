@@ -15,18 +15,19 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ringflash.coordination import processes
+from ringflash.coordination.failures import Faults
+from ringflash.coordination.mesh import MeshControlPlane
+from ringflash.coordination.session import ControlPlane, is_alive
+from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
-from ringflash.transport import gloo, groups, nccl, processes, reach
+from ringflash.transport import gloo, groups, nccl, reach
+from ringflash.transport.all_to_all import HeadsTransport, ProcessGroupHeads
 from ringflash.transport.base import Transport
-from ringflash.transport.control import ControlPlane, is_alive
-from ringflash.transport.faults import Faults
 from ringflash.transport.gloo import GlooTransport
 from ringflash.transport.groups import backend_of, new_group
-from ringflash.transport.heads import HeadsTransport, ProcessGroupHeads
 from ringflash.transport.links import TwoLinks
-from ringflash.transport.mesh import MeshControlPlane
 from ringflash.transport.nccl import NcclTransport
-from ringflash.transport.watch import Watch
 
 # Finished works in reference cycles, gloo would else take down with the interpreter, and abort at times.
 atexit.register(gc.collect)

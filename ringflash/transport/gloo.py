@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.transport import helpers
+from ringflash.coordination import threads
+from ringflash.coordination.failures import Faults
 from ringflash.transport.base import Message
-from ringflash.transport.faults import Faults
 from ringflash.transport.nccl import in_order, post
 
 _NEVER_SENT = 1 << 20  # a tag that no message has
@@ -35,7 +35,7 @@ class _Waiter:
     def done(self, work: dist.Work, deadline: timedelta) -> Future[None]:
         """What becomes of `work`."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = helpers.start(self._run, "ringflash-gloo", lambda: self._jobs.put(None))
+            self._thread = threads.start(self._run, "ringflash-gloo", lambda: self._jobs.put(None))
         future: Future[None] = Future()
         self._jobs.put((work, deadline, future))
         return future

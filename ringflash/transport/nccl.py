@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.coordination.failures import Faults
+from ringflash.coordination.watch import Watch
 from ringflash.transport import groups
 from ringflash.transport.base import Message
-from ringflash.transport.faults import Faults
-from ringflash.transport.watch import Watch
 
 
 class NcclTransport:

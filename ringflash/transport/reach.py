@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from ringflash.transport.control import ControlPlane
+from ringflash.coordination.session import ControlPlane
 
 
 def obstacle(control: ControlPlane, device: torch.device) -> str | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 
-from ringflash.transport.control import ControlPlane
+from ringflash.coordination.session import ControlPlane
 
 _EXCHANGES = itertools.count()  # of this process, as torch counts them too
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from ringflash.coordination import threads
+from ringflash.coordination.cuda_driver import ContextBeside, Driver
+from ringflash.coordination.session import ControlPlane
+from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
-from ringflash.transport import helpers
 from ringflash.transport.base import Message
-from ringflash.transport.control import ControlPlane
-from ringflash.transport.driver import ContextBeside, Driver
 from ringflash.transport.rendezvous import Rendezvous
-from ringflash.transport.watch import Watch
 
 _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
@@ -238,7 +238,7 @@ class SymmetricTransport:
             started = time.monotonic()
             with ExitStack() as stack:
                 beside: ContextBeside | None = None
-                while not all(query() for query in done) and not helpers.is_ending(_FAREWELL):
+                while not all(query() for query in done) and not threads.is_ending(_FAREWELL):
                     waited = time.monotonic() - started
                     if waited >= self._faults.deadline:
                         break
@@ -250,4 +250,4 @@ class SymmetricTransport:
                         beside.write(words, 1)
                     time.sleep(0.01)
 
-        helpers.start(speak, "ringflash-release", lambda: None)
+        threads.start(speak, "ringflash-release", lambda: None)

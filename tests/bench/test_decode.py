@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringflash.bench.decode import main
-from ringflash.bench.decode_peers import CacheShape
+from ringflash.bench.decode.latency import main
+from ringflash.bench.decode.peers import CacheShape
 from ringflash.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shows on a CPU that it runs")

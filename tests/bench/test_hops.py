@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringflash.bench import hops, timing
-from ringflash.cli import main
-from ringflash.kernels import eager
+from ringflash.bench.attention import hops
+from ringflash.bench.common import timing
+from ringflash.commands.main import main
+from ringflash.kernels.eager import prefill
 
 CELL = "--seqlens 24 37 --headdims 16 --nheads 2 --tokens 50 --dtype float32 --rounds 2"
 
@@ -42,13 +43,13 @@ def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[s
 
 
 def test_roles_pass_the_state_as_a_ring_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, seen = eager.forward, set[tuple[bool, bool, bool, int]]()
+    forward, seen = prefill.forward, set[tuple[bool, bool, bool, int]]()
 
     def spy(q: torch.Tensor, k: torch.Tensor, *given: Any, state: Any, first: bool, last: bool, **named: Any) -> None:
         seen.add((first, last, state is None, k.shape[1]))
         forward(q, k, *given, state=state, first=first, last=last, **named)
 
-    monkeypatch.setattr(eager, "forward", spy)
+    monkeypatch.setattr(prefill, "forward", spy)
     assert hops.main(["--seqlens", "24", "--tokens", "24"]) == 0
     whole = {(True, True, True, 24), (True, False, False, 24), (False, False, False, 24), (False, True, False, 24)}
     assert seen == whole | {(True, False, False, 6), (False, False, False, 6), (False, True, False, 12)}
@@ -62,7 +63,7 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    forward, calls = eager.forward, iter(range(99))
+    forward, calls = prefill.forward, iter(range(99))
 
     def flawed(q: Any, k: Any, v: Any, *given: Any, first: bool, last: bool, **named: Any) -> None:
         attention_itself = first and last and next(calls) % 2 == 0  # what the hops are compared with
@@ -70,7 +71,7 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
             v = v * 1.5
         forward(q, k, v, *given, first=first, last=last, **named)
 
-    monkeypatch.setattr(eager, "forward", flawed)
+    monkeypatch.setattr(prefill, "forward", flawed)
     path = tmp_path / "hops.json"
     assert hops.main([*CELL.split(), "--json", str(path)]) == 1
     rows = json.loads(path.read_text())["rows"]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringflash.bench import kernels, memory, plot, profiler, single, tiles, timing, traffic
-from ringflash.bench.problem import Problem, Setup
-from ringflash.bench.traffic import Shape, Tile
-from ringflash.cli import main
+from ringflash.bench.attention import kernels, single, tiles, traffic
+from ringflash.bench.attention.traffic import Shape, Tile
+from ringflash.bench.common import memory, plot, profiler, timing
+from ringflash.bench.common.problem import Problem, Setup
+from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 from ringflash.kernels.hopper import backend as hopper
 
@@ -280,7 +281,7 @@ def test_blocks_of_the_papers_formula(headdim: int, blocks: tuple[int, int]) -> 
 
 def test_the_page_on_tiles_is_that_of_the_shipped_configuration() -> None:
     page = PAGE.read_text()
-    assert tiles.renewed(page) == page, "run python -m ringflash.bench.tiles docs/tiles.md"
+    assert tiles.renewed(page) == page, "run python -m ringflash.bench.attention.tiles docs/tiles.md"
 
 
 def test_flex_sees_causal_blocks() -> None:

@@ -16,9 +16,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 import ringflash as rf
-from ringflash.bench import mask_peers, masks, timing
-from ringflash.bench.mask_cases import cases
-from ringflash.cli import main
+from ringflash.bench.attention import mask_peers, masks
+from ringflash.bench.attention.mask_cases import cases
+from ringflash.bench.common import timing
+from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 
 CELL = "--seqlens 300 --headdims 16 --nheads 2 --window 40 --documents 4 --dtype float32 --rounds 2"

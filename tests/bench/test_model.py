@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash as rf
-from ringflash.bench.model import NEAR, Link, Machine, Split, predict
-from ringflash.bench.traffic import Shape
-from ringflash.bench.walk import Cost, Costs, _Round, _Travel, seconds, steps
-from ringflash.cli import main
+from ringflash.bench.attention.traffic import Shape
+from ringflash.bench.cost_model.model import NEAR, Link, Machine, Split, predict
+from ringflash.bench.cost_model.walk import Cost, Costs, _Round, _Travel, seconds, steps
+from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 
 FREE = Cost(0.0, 0.0), Cost(0.0, 0.0)

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
 from ringflash import reference
-from ringflash.bench import accuracy, peers, ring, ring_flash_attn, scaling, seen
-from ringflash.bench.problem import Problem
-from ringflash.bench.ring import Work, main
-from ringflash.bench.single import Unavailable
+from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common import peers
+from ringflash.bench.common.problem import Problem
+from ringflash.bench.ring import accuracy, ring_flash_attn, scaling, seen, throughput
+from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
@@ -93,14 +94,14 @@ def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
 def _everything(folder: str) -> tuple[Any, ...]:
     mesh = init_device_mesh("cpu", (2,))
     common = ["--layout", "balanced", *SMALL.split(), "--seqlens", "64"]
-    windows = ring.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
-    documents, fixed, graph = ring.run(
+    windows = throughput.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
+    documents, fixed, graph = throughput.run(
         [*common, "--documents", "3", "--hops", "grouped", "--variants", "fixed-lengths", "graph"], mesh
     )
     assert fixed["name"] == "ringflash balanced, fixed-lengths"
     assert fixed["forward_ms"] > 0
     assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
-    auto = ring.run([*common, "--hops", "auto"], mesh)[0]
+    auto = throughput.run([*common, "--hops", "auto"], mesh)[0]
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
     for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
@@ -250,11 +251,11 @@ def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytes
         for seconds in samples.seconds.values():
             seconds.append(0.5)
 
-    monkeypatch.setattr(ring.ranks, "take_round", out_of_memory)
-    monkeypatch.setattr(ring.dist, "barrier", lambda: None)
+    monkeypatch.setattr(throughput.ranks, "take_round", out_of_memory)
+    monkeypatch.setattr(throughput.dist, "barrier", lambda: None)
     context = rf.ContextParallel.local(2)
-    options = ring._parser().parse_args([*SMALL.split(), "--rounds", "2"])
-    rows = ring._measure_length(64, options, context, {"a": peers.ours(context), "b": peers.alone(64)}, CPU)
+    options = throughput._parser().parse_args([*SMALL.split(), "--rounds", "2"])
+    rows = throughput._measure_length(64, options, context, {"a": peers.ours(context), "b": peers.alone(64)}, CPU)
     assert rows[1]["failed"] == "OutOfMemoryError: tried to allocate 9 TiB"
     assert rows[0]["forward_of_one_kernel"] == pytest.approx(1, rel=0.05)
     assert rows[0]["forward_exposed_us_a_hop"] == 0

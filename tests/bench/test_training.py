@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
-from ringflash.bench import trainees, training
+from ringflash.bench.training import throughput, trainees
 from ringflash.errors import ArgumentError
-from ringflash.train.loss import TokenLosses
-from ringflash.train.memory import parameter_counts
-from ringflash.train.model import Decoder
+from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.memory import parameter_counts
 from tests.distributed import run_ranks
 
 SMALL = "--shapes tiny --peers --eager --steps 2 --warmup 1"
@@ -25,7 +25,7 @@ def test_two_processes(tmp_path: Path) -> None:
     results = run_ranks(2, _everything, str(tmp_path))
     for rows, failed, full in results:
         assert [(row["name"], row["context"]) for row in rows] == [
-            (name, context) for context in (64, 128) for name in (training.OURS, training.PEER)
+            (name, context) for context in (64, 128) for name in (throughput.OURS, throughput.PEER)
         ]
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
@@ -47,13 +47,13 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
     mesh = init_device_mesh("cpu", (2,))
-    failed = training.run([*SMALL.split(), "--contexts", "64"], mesh)
+    failed = throughput.run([*SMALL.split(), "--contexts", "64"], mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainees, "_attend", _gathered_attention)
         written = ["--json", f"{folder}/training.json", "--png", f"{folder}/training.png"]
-        rows = training.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
+        rows = throughput.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
         patch.setattr(trainees, "_on_device", _out_of_memory)
-        full = training.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
+        full = throughput.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
     return rows, failed, full
 
 
@@ -112,4 +112,4 @@ def test_shapes_are_those_of_their_names(shape: str, billions: float) -> None:
 @pytest.mark.parametrize("changed", ["--contexts 0", "--steps 0", "--warmup 0"])
 def test_bad_arguments(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
-        training.main(changed.split())
+        throughput.main(changed.split())

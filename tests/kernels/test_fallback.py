@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringflash.kernels import fallback, portable
-from ringflash.kernels.backend import _in_triton
+from ringflash.kernels import fallback
 from ringflash.kernels.hopper import backend
+from ringflash.kernels.select import _in_triton
+from ringflash.kernels.triton import backend as portable
 from tests.kernels.hopper.test_backend import KNOWN, UNKNOWN, Call, call, calls, run_backward, run_forward
 
 __all__ = ["calls"]  # a fixture

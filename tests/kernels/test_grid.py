@@ -6,7 +6,7 @@ import torch
 import ringflash as rf
 from tests.accuracy import Problem, assert_accurate_together
 from tests.kernels.backends import GPU_BACKENDS
-from tests.kernels.test_portable import DEVICE, GPU, ROUNDING
+from tests.kernels.triton.test_backend import DEVICE, GPU, ROUNDING
 
 pytestmark = [
     pytest.mark.skipif(not GPU, reason="hours in the interpreter"),

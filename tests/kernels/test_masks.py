@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ringflash as rf
-from ringflash.layout import LAYOUTS
+from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from tests.accuracy import Problem, assert_accurate
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
-from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
+from tests.kernels.triton.test_backend import DEVICE, DTYPES, GPU, ROUNDING
 from tests.strategies import block_sparse, masks
 
 SEQLEN = 70

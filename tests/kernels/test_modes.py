@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringflash as rf
-from ringflash.layout import LAYOUTS
+from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from tests.accuracy import Problem, as_tensor, assert_accurate, assert_accurate_together
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
-from tests.kernels.test_portable import DEVICE, DTYPES, GPU, ROUNDING
+from tests.kernels.triton.test_backend import DEVICE, DTYPES, GPU, ROUNDING
+from tests.ops.test_modes import MODES
 from tests.strategies import block_sparse, masks, modes
-from tests.test_modes import MODES
 
 SEQLEN = 515 if GPU else 83
 # In the interpreter a mode costs seconds: those that share no code are together.

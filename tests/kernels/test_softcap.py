@@ -10,7 +10,7 @@ import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
 from tests.accuracy import Problem, assert_accurate
-from tests.kernels.test_portable import DEVICE, DTYPES, ROUNDING
+from tests.kernels.triton.test_backend import DEVICE, DTYPES, ROUNDING
 
 MASKS = [None, rf.Causal() & rf.SlidingWindow(60)]
 

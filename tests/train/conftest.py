@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ringflash.train.model import Decoder
+from ringflash.train.models.decoder import Decoder
 from tests.distributed import run_ranks
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
 

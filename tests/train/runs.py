@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ringflash.train.activations import ActivationCheckpointing
-from ringflash.train.loss import TokenLosses, count_valid, token_loss
-from ringflash.train.model import Decoder
-from ringflash.train.model_config import ModelConfig
-from ringflash.train.module import LanguageModel
-from ringflash.train.optimizer import OptimizerConfig
-from ringflash.train.ring_module import ComputeDtype
-from ringflash.train.strategy import RingAttentionStrategy
+from ringflash.train.lightning.language_model import LanguageModel
+from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.ring_module import ComputeDtype
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.loss import TokenLosses, count_valid, token_loss
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 SEQLEN = 53

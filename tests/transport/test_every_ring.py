@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.layout import LAYOUTS
+from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from tests import one_gpu
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import run_ranks
-from tests.kernels.test_portable import ROUNDING
+from tests.kernels.triton.test_backend import ROUNDING
 from tests.strategies import block_sparse
 
 ON_GPUS = one_gpu.GPUS > 0

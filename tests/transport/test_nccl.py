@@ -10,7 +10,7 @@ from torch import Tensor
 import ringflash as rf
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import run_ranks
-from tests.kernels.test_portable import ROUNDING
+from tests.kernels.triton.test_backend import ROUNDING
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringflash.transport import processes, reach
+from ringflash.coordination import processes
+from ringflash.transport import reach
 
 HERE = {"host": "a", "gpu": "0"}
 

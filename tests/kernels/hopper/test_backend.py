@@ -11,12 +11,13 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.kernels import eager, portable
-from ringflash.kernels.backend import choose
+from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend
 from ringflash.kernels.hopper.storage import is_viewable
-from ringflash.kernels.meeting import Meeting, Scoring
-from ringflash.layout import Chunk
+from ringflash.kernels.select import choose
+from ringflash.kernels.triton import backend as portable
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
 from ringflash.state import AttentionState
 from tests.strategies import block_sparse
@@ -57,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     monkeypatch.setattr("ringflash.kernels.hopper.forward.forward", spy("hopper"))
     monkeypatch.setattr("ringflash.kernels.hopper.backward.backward", spy("hopper"))
     for name in ("forward", "backward_dq", "backward_dkdv"):
-        monkeypatch.setattr(f"ringflash.kernels.portable.{name}", spy("portable"))
+        monkeypatch.setattr(f"ringflash.kernels.triton.backend.{name}", spy("portable"))
     return seen
 
 
@@ -176,10 +177,10 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
     dout, q, k, v = (torch.randn(2, SEQLEN, *size, generator=generator) for size in sizes)
     meeting = Meeting(WHOLE, WHOLE, mask, PLAIN)
     out, lse = torch.empty_like(q), torch.empty(2, 4, SEQLEN)
-    eager.forward(q, k, v, meeting, state=None, out=out, lse=lse, first=True, last=True)
-    given = dout, q, k, v, lse, eager.delta(out, dout, None)
+    prefill.forward(q, k, v, meeting, state=None, out=out, lse=lse, first=True, last=True)
+    given = dout, q, k, v, lse, prefill.delta(out, dout, None)
     results = []
-    for kernels in (backend, eager):
+    for kernels in (backend, prefill):
         dq, dk, dv = kernels.new_dq(q, hops=1, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
         kernels.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
@@ -296,7 +297,7 @@ def test_hopper_refuses_a_cpu() -> None:
 
 
 def test_auto_is_eager_on_a_cpu() -> None:
-    assert choose("auto", torch.zeros(1, 4, 2, 16)) is eager
+    assert choose("auto", torch.zeros(1, 4, 2, 16)) is prefill
 
 
 def test_is_viewable() -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import ringflash as rf
+from ringflash.kernels.contract import Meeting, Scoring
 from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
 from ringflash.kernels.hopper.forward import tiling
-from ringflash.kernels.hopper.intervals import intervals
-from ringflash.kernels.meeting import Meeting, Scoring
-from ringflash.layout import Chunk
+from ringflash.kernels.hopper.mask_tables import intervals
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from tests.accuracy import Problem, assert_accurate
 from tests.kernels.backends import GPU_BACKENDS

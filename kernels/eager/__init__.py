@@ -1,0 +1,1 @@
+"""Tile kernels in PyTorch, for any device and float64."""

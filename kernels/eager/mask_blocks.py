@@ -1,0 +1,149 @@
+"""What the eager kernels read of a mask: blocks of rows, which of them meet, and the mask inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.eager.isolation import is_finite, isolated_matmul
+from ringflash.kernels.mask_tables import LAST_KEY
+from ringflash.layouts.layout import Chunk
+from ringflash.masks import Bitmap, Mask
+
+BLOCK_Q = 256
+BLOCK_K = 1024
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows `[begin, end)` of storage, the first at global position `position`."""
+
+    begin: int
+    end: int
+    position: int
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Global positions of the rows."""
+        return torch.arange(self.position, self.position + self.end - self.begin, device=device)
+
+
+def blocks(chunks: Sequence[Chunk], size: int) -> Iterator[Block]:
+    base = 0
+    for chunk in chunks:
+        for offset in range(0, chunk.length, size):
+            yield Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset)
+        base += chunk.length
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The next precision, which is also what is computed in: the result's own rounding is all that remains."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def key_rows(x: Tensor, block: Block) -> Tensor:
+    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
+    return dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
+
+
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` contiguous in `dtype`: the order of a matmul's sums, and so its last bits, may depend on strides."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` leaves a tensor of that dtype alone
+
+
+class Visibility:
+    """What the rows of one block of queries see."""
+
+    def __init__(self, mask: Mask, block: Block, group: int, device: torch.device) -> None:
+        rows = block.positions(device)
+        lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
+        live = hi > lo
+        self._none = not bool(live.any())
+        self._lo_min, self._lo_max = int(lo.where(live, hi.max()).min()), int(lo.max())
+        self._hi_min, self._hi_max = int(hi.min()), int(hi.where(live, 0).max())
+        self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
+        self._bitmap, self._positions, self._group = mask.bitmap(), rows, group
+        self._bounds = lo, hi
+        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
+        self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
+        self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
+
+    def of(self, keys: Block) -> Block | None:
+        """The keys of a block that any row may see, None when there are none; the rest is never read."""
+        skip = max(self._lo_min - keys.position, 0)
+        length = min(keys.end - keys.begin, self._hi_max - keys.position)
+        if self._none or length <= skip:
+            return None
+        seen = Block(keys.begin + skip, keys.begin + length, keys.position + skip)
+        return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
+
+    def _shown(self, keys: Block, bitmap: Bitmap) -> bool:
+        """Whether the bitmap shows any of the keys of a block to a row whose interval they are in."""
+        lo, hi = self._bounds
+        first, last = lo.clamp(min=keys.position), hi.clamp(max=keys.position + keys.end - keys.begin)
+        return bool(bitmap.sees_any(self._positions, first, last).any())
+
+    def rows(self, x: Tensor, keys: Block) -> Tensor:
+        """Rows of a KV-side tensor as `key_rows` gives them, zeros where a sequence's rows see none of them."""
+        rows = key_rows(x, keys)
+        if self._first is None or self._last is None:
+            return rows
+        columns = keys.positions(x.device)[:, None]
+        return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
+
+    def _bounds_cut(self, keys: Block) -> bool:
+        """Returns True if the intervals hide a key of the block from some row."""
+        return self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min
+
+    def over_keys(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
+        """weights @ x over a block of keys, without what hidden pairs would add where `x` is not finite.
+
+        Args:
+            weights: (batch, nheads_kv, group * rows, keys), 0 where the key is hidden.
+            x: (batch, nheads_kv, keys, headdim).
+            keys: the block.
+        """
+        if not self._hides(keys):
+            return weights @ x
+        return isolated_matmul(weights, x, lambda: self._seen(keys, x.device), finite=is_finite(x))
+
+    def over_rows(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
+        """weights^T @ x over the rows, likewise; x (batch, nheads_kv, group * rows, headdim)."""
+        weights = weights.transpose(-1, -2)
+        if not self._hides(keys):
+            return weights @ x
+        seen = lambda: self._seen(keys, x.device).transpose(-1, -2)  # noqa: E731
+        return isolated_matmul(weights, x, seen, finite=is_finite(x))
+
+    def _hides(self, keys: Block) -> bool:
+        """Returns True if the block may hold a key that some row does not see."""
+        return self._bitmap is not None or self._bounds_cut(keys)
+
+    def _seen(self, keys: Block, device: torch.device) -> Tensor:
+        """The mask inside a block: bool (batch or 1, 1, group * rows, keys), True where the key is seen."""
+        shape = (*self._lo.shape[:3], keys.end - keys.begin)
+        return self.hide(torch.ones(shape, dtype=torch.bool, device=device), keys, False)
+
+    def hide(self, x: Tensor, keys: Block, value: float) -> Tensor:
+        """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
+        columns = keys.positions(x.device)
+        if self._bounds_cut(keys):
+            x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
+        if self._bitmap is not None:
+            x.masked_fill_(~self._bitmap.sees(self._positions, columns).repeat(self._group, 1), value)
+        return x
+
+    def over(self, chunks: Sequence[Chunk]) -> list[Block]:
+        """Blocks of the keys of `chunks` that any row may see."""
+        return [seen for keys in blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
+
+
+_kept_visibility = lru_cache(maxsize=64)(Visibility)
+
+
+def visibility(mask: Mask, block: Block, group: int, device: torch.device) -> Visibility:
+    """That of a block; on the CPU kept for the next hop or pass. On a GPU it would be another stream's, too."""
+    return (_kept_visibility if device.type == "cpu" else Visibility)(mask, block, group, device)

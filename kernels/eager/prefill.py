@@ -1,0 +1,269 @@
+"""The tile kernels in blocked PyTorch: the same contract on any device, in float64 too, and in O(seqlen) memory.
+
+Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv, out, dout likewise
+with headdim_v; lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows,
+headdim), so that every query head of a group meets its KV head in one matmul and KV is not repeated. Half precisions
+are computed in float32, float32 in float64: these kernels are what the others are judged by.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringflash.dropout import kept
+from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.eager.mask_blocks import (
+    BLOCK_K,
+    BLOCK_Q,
+    Block,
+    Visibility,
+    blocks,
+    dense,
+    state_dtype,
+    visibility,
+)
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.masks import Mask
+from ringflash.state import LOG2E, AttentionState
+
+
+def _fold(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
+    """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the dtype computed in."""
+    batch, _, nheads, headdim = x.shape
+    rows = dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
+    return rows.view(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
+
+
+def _fold_rows(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
+    """A number a row, from (batch, nheads, seqlen_q) to (batch, nheads_kv, group * rows)."""
+    return x[:, :, block.begin : block.end].reshape(x.shape[0], nheads_kv, -1)
+
+
+def _unfold(x: Tensor, block: Block, nheads: int) -> Tensor:
+    """Inverse of `_fold`: (batch, rows, nheads, headdim)."""
+    return x.reshape(x.shape[0], nheads, block.end - block.begin, x.shape[-1]).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """The scoring of one block of queries against blocks of keys, tensors (batch, nheads_kv, group * rows, keys)."""
+
+    scoring: Scoring
+    queries: Block
+    batch: int
+    nheads: int
+    nheads_kv: int
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """From (batch or 1, nheads, rows, keys)."""
+        return x.reshape(x.shape[0], self.nheads_kv, -1, x.shape[-1])
+
+    def capped(self, product: Tensor) -> Tensor:
+        """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
+        return product.mul_(self.scoring.before_tanh).tanh_() if self.scoring.softcap else product
+
+    def scores(self, capped: Tensor, keys: Block) -> Tensor:
+        """Scores in base 2."""
+        scores = capped * self.scoring.to_base2
+        if self.scoring.alibi_slopes is not None:
+            rows, columns = self.queries.positions(capped.device), keys.positions(capped.device)
+            slopes = self.scoring.alibi_slopes.to(capped.dtype)[:, :, None, None] * LOG2E
+            scores -= self._folded(slopes * (rows[:, None] - columns).abs())
+        return scores
+
+    def drop(self, x: Tensor, keys: Block) -> Tensor:
+        """`x` where dropout keeps a weight, scaled, and zeros elsewhere."""
+        if not self.scoring.dropout_p:
+            return x
+        rows, columns = self.queries.positions(x.device), keys.positions(x.device)
+        p, seed, first = self.scoring.dropout_p, self.scoring.dropout_seed, self.scoring.first_head
+        stays = kept(p, seed, self.batch, self.nheads, rows, columns, first)
+        return x.mul(self.scoring.kept_scale).mul_(self._folded(stays))
+
+
+def _scorer(q: Tensor, k: Tensor, queries: Block, scoring: Scoring) -> _Scorer:
+    return _Scorer(scoring, queries, q.shape[0], q.shape[2], k.shape[2])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meeting: Meeting,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """One hop: continues the online softmax of `state` over these keys, in place.
+
+    `first` starts from the identity without reading the state; `last` writes `out` and `lse` instead of it.
+    With both, no state is needed.
+    """
+    batch, _, nheads, _ = q.shape
+    nheads_kv = k.shape[2]
+    group = nheads // nheads_kv
+    for queries in blocks(meeting.q_chunks, BLOCK_Q):
+        sees = visibility(meeting.mask, queries, group, q.device)
+        seen = sees.over(meeting.k_chunks)
+        if not (seen or first or last):
+            continue  # the state stays as it is
+        q_block, scorer = _fold(q, queries, nheads_kv), _scorer(q, k, queries, meeting.scoring)
+        if first:
+            m = q_block.new_full(q_block.shape[:3], -math.inf)
+            row_sum, acc = torch.zeros_like(m), q_block.new_zeros((*m.shape, v.shape[3]))
+        else:
+            assert state is not None
+            m, row_sum = (_fold_rows(x, queries, nheads_kv).to(q_block.dtype) for x in (state.m, state.l))
+            acc = _fold(state.o, queries, nheads_kv).to(q_block.dtype)
+        for keys in seen:
+            product = scorer.capped(q_block @ sees.rows(k, keys).transpose(-1, -2))
+            scores = sees.hide(scorer.scores(product, keys), keys, -math.inf)
+            m_new = torch.maximum(m, scores.amax(dim=-1))
+            origin = m_new.masked_fill(m_new == -math.inf, 0.0)
+            weights = scores.sub_(origin[..., None]).exp2_()
+            rescale = torch.exp2(m - origin)
+            row_sum = row_sum * rescale + weights.sum(dim=-1)
+            acc = acc * rescale[..., None] + sees.over_keys(scorer.drop(weights, keys), sees.rows(v, keys), keys)
+            m = m_new
+        rows = slice(queries.begin, queries.end)
+        shape = (batch, nheads, queries.end - queries.begin)
+        part = AttentionState(m.reshape(shape), row_sum.reshape(shape), _unfold(acc, queries, nheads))
+        if last:
+            part = part.with_sinks(meeting.scoring.sinks)
+            out[:, rows], lse[:, :, rows] = part.finalize(out.dtype)
+        else:
+            assert state is not None
+            state.m[:, :, rows], state.l[:, :, rows], state.o[:, rows] = part.m, part.l, part.o
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse: what the softmax's backward subtracts; (batch, nheads, seqlen_q)."""
+    product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # float64: what is left after cancellation
+    return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
+
+
+def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
+    """See `TileKernels.new_dq`."""
+    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
+
+
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
+    """Where it need not be deterministic, though here it is: so that without a GPU both ways are taken."""
+    return not deterministic
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
+
+    sees: Visibility
+    q: Tensor
+    dout: Tensor
+    lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
+    delta: Tensor
+    scorer: _Scorer
+
+    def probabilities_and_gradient(self, keys: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """P = 2^(s - lse), less what dropout drops, and dS = P * (dout v^T - delta) over one block of keys."""
+        capped = self.scorer.capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2))
+        p = self.scorer.scores(capped, keys).sub_(self.lse[..., None]).exp2_()
+        p = self.sees.hide(p, keys, 0.0)  # after the exponential: a row whose lse is NaN must not reach hidden keys
+        dp = self.scorer.drop(self.dout @ self.sees.rows(v, keys).transpose(-1, -2), keys)
+        ds = dp.sub_(self.delta[..., None]).mul_(p)
+        if self.scorer.scoring.softcap:
+            ds.mul_(1.0 - capped.square())
+        # rows that see nothing may hold anything, NaN too
+        return self.scorer.drop(p, keys), self.sees.hide(ds, keys, 0.0)
+
+
+def _queries(
+    block: Block, sees: Visibility, dout: Tensor, q: Tensor, k: Tensor, lse: Tensor, delta: Tensor, scoring: Scoring
+) -> _Queries:
+    nheads_kv = k.shape[2]
+    lse_rows = _fold_rows(lse, block, nheads_kv)
+    blind = lse_rows == -math.inf
+    return _Queries(
+        sees,
+        _fold(q, block, nheads_kv).masked_fill(blind[..., None], 0.0),
+        _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
+        (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(blind, math.inf),
+        _fold_rows(delta, block, nheads_kv),
+        _scorer(q, k, block, scoring),
+    )
+
+
+def backward_dq(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+) -> None:
+    """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    for queries in blocks(meeting.q_chunks, BLOCK_Q):
+        sees = visibility(meeting.mask, queries, nheads // nheads_kv, q.device)
+        rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
+        acc = torch.zeros_like(rows.q)
+        for keys in sees.over(meeting.k_chunks):
+            _, ds = rows.probabilities_and_gradient(keys, k, v)
+            acc += sees.over_keys(ds, sees.rows(k, keys), keys)
+        update = _unfold(acc * meeting.scoring.softmax_scale, queries, nheads)
+        target = dq[:, queries.begin : queries.end]
+        target.copy_(target + update if accumulate else update)
+
+
+def backward_dkdv(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+    dq: DqSum | None = None,
+) -> None:
+    """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written.
+
+    With `dq`, its share softmax_scale * dS k is added to it, in one order here.
+    """
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    queries_and_masks = [
+        (queries, visibility(meeting.mask, queries, nheads // nheads_kv, q.device))
+        for queries in blocks(meeting.q_chunks, BLOCK_Q)
+    ]
+    for block in blocks(meeting.k_chunks, BLOCK_K):
+        shape = (k.shape[0], nheads_kv, block.end - block.begin)
+        dk_acc, dv_acc = (x.new_zeros((*shape, x.shape[3]), dtype=state_dtype(k.dtype)) for x in (k, v))
+        for queries, sees in queries_and_masks:
+            keys = sees.of(block)
+            if keys is None:
+                continue
+            rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
+            p, ds = rows.probabilities_and_gradient(keys, k, v)
+            seen = slice(keys.begin - block.begin, keys.end - block.begin)
+            dv_acc[:, :, seen] += sees.over_rows(p, rows.dout, keys)
+            dk_acc[:, :, seen] += sees.over_rows(ds, rows.q, keys)
+            if dq is not None:
+                part = sees.over_keys(ds, sees.rows(k, keys), keys) * meeting.scoring.softmax_scale
+                dq.rows()[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
+        for total, acc in ((dk, dk_acc * meeting.scoring.softmax_scale), (dv, dv_acc)):
+            target = total[:, block.begin : block.end]
+            update = acc.transpose(1, 2)
+            target.copy_(target + update if accumulate else update)

@@ -1,0 +1,1 @@
+"""Tile kernels in Triton, for any GPU that Triton compiles for."""

@@ -1,0 +1,60 @@
+"""The tile kernels in Triton, for any GPU that Triton compiles for; its interpreter runs them without one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+from ringflash.kernels.contract import Scoring
+from ringflash.kernels.triton import config
+from ringflash.kernels.triton.backward_dkdv import backward_dkdv
+from ringflash.kernels.triton.backward_dq import backward_dq
+from ringflash.kernels.triton.delta import delta
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.kernels.triton.forward import forward
+from ringflash.masks import Mask
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+
+__all__ = [
+    "backward_dkdv",
+    "backward_dq",
+    "check_supported",
+    "delta",
+    "forward",
+    "has_single_pass",
+    "new_dq",
+    "state_dtype",
+]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for every dtype these kernels know."""
+    assert dtype in DTYPES
+    return torch.float32
+
+
+def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
+    """See `TileKernels.new_dq`."""
+    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
+
+
+def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
+    """Where the sweeps said so; see `config.has_single_pass`. Its order of additions is that of the moment."""
+    return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
+
+
+def check_supported(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ArgumentError unless these kernels can run on `device`, on inputs of `dtype`."""
+    interpreted = knobs.runtime.interpret
+    if device.type != "cuda" and not interpreted:
+        remedy = 'Move q, k and v there, use backend "eager", or set TRITON_INTERPRET=1 before Python starts.'
+        raise ArgumentError("backend", expected="CUDA tensors for triton", got=f"{device}", remedy=remedy)
+    dtypes = INTERPRETED_DTYPES if interpreted else DTYPES
+    if dtype not in dtypes:
+        where = "Triton's interpreter" if interpreted else "triton"
+        remedy = 'Cast q, k and v, or use backend "eager".'
+        raise ArgumentError("backend", expected=f"one of {dtypes} for {where}", got=dtype, remedy=remedy)

@@ -1,0 +1,254 @@
+"""dK and dV of one hop in Triton, and dQ too where its sum may have any order.
+
+A program owns BLOCK_N keys of one KV head and streams the queries that see them, of all heads of the group. Without dQ
+nothing is atomic; with it this is the whole backward in five matmuls, dQ added to float32 as its tiles come.
+
+Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and dout with
+headdim_v; lse, delta (batch, nheads, seqlen_q). Probabilities are recomputed from lse.
+
+P = exp(scores - lse), dS = P * (dout v^T - delta), dk = softmax_scale dS^T q, dv = P^T dout, dq = softmax_scale dS k.
+Source: FlashAttention-2 (Dao 2023), algorithm 2.
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Meeting
+from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
+from ringflash.kernels.triton.scores import (
+    Seed,
+    capped,
+    kind_argument,
+    load_columns,
+    load_lse,
+    scored,
+    scores_argument,
+    slope_of,
+    split_lse,
+    weighed,
+)
+from ringflash.kernels.triton.spans import bounds_of, hidden, keys_read, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.tiles import (
+    UNSPECIALIZED,
+    call_of,
+    capability,
+    head_of,
+    load_rows,
+    load_where,
+    operand,
+    row_pointers,
+    store_rows,
+    strided,
+    wide,
+)
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def _over_queries(
+    dk_acc,
+    dv_acc,
+    k_tile,
+    v_tile,
+    q,
+    dout,
+    q_tiles,
+    dout_tiles,
+    dq_base,
+    lse,
+    delta,
+    stride_dqs,
+    span,
+    number,
+    keys,
+    first_key,
+    read,
+    short,
+    schedule,
+    visible,
+    scores,
+    slope,
+    seed,
+    batch,
+    head,
+    WITH_DQ: tl.constexpr,
+    kind,
+):
+    """Adds dS^T q and P^T dout over queries of one chunk."""
+    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_M
+    for step in tl.range(span.begin, span.end, STEP):
+        i, masked = visit(step, span, schedule, kind.MASK)
+        rows = i + tl.arange(0, kind.BLOCK_M)
+        inside = rows < span.length
+        COPIED: tl.constexpr = k_tile.dtype.primitive_bitwidth == 16
+        if kind.EVEN:
+            lse2, lse2_low = split_lse(load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED))
+        else:
+            lse2, lse2_low = load_lse(lse, number + rows, inside)
+            if kind.MASK == 1:  # rows that see nothing may hold anything, NaN too
+                inside &= span.start + rows >= 0
+            elif kind.MASK >= 2:
+                inside &= lse2 != float("inf")
+        q_tile = load_tile(q, q_tiles, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
+        dout_tile = load_tile(dout, dout_tiles, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
+        queries = (span.start + rows)[None, :]
+        t = capped(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
+        p = tl.exp2(s * unit - lse2[None, :] - lse2_low[None, :])
+        if not kind.EVEN:
+            masked = masked | short
+        if (kind.MASK != 0 or not kind.EVEN) and masked:
+            lo, hi, bit_row = bounds_of(visible, batch, span.row, rows, inside, kind.MASK)
+            p = hidden(
+                p, 0.0, read[:, None], queries, keys, first_key, lo[None, :], hi[None, :], bit_row[None, :],
+                visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
+        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=kind.PRECISION)
+        if kind.EVEN:
+            delta_row = load_columns(delta + number + i, kind.BLOCK_M, kind, COPIED)
+        else:
+            delta_row = tl.load(delta + number + rows, mask=inside, other=0.0)
+        weight, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
+        ds = p * (dp - delta_row[None, :])
+        if kind.SOFTCAP:
+            ds *= 1.0 - t * t
+        dv_acc = tl.dot(weight.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=kind.PRECISION)
+        ds = ds.to(q_tile.dtype)
+        dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=kind.PRECISION)
+        if WITH_DQ != 0:  # k^T dS, transposed: a tile of queries may be too short for the rows of a matmul
+            part = tl.trans(tl.dot(tl.trans(k_tile), ds, input_precision=kind.PRECISION)) * scores.softmax_scale
+        if WITH_DQ == 2:  # rows past the chunk's end add zeros to whatever follows
+            place = [batch.to(tl.int32), span.row + i, head.to(tl.int32), 0]
+            dq_base.atomic_add(place, part.reshape(1, kind.BLOCK_M, 1, kind.BLOCK_D))
+        if WITH_DQ == 1:
+            pointers = row_pointers(dq_base, i, stride_dqs, kind.BLOCK_M, kind.BLOCK_D)
+            dims = tl.arange(0, kind.BLOCK_D)[None, :]
+            tl.atomic_add(pointers, part, mask=inside[:, None] & (dims < kind.HEADDIM), sem="relaxed")
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _dkdv_kernel(
+    q,
+    dout,
+    q_tiles,
+    dout_tiles,
+    k,
+    v,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    schedule,
+    visible,
+    scores,
+    ntiles,
+    nchunks,
+    seqlen_q,
+    nheads,
+    seed_low,
+    seed_high,
+    ACCUMULATE: tl.constexpr,
+    WITH_DQ: tl.constexpr,
+    kind,
+):
+    seed = Seed(seed_low, seed_high)
+    nheads_kv = nheads // kind.GROUP
+    program = tl.program_id(0)
+    tile = program % ntiles
+    batch_head = program // ntiles
+    batch = (batch_head // nheads_kv).to(tl.int64)
+    head_kv = (batch_head % nheads_kv).to(tl.int64)
+    row, left, position = place_of(schedule, tile)
+
+    rows = tl.arange(0, kind.BLOCK_N)
+    read = keys_read(visible, batch, position + rows, rows < left, kind.MASK)
+    keys = (position + rows)[:, None]
+    k_pointers = row_pointers(head_of(k, batch, head_kv), row, k.row, kind.BLOCK_N, kind.BLOCK_D)
+    k_tile = load_where(k_pointers, read, kind.LOADED, kind.BLOCK_D, False)
+    v_pointers = row_pointers(head_of(v, batch, head_kv), row, v.row, kind.BLOCK_N, kind.BLOCK_DV)
+    v_tile = load_where(v_pointers, read, kind.LOADED_V, kind.BLOCK_DV, False)
+
+    stride_dqs = nheads * kind.HEADDIM  # dq is contiguous
+    dk_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_DV], tl.float32)
+    for member in range(kind.GROUP):
+        head = head_kv * kind.GROUP + member
+        if WITH_DQ == 1:
+            dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM
+        slope = slope_of(scores, batch, head, kind.ALIBI)
+        for c in range(nchunks):
+            span = span_of(schedule, batch, tile, c, nchunks)
+            number = (batch * nheads + head) * seqlen_q + span.row
+            q_chunk = stream_at(q, batch, head, span.row)
+            dout_chunk = stream_at(dout, batch, head, span.row)
+            dq_chunk = dq
+            if WITH_DQ == 1:
+                dq_chunk = dq_base + wide(span.row) * stride_dqs
+            dk_acc, dv_acc = _over_queries(
+                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_tiles, dout_tiles, dq_chunk, lse, delta,
+                stride_dqs, span, number, keys, position, read, left < kind.BLOCK_N, schedule, visible, scores,
+                slope, seed, batch, head, WITH_DQ, kind,
+            )  # fmt: skip
+
+    dk_acc *= scores.softmax_scale
+    dk_pointers = row_pointers(head_of(dk, batch, head_kv), row, dk.row, kind.BLOCK_N, kind.BLOCK_D)
+    dv_pointers = row_pointers(head_of(dv, batch, head_kv), row, dv.row, kind.BLOCK_N, kind.BLOCK_DV)
+    if ACCUMULATE:
+        dk_acc += load_rows(dk_pointers, left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
+        dv_acc += load_rows(dv_pointers, left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
+    store_rows(dk_pointers, dk_acc, left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
+    store_rows(dv_pointers, dv_acc, left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
+
+
+def _dq_argument(given: DqSum | None, config: TileConfig) -> tuple[int, object]:
+    """How dq is added up, and where: 0 not at all, 1 by element, 2 by tile, with the tensor memory accelerator."""
+    if given is None:
+        return 0, None
+    dq = given.rows()
+    if knobs.runtime.interpret or capability() < 90 or dq.shape[3] % 4:  # its strides are multiples of 16 bytes
+        return 1, dq
+    return 2, TensorDescriptor(dq, list(dq.shape), list(dq.stride()), [1, config.block_m, 1, config.block_d])
+
+
+def backward_dkdv(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+    dq: DqSum | None = None,
+) -> None:
+    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    batch, seqlen_q, nheads, _ = q.shape
+    choose = dkdv_config if dq is None else single_pass_config
+    config = choose(call_of(q, v, meeting))
+    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=True)
+    accelerated, streams, views = streamed((q, dout), config.block_m, config, programs)
+    scores, seed = scores_argument(meeting.scoring, lse)
+    with_dq, dq_argument = _dq_argument(dq, config)
+    _dkdv_kernel[(programs.ntiles * batch * k.shape[2],)](
+        *streams, *views, operand(k), operand(v), lse, delta, dq_argument,
+        strided(dk), strided(dv), tiles, visible, scores,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
+        ACCUMULATE=accumulate, WITH_DQ=with_dq,
+        kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        **config.launch,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""dQ of one hop in Triton, deterministic: a program owns BLOCK_M queries and streams the keys they see.
+
+Shapes: q, dq (batch, seqlen_q, nheads, headdim); k (batch, seqlen_k, nheads_kv, headdim); v and dout with headdim_v;
+lse, delta (batch, nheads, seqlen_q). Probabilities are recomputed from lse.
+
+P = exp(scores - lse), dS = P * (dout v^T - delta), dq = softmax_scale dS k. Source: FlashAttention-2 (Dao 2023),
+algorithm 2, split in two so that sums have one order.
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Meeting
+from ringflash.kernels.triton.config import dq_config
+from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
+from ringflash.kernels.triton.scores import (
+    Seed,
+    capped,
+    kind_argument,
+    load_lse,
+    scored,
+    scores_argument,
+    slope_of,
+    weighed,
+)
+from ringflash.kernels.triton.spans import bounds_of, hidden, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
+
+
+@triton.jit
+def _over_keys(
+    acc,
+    q_tile,
+    dout_tile,
+    lse2,
+    delta_row,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    span,
+    queries,
+    bounds,
+    schedule,
+    visible,
+    scores,
+    slope,
+    seed,
+    batch,
+    head,
+    kind,
+):
+    """Adds dS k over the keys of one chunk."""
+    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
+    lo, hi, bit_row = bounds
+    lse2, lse2_low = lse2
+    for i in tl.range(span.begin, span.end, STEP):
+        n, masked = visit(i, span, schedule, kind.MASK)
+        columns = n + tl.arange(0, kind.BLOCK_N)
+        inside = columns < span.met_end
+        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        keys = (span.start + columns)[None, :]
+        t = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
+        p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
+        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
+        _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
+        ds = p * (dp - delta_row[:, None])
+        if kind.SOFTCAP:
+            ds *= 1.0 - t * t
+        if masked:  # not p: rows that see nothing may hold anything, NaN too
+            ds = hidden(
+                ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
+                visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=kind.PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _dq_kernel(
+    dout,
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    lse,
+    delta,
+    dq,
+    schedule,
+    visible,
+    scores,
+    ntiles,
+    nchunks,
+    seqlen_q,
+    nheads,
+    seed_low,
+    seed_high,
+    ACCUMULATE: tl.constexpr,
+    kind,
+):
+    seed = Seed(seed_low, seed_high)
+    program = tl.program_id(0)
+    tile = program % ntiles
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    head_kv = head // kind.GROUP
+    row, left, position = place_of(schedule, tile)
+
+    rows = tl.arange(0, kind.BLOCK_M)
+    number = (batch * nheads + head) * seqlen_q + row + rows
+    lse2 = load_lse(lse, number, rows < left)  # a pair
+    delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
+    q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
+    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, kind.BLOCK_M, kind.BLOCK_DV)
+    dout_tile = load_rows(dout_pointers, left, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV)
+
+    acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
+    slope = slope_of(scores, batch, head, kind.ALIBI)
+    queries = position + rows[:, None]
+    bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
+    for c in range(nchunks):
+        span = span_of(schedule, batch, tile, c, nchunks)
+        k_chunk = stream_at(k, batch, head_kv, span.row)
+        v_chunk = stream_at(v, batch, head_kv, span.row)
+        acc = _over_keys(
+            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds,
+            schedule, visible, scores, slope, seed, batch, head, kind,
+        )  # fmt: skip
+
+    acc *= scores.softmax_scale
+    dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM
+    dq_pointers = row_pointers(dq_base, row, nheads * kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+    if ACCUMULATE:
+        acc += load_rows(dq_pointers, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+    store_rows(dq_pointers, acc, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+
+
+def backward_dq(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    meeting: Meeting,
+    *,
+    accumulate: bool,
+) -> None:
+    """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
+    batch, seqlen_q, nheads, _ = q.shape
+    config = dq_config(call_of(q, v, meeting))
+    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=False)
+    accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
+    scores, seed = scores_argument(meeting.scoring, lse)
+    _dq_kernel[(programs.ntiles * batch * nheads,)](
+        operand(dout), operand(q), *streams, *views, lse, delta, dq,
+        tiles, visible, scores,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
+        ACCUMULATE=accumulate, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        **config.launch,
+    )  # fmt: skip

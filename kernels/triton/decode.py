@@ -1,0 +1,252 @@
+"""Decoding in Triton: the keys of a sequence are cut into parts that run side by side, and the parts are merged.
+
+Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, capacity, nheads_kv, headdim); v (batch, capacity, nheads_kv,
+headdim_v); lengths (batch,). The query heads that share a KV head, times the queries, are the rows of one tile of
+BLOCK_M, so that KV is read once for all of them. A program owns one such tile, one KV head and one part of the keys.
+
+Each sequence's own length is cut into equal parts, read on the device: a short sequence in a large cache spreads over
+as many programs as a long one, and no program finds its part empty because the cache is larger than the sequence.
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Scoring
+from ringflash.kernels.decode_step import Partials, Step
+from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.triton.config import FUSED, padded_headdim, processors
+from ringflash.kernels.triton.decode_config import ROWS_WITHOUT_WGMMA, DecodeConfig, decode_config, splits_for
+from ringflash.kernels.triton.decode_merge import Target, last_touch, merge, target_of
+from ringflash.kernels.triton.scores import tanh
+from ringflash.kernels.triton.tiles import head_of, load_rows, loads_vectors, row_pointers, strided, wide
+from ringflash.state import LN2
+
+# Numbers that change from call to call: the kernel is not compiled anew for their multiples of 16.
+_SIZES = ["row_tiles", "splits", "capacity", "seqlen_q", "nheads", "nheads_kv", "left", "right"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _decode_kernel(
+    q,
+    k,
+    v,
+    lengths,
+    tree,
+    slopes,
+    slopes_batch,
+    sinks,
+    target,
+    row_tiles,
+    splits,
+    capacity,
+    seqlen_q,
+    nheads,
+    nheads_kv,
+    left,
+    right,
+    before_tanh,
+    to_base2,
+    ln2,
+    FINAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    HEADDIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """MASK: 0 where all rows see the same keys, 1 for intervals, 2 for intervals and a tree."""
+    # Neighbours read the same keys, which the second finds in L2, or the next head's, which lie beside them in memory.
+    program = tl.program_id(0)
+    row_tile = program % row_tiles
+    head_kv = (program // row_tiles % nheads_kv).to(tl.int64)
+    part = program // (row_tiles * nheads_kv)
+    split = part % splits
+    batch = (part // splits).to(tl.int64)
+    group = nheads // nheads_kv
+
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    last_row = tl.minimum(row_tile * BLOCK_M + BLOCK_M, seqlen_q * group) - 1
+    inside = row <= last_row
+    query = row // group
+    head = head_kv * group + row % group
+
+    length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
+    before = length - seqlen_q  # keys before the queries' own
+    begin = tl.maximum(before + row_tile * BLOCK_M // group - left, 0)
+    end = tl.minimum(before + last_row // group + right + 1, length)
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    stop = tl.minimum(begin + tiles * (split + 1) // splits * BLOCK_N, end)
+    begin += tiles * split // splits * BLOCK_N
+
+    position = before + query
+    lo = position - left
+    hi = position + right
+    word = position.to(tl.int64)
+    if MASK == 2:
+        word = tl.load(tree + query, mask=inside, other=0)
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + batch * slopes_batch + head, mask=inside, other=0.0) * 1.4426950408889634
+
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    q_pointers = q.base + batch * q.batch + tl.expand_dims(query.to(tl.int64) * q.row + head * q.head, 1) + dims
+    q_tile = tl.load(q_pointers, mask=inside[:, None] & (dims < HEADDIM), other=0.0)
+    k_base = head_of(k, batch, head_kv)
+    v_base = head_of(v, batch, head_kv)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for n in tl.range(begin, stop, BLOCK_N):
+        k_tile = load_rows(row_pointers(k_base, n, k.row, BLOCK_N, BLOCK_D), stop - n, HEADDIM, BLOCK_N, BLOCK_D)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * before_tanh)
+        s *= to_base2
+        key = (n + tl.arange(0, BLOCK_N))[None, :]
+        visible = key < stop
+        if ALIBI:
+            s -= slope[:, None] * tl.abs(position[:, None] - key).to(tl.float32)
+        if MASK >= 1:
+            visible &= (key >= lo[:, None]) & (key <= hi[:, None])
+        if MASK == 2:
+            token = key - before
+            bits = word[:, None] >> tl.minimum(tl.maximum(token, 0), 63).to(tl.int64)
+            visible &= (token < 0) | ((bits & 1) != 0)
+        s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
+        p = tl.exp2(s - origin[:, None])
+        rescale = tl.exp2(m - origin)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        acc = acc * rescale[:, None]
+        v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), stop - n, HEADDIM_V, BLOCK_N, BLOCK_DV)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        m = m_new
+
+    number = (batch * nheads + head) * seqlen_q + query
+    o_row = (batch * seqlen_q + query) * nheads + head
+    if FINAL:
+        weight, divisor, lse = last_touch(m, l, sinks, head, inside, SINKS)
+        acc = acc * weight[:, None] / divisor[:, None]
+        tl.store(target.m + number, lse * ln2, mask=inside)
+    else:
+        number += wide(split) * target.stride
+        tl.store(target.m + number, m, mask=inside)
+        tl.store(target.l + number, l, mask=inside)
+    dims_v = tl.arange(0, BLOCK_DV)[None, :]
+    o_pointers = target.o + wide(split) * target.stride + o_row[:, None] * HEADDIM_V + dims_v
+    tl.store(o_pointers, acc.to(target.o.dtype.element_ty), mask=inside[:, None] & (dims_v < HEADDIM_V))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
+    splits = _splits(q, k, v, step)
+    if splits > 1:
+        return combine(_parts(q, k, v, lengths, step, splits), step.scoring, q.dtype)
+    out, lse = _results(q, v.shape[3], q.dtype)
+    _launch(q, k, v, lengths, step, 1, Target(out, lse, lse, 0), final=True)
+    return out, lse
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
+    """One state over the first `lengths` keys, without sinks."""
+    parts = _parts(q, k, v, lengths, step, _splits(q, k, v, step))
+    if parts.count == 1:
+        return parts
+    merged = Partials.allocate(1, q, v.shape[3], torch.float32)
+    merge(parts, target_of(merged), step.scoring, final=False)
+    return merged
+
+
+def combine(partials: Partials, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out in `dtype` and lse over the keys of all states."""
+    shape = (partials.batch, partials.seqlen_q, partials.nheads)
+    out, lse = _results(partials.storage.new_empty((*shape, 0)), partials.headdim_v, dtype)
+    merge(partials, Target(out, lse, lse, 0), scoring, final=True)
+    return out, lse
+
+
+def _results(q: Tensor, headdim_v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, nheads, _ = q.shape
+    lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+    return q.new_empty((batch, seqlen_q, nheads, headdim_v), dtype=dtype), lse
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits: int) -> Partials:
+    parts = Partials.allocate(splits, q, v.shape[3], torch.float32)
+    _launch(q, k, v, lengths, step, splits, target_of(parts), final=False)
+    return parts
+
+
+def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+    if step.splits is not None:
+        return step.splits
+    batch, seqlen_q, nheads, _ = q.shape
+    capacity, nheads_kv = k.shape[1:3]
+    config = _config(q, k, v, step)
+    rows = seqlen_q * (nheads // nheads_kv)
+    programs = batch * nheads_kv * triton.cdiv(rows, config.block_m(rows))
+    keys = min(capacity, step.sight.left + seqlen_q)
+    return splits_for(programs, keys, processors(q.device) * config.resident(rows))
+
+
+def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
+    """Returns the tiles of a step, with few rows where loads number by number feed matmuls of 16-bit numbers.
+
+    Tiles of 64 rows would use WGMMA there, which ptxas 12.8 compiles wrong for some widths; see `tiles.operand`. A
+    cache is too large to be copied to better rows at each step.
+    """
+    config = decode_config(q.shape[3], v.shape[3], q.dtype, step.tiles)
+    if q.itemsize == 2 and not all(map(loads_vectors, (q, k, v))):
+        config = replace(config, max_rows=min(config.max_rows, ROWS_WITHOUT_WGMMA))
+    return config
+
+
+@device_tables(maxsize=1024)
+def _tree_words(words: tuple[int, ...], device: torch.device) -> Tensor:
+    return uploaded(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits: int, target: Target, *, final: bool
+) -> None:
+    batch, seqlen_q, nheads, headdim = q.shape
+    capacity, nheads_kv = k.shape[1:3]
+    headdim_v = v.shape[3]
+    scoring, sight = step.scoring, step.sight
+    config = _config(q, k, v, step)
+    rows = seqlen_q * (nheads // nheads_kv)
+    block_m = config.block_m(rows)
+    row_tiles = triton.cdiv(rows, block_m)
+    slopes, sinks = scoring.alibi_slopes, scoring.sinks
+    _decode_kernel[(batch * nheads_kv * splits * row_tiles,)](
+        strided(q), strided(k), strided(v), lengths,
+        _tree_words(sight.tree, q.device) if sight.tree else lengths,
+        lengths if slopes is None else slopes, 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        lengths if sinks is None else sinks,
+        target, row_tiles, splits, capacity, seqlen_q, nheads, nheads_kv, sight.left, sight.right,
+        scoring.before_tanh, scoring.to_base2, LN2,
+        FINAL=final, MASK=0 if sight.is_uniform(seqlen_q, capacity) else 2 if sight.tree else 1,
+        SOFTCAP=scoring.softcap > 0, ALIBI=slopes is not None, SINKS=sinks is not None and final,
+        PRECISION=config.precision, HEADDIM=headdim, HEADDIM_V=headdim_v,
+        BLOCK_D=padded_headdim(headdim), BLOCK_DV=padded_headdim(headdim_v),
+        BLOCK_M=block_m, BLOCK_N=config.tiles.block_n,
+        num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, **FUSED,
+    )  # fmt: skip

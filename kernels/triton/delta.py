@@ -1,0 +1,64 @@
+"""What the softmax's backward subtracts from every row of dP: delta = rowsum(dout * out) - dlse.
+
+Shapes: out, dout (batch, seqlen_q, nheads, headdim_v); dlse, delta (batch, nheads, seqlen_q). Source: FlashAttention-2
+(Dao 2023), algorithm 2, line 4; a gradient of lse adds P * dlse to dS, so it is subtracted here.
+"""
+
+# Triton's DSL is not Python to a type checker: constexpr arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.kernels.triton.config import FUSED, padded_headdim
+from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
+
+
+@triton.jit(do_not_specialize=["ntiles", "seqlen_q", "nheads"])
+def _delta_kernel(
+    out,
+    dout,
+    dlse,
+    delta,
+    ntiles,
+    seqlen_q,
+    nheads,
+    HAS_DLSE: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program % ntiles * BLOCK_M
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    left = seqlen_q - row
+    rows = tl.arange(0, BLOCK_M)
+    out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK_M, BLOCK_D)
+    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK_M, BLOCK_D)
+    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
+    x = tl.sum(out_tile * dout_tile, 1)
+    if HAS_DLSE:
+        x -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=rows < left, other=0.0)
+    tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
+
+
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
+    batch, seqlen_q, nheads, headdim = out.shape
+    result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+    block_m, block_d = 64, padded_headdim(headdim)
+    ntiles = triton.cdiv(seqlen_q, block_m)
+    given = result if dlse is None else dlse
+    dlse_rows = Strided(given, given.stride(0), given.stride(2), given.stride(1))
+    _delta_kernel[(ntiles * batch * nheads,)](
+        strided(out), strided(dout), dlse_rows, result, ntiles, seqlen_q, nheads,
+        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m, **FUSED,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,199 @@
+"""Forward of one hop in Triton: continues the online softmax of a state over the keys that are here.
+
+Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, seqlen_k, nheads_kv, headdim); v with headdim_v; out (batch,
+seqlen_q, nheads, headdim_v); m, l of the state and lse (batch, nheads, seqlen_q); o of the state as out, float32. A
+program owns BLOCK_M queries of one head.
+
+With s the scores times log2(e): m' = max(m, rowmax s), l' = l 2^(m-m') + rowsum 2^(s-m'),
+O' = O 2^(m-m') + 2^(s-m') v. Source: FlashAttention-2 (Dao 2023), algorithm 1, in base 2.
+"""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Meeting
+from ringflash.kernels.triton.config import forward_config
+from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
+from ringflash.kernels.triton.scores import Seed, capped, kept, kind_argument, lse_of, scored, scores_argument, slope_of
+from ringflash.kernels.triton.spans import bounds_of, hidden, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
+from ringflash.state import AttentionState
+
+
+class Results(NamedTuple):
+    """Where a hop's results go, all contiguous: out and lse, or the state that it also continues."""
+
+    m: Any
+    l: Any  # noqa: E741
+    o: Any
+    out: Any
+    lse: Any
+
+
+@triton.jit
+def _attend(
+    acc,
+    m,
+    l,  # noqa: E741
+    q_tile,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    span,
+    queries,
+    bounds,
+    schedule,
+    visible,
+    scores,
+    slope,
+    seed,
+    batch,
+    head,
+    kind,
+):
+    """Takes the keys of one chunk into (acc, m, l)."""
+    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
+    lo, hi, bit_row = bounds
+    for i in tl.range(span.begin, span.end, STEP):
+        n, masked = visit(i, span, schedule, kind.MASK)
+        columns = n + tl.arange(0, kind.BLOCK_N)
+        inside = columns < span.met_end
+        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+        s = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        keys = (span.start + columns)[None, :]
+        s, unit = scored(s, queries, keys, scores, slope, kind.ALIBI)
+        if masked:
+            s = hidden(
+                s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
+                bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
+            )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: -inf minus -inf is NaN
+        p = tl.exp2(s * unit - origin[:, None])
+        rescale = tl.exp2(m - origin)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        if kind.DROPOUT:
+            p = tl.where(kept(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
+        acc = acc * rescale[:, None]
+        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _forward_kernel(
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    results,
+    schedule,
+    visible,
+    scores,
+    ntiles,
+    nchunks,
+    seqlen_q,
+    nheads,
+    seed_low,
+    seed_high,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    kind,
+):
+    seed = Seed(seed_low, seed_high)
+    program = tl.program_id(0)
+    tile = program % ntiles
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    head_kv = head // kind.GROUP
+    row, left, position = place_of(schedule, tile)
+
+    rows = tl.arange(0, kind.BLOCK_M)
+    number = (batch * nheads + head) * seqlen_q + row + rows  # index into m, l and lse
+    o_base = (batch * seqlen_q * nheads + head) * kind.HEADDIM_V
+    stride_o = nheads * kind.HEADDIM_V
+    if FIRST:
+        m = tl.full([kind.BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([kind.BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_DV], tl.float32)
+    else:
+        m = tl.load(results.m + number, mask=rows < left, other=float("-inf"))
+        l = tl.load(results.l + number, mask=rows < left, other=0.0)  # noqa: E741
+        o_pointers = row_pointers(results.o + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
+        acc = load_rows(o_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
+
+    q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
+    slope = slope_of(scores, batch, head, kind.ALIBI)
+    queries = position + rows[:, None]
+    bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
+    for c in range(nchunks):
+        span = span_of(schedule, batch, tile, c, nchunks)
+        k_chunk = stream_at(k, batch, head_kv, span.row)
+        v_chunk = stream_at(v, batch, head_kv, span.row)
+        acc, m, l = _attend(  # noqa: E741
+            acc, m, l, q_tile, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds, schedule, visible,
+            scores, slope, seed, batch, head, kind,
+        )  # fmt: skip
+
+    if LAST:
+        blind = l == 0.0
+        if kind.SINKS:  # one more key, without a value
+            sink = tl.load(scores.sinks + head) * 1.4426950408889634
+            origin = tl.maximum(m, sink)
+            origin = tl.where(origin == float("-inf"), 0.0, origin)
+            rescale = tl.exp2(m - origin)
+            l = l * rescale + tl.exp2(sink - origin)  # noqa: E741
+            acc = acc * rescale[:, None]
+            m = origin
+        divisor = tl.where(blind, 1.0, l)
+        acc = acc / divisor[:, None]
+        lse = lse_of(m, tl.log2(divisor), results.lse)
+        tl.store(results.lse + number, tl.where(blind, float("-inf"), lse), mask=rows < left)
+        target = results.out
+    else:
+        tl.store(results.m + number, m, mask=rows < left)
+        tl.store(results.l + number, l, mask=rows < left)
+        target = results.o
+    pointers = row_pointers(target + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
+    store_rows(pointers, acc, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meeting: Meeting,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    batch, seqlen_q, nheads, _ = q.shape
+    config = forward_config(call_of(q, v, meeting))
+    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=False)
+    accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
+    scores, seed = scores_argument(meeting.scoring, lse)
+    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
+    _forward_kernel[(programs.ntiles * batch * nheads,)](
+        operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
+        FIRST=first, LAST=last, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        **config.launch,
+    )  # fmt: skip

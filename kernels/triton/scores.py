@@ -1,0 +1,203 @@
+"""From q k^T to weights on the device: softcap, ALiBi and dropout, in any orientation of the tile."""
+
+# Triton's DSL is not Python to a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from ringflash.dropout import threshold
+from ringflash.kernels.contract import Scoring
+from ringflash.kernels.triton.config import TileConfig
+from ringflash.kernels.triton.schedule import Programs
+from ringflash.kernels.triton.tiles import Kind, loaded_width
+
+
+class Scores(NamedTuple):
+    """What a kernel knows of a `Scoring`."""
+
+    softmax_scale: Any
+    before_tanh: Any
+    to_base2: Any
+    slopes: Any
+    slopes_batch: Any
+    sinks: Any
+    threshold: Any
+    kept_scale: Any
+    first_head: Any
+
+
+class Seed(NamedTuple):
+    """A dropout seed in two int32 words."""
+
+    low: Any
+    high: Any
+
+
+def scores_argument(scoring: Scoring, unread: Tensor) -> tuple[Scores, Seed]:
+    """A scoring as a kernel takes it; `unread` is any tensor, for the pointers that it will not touch."""
+    slopes, sinks, seed = scoring.alibi_slopes, scoring.sinks, scoring.dropout_seed
+    scores = Scores(
+        softmax_scale=scoring.softmax_scale,
+        before_tanh=scoring.before_tanh,
+        to_base2=scoring.to_base2,
+        slopes=unread if slopes is None else slopes,
+        slopes_batch=0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        sinks=unread if sinks is None else sinks,
+        threshold=threshold(scoring.dropout_p),
+        kept_scale=scoring.kept_scale,
+        first_head=scoring.first_head or None,  # another number in all kernels costs some of them registers
+    )
+    return scores, Seed(*(_signed(word & 0xFFFFFFFF) for word in (seed, seed >> 32)))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def kind_argument(
+    scoring: Scoring, programs: Programs, accelerated: bool, q: Tensor, k: Tensor, v: Tensor, config: TileConfig
+) -> Kind:
+    """What a kernel is compiled for."""
+    values = Kind(
+        MASK=programs.kind,
+        SOFTCAP=scoring.softcap > 0,
+        ALIBI=scoring.alibi_slopes is not None,
+        SINKS=scoring.sinks is not None,
+        DROPOUT=scoring.dropout_p > 0,
+        GROUP=q.shape[2] // k.shape[2],
+        EVEN=programs.even,
+        ACCELERATED=accelerated,
+        PRECISION=config.precision,
+        HEADDIM=q.shape[3],
+        HEADDIM_V=v.shape[3],
+        LOADED=loaded_width(q.shape[3], q.itemsize),
+        LOADED_V=loaded_width(v.shape[3], v.itemsize),
+        BLOCK_D=config.block_d,
+        BLOCK_DV=config.block_dv,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        WARPS=config.num_warps,
+    )
+    return Kind(*map(tl.constexpr, values))
+
+
+@triton.jit
+def slope_of(scores, batch, head, ALIBI: tl.constexpr):
+    """The head's ALiBi slope in base 2."""
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(scores.slopes + batch * scores.slopes_batch + head) * 1.4426950408889634
+    return slope
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few ulp from exp2 alone: a series near 0, where 1 - e would cancel."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def capped(product, scores, SOFTCAP: tl.constexpr):
+    """tanh of the scaled product where there is a softcap, else the product as it is."""
+    if SOFTCAP:
+        product = tanh(product * scores.before_tanh)
+    return product
+
+
+@triton.jit
+def scored(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
+    """(x, unit) so that x * unit is the score in base 2: the multiplication is left to a later fma."""
+    unit = scores.to_base2
+    if ALIBI:
+        product = product * unit - slope * tl.abs(queries - keys).to(tl.float32)
+        unit = 1.0
+    return product, unit
+
+
+@triton.jit
+def kept(queries, keys, batch, head, scores, seed):
+    """Which weights dropout keeps: `ringflash.dropout.kept` for one tile."""
+    queries, keys = tl.broadcast(queries, keys)
+    c0 = (keys >> 2).to(tl.uint32)
+    if scores.first_head is not None:
+        head += scores.first_head
+    c2 = tl.zeros_like(c0) + head.to(tl.uint32)
+    c3 = tl.zeros_like(c0) + batch.to(tl.uint32)
+    low, high = seed.low.to(tl.uint32), seed.high.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(c0, queries.to(tl.uint32), c2, c3, low, high, 10)
+    lane = keys & 3
+    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+    return (word >> 8).to(tl.int32) >= scores.threshold
+
+
+@triton.jit
+def lse_of(m, log_l, target):
+    """lse, natural logarithm, of a row's maximum and log2 of its sum; in float64 where `target` points to that."""
+    if target.dtype.element_ty == tl.float64:
+        lse = (m.to(tl.float64) + log_l.to(tl.float64)) * 0.6931471805599453
+    else:
+        lse = (m + log_l) * 0.6931471805599453
+    return lse
+
+
+@triton.jit
+def split_lse(lse):
+    """lse in base 2 as float32, and what the rounding of a float64 lse took from it; 0 for a float32 one."""
+    exact = lse * 1.4426950408889634
+    high = exact.to(tl.float32)
+    low = tl.zeros_like(high)
+    if lse.dtype == tl.float64:
+        finite = tl.where(tl.abs(exact) == float("inf"), 0.0, exact)
+        low = (finite - finite.to(tl.float32).to(tl.float64)).to(tl.float32)
+    return high, low
+
+
+@triton.jit
+def load_lse(lse, number, inside):
+    """`split_lse`; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
+    x = tl.load(lse + number, mask=inside, other=float("-inf"))
+    high, low = split_lse(x)
+    return tl.where(x == float("-inf"), float("inf"), high), low
+
+
+@triton.jit
+def load_columns(x, BLOCK: tl.constexpr, kind, COPIED: tl.constexpr):
+    """BLOCK numbers for the columns of a product.
+
+    Of fewer numbers than threads each thread would load all that it has columns of, one by one: up to 32. COPIED, as
+    many copies are loaded as there are threads, and all but one dropped; the way to columns is then through shared
+    memory.
+    """
+    rows = tl.arange(0, BLOCK)
+    if not COPIED:
+        return tl.load(x + rows)
+    COPIES: tl.constexpr = min(8, max(1, 32 * kind.WARPS // BLOCK))
+    y = tl.load(x + (rows[None, :] + tl.zeros([COPIES, 1], tl.int32))).permute((1, 0))
+    if COPIES == 8:
+        y, _ = tl.split(y.reshape([BLOCK, 4, 2]))
+    if COPIES >= 4:
+        y, _ = tl.split(y.reshape([BLOCK, 2, 2]))
+    if COPIES >= 2:
+        y, _ = tl.split(y)
+    return y.reshape([BLOCK])
+
+
+@triton.jit
+def weighed(p, dp, queries, keys, batch, head, scores, seed, DROPOUT: tl.constexpr):
+    """P as v meets it and the gradient of P: dropout's part of both."""
+    if DROPOUT:
+        stays = kept(queries, keys, batch, head, scores, seed)
+        p = tl.where(stays, p * scores.kept_scale, 0.0)
+        dp = tl.where(stays, dp * scores.kept_scale, 0.0)
+    return p, dp

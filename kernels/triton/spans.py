@@ -1,0 +1,171 @@
+"""A program's tile, the tiles that it visits, and what of those is seen: the device side of `programs`."""
+
+# Triton's DSL is not Python to a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Meeting
+from ringflash.kernels.triton.config import TileConfig
+from ringflash.kernels.triton.schedule import Programs, make_programs
+
+
+class Schedule(NamedTuple):
+    """`Programs` as a kernel takes them."""
+
+    places: Any
+    spans: Any
+    spans_batch: Any
+    tiles: Any
+
+
+class Visible(NamedTuple):
+    """`RowBounds` as a kernel takes them."""
+
+    lo: Any
+    hi: Any
+    batch: Any
+    hull: Any
+    hull_batch: Any
+    bit_rows: Any
+    words: Any
+    nwords: Any
+    cell_size: Any
+
+
+class Span(NamedTuple):
+    """One entry of `Programs.spans`."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    met_end: Any
+    row: Any
+    start: Any
+    length: Any
+
+
+def schedule(
+    meeting: Meeting, config: TileConfig, device: torch.device, *, by_keys: bool
+) -> tuple[Programs, Schedule, Visible]:
+    """What the programs of a launch need to know, of keys that own tiles when `by_keys`, else of queries."""
+    programs = make_programs(
+        meeting.mask, meeting.q_chunks, meeting.k_chunks, config.block_m, config.block_n, device, by_keys
+    )
+    bounds = programs.bounds
+    return (
+        programs,
+        Schedule(programs.places, programs.spans, programs.batch_stride, programs.tiles),
+        Visible(
+            bounds.lo,
+            bounds.hi,
+            bounds.batch_stride,
+            bounds.hull,
+            2 if bounds.batch_stride else 0,
+            bounds.bit_rows,
+            bounds.words,
+            bounds.words.shape[-1],
+            bounds.size,
+        ),
+    )
+
+
+@triton.jit
+def place_of(schedule, tile):
+    """An owned tile: (row of storage, rows from there to its chunk's end, global position) of its first row."""
+    entry = schedule.places + tile * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 3)
+
+
+@triton.jit
+def span_of(schedule, batch, tile, chunk, nchunks):
+    """What an owned tile meets of one chunk of the other side."""
+    entry = schedule.spans + batch * schedule.spans_batch + (tile * nchunks + chunk) * 8
+    return Span(
+        tl.load(entry),
+        tl.load(entry + 1),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+        tl.load(entry + 4),
+        tl.load(entry + 5),
+        tl.load(entry + 6),
+        tl.load(entry + 7),
+    )
+
+
+@triton.jit
+def visit(i, span, schedule, MASK: tl.constexpr):
+    """What a loop from span.begin to span.end has come to: the tile's first row in its chunk, whether it is masked."""
+    n = tl.load(schedule.tiles + i) if MASK == 3 else i
+    return n, (i < span.full_begin) | (i >= span.full_end)
+
+
+@triton.jit
+def bounds_of(visible, batch, row, rows, inside, MASK: tl.constexpr):
+    """(lo, hi, bit row) of each row of a tile; numbers that nobody reads where the mask has no table."""
+    lo = rows
+    hi = rows
+    bit_row = rows
+    if MASK >= 2:
+        number = batch * visible.batch + row + rows
+        lo = tl.load(visible.lo + number, mask=inside, other=0)
+        hi = tl.load(visible.hi + number, mask=inside, other=0)
+    if MASK == 3:
+        bit_row = tl.load(visible.bit_rows + row + rows, mask=inside, other=0)
+    return lo, hi, bit_row
+
+
+@triton.jit
+def keys_read(visible, batch, keys, inside, MASK: tl.constexpr):
+    """Which keys of a tile may be read at all: of those `inside`, the ones between any that are seen."""
+    if MASK >= 2:
+        entry = visible.hull + batch * visible.hull_batch
+        inside &= (keys >= tl.load(entry)) & (keys < tl.load(entry + 1))
+    return inside
+
+
+@triton.jit
+def hidden(
+    x,
+    value,
+    read,
+    queries,
+    keys,
+    first_key,
+    lo,
+    hi,
+    bit_row,
+    visible,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """A tile's numbers `x`, with `value` where the query does not see the key or the key is not to be `read`.
+
+    Queries and BLOCK_N keys are global positions, the first key's `first_key` >= 0. These, `read`, lo, hi and bit_row
+    broadcast to the tile's shape.
+
+    Bits are loaded in words, as many a row as BLOCK_N of them may touch, and picked out in registers. A load of as many
+    elements as the tile has would choose their layout by itself, and the scores would pass through shared memory in
+    each step to meet it, masked or not.
+    """
+    if MASK == 1:
+        read &= keys <= queries
+    elif MASK >= 2:
+        read &= (keys >= lo) & (keys < hi)
+    x = tl.where(read, x, value)
+    if MASK == 3:
+        cell = keys // visible.cell_size
+        first_word = first_key // visible.cell_size // 32
+        for i in tl.static_range((BLOCK_N + 30) // 32 + 1):
+            at = first_word + i
+            word = tl.load(visible.words + bit_row * visible.nwords + at, mask=at < visible.nwords, other=0)
+            x = tl.where((cell // 32 != at) | ((word >> (cell % 32)) & 1 != 0), x, value)
+    return x

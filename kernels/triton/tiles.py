@@ -1,0 +1,162 @@
+"""What the portable kernels share: how tensors reach them, what they are compiled for, and loads of rows."""
+
+# Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, contiguous_format
+from torch.nn.functional import pad
+
+import triton
+import triton.language as tl
+from ringflash.kernels.contract import Meeting
+from ringflash.kernels.mask_tables import has_short_spans
+from ringflash.kernels.triton.config import Call, padded_headdim
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+from triton.runtime import driver
+
+
+class Strided(NamedTuple):
+    """A tensor (batch, seqlen, nheads, headdim), its last dimension consecutive: pointer and strides."""
+
+    base: Any
+    batch: Any
+    row: Any
+    head: Any
+
+
+# These change from call to call: kernels are not compiled anew for their multiples of 16, as they are for a tuple's.
+UNSPECIALIZED = ["ntiles", "seqlen_q", "seed_low", "seed_high"]
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for, all constexpr."""
+
+    MASK: Any
+    SOFTCAP: Any
+    ALIBI: Any
+    SINKS: Any
+    DROPOUT: Any
+    GROUP: Any
+    EVEN: Any
+    ACCELERATED: Any
+    PRECISION: Any
+    HEADDIM: Any
+    HEADDIM_V: Any
+    LOADED: Any
+    LOADED_V: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    WARPS: Any
+
+
+def capability() -> int:
+    """Compute capability of the GPU that kernels are compiled for, as in 90; the interpreter has the largest tiles."""
+    return 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
+
+
+def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
+    """What tiles are chosen for."""
+    ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
+    ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
+    seqlen_k = sum(chunk.length for chunk in meeting.k_chunks)
+    return Call(
+        headdim=q.shape[3],
+        headdim_v=v.shape[3],
+        dtype=q.dtype,
+        seqlen_k=seqlen_k,
+        capability=capability(),
+        ragged=ragged,
+        short_spans=has_short_spans(meeting.mask),
+        listed=meeting.mask.bitmap() is not None,
+        modes=meeting.scoring.has_modes,
+    )
+
+
+def strided(x: Tensor) -> Strided:
+    """`x` as a kernel takes it, copied only if its last dimension is not consecutive in memory."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return Strided(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride(), strict=False)))
+
+
+VECTOR = 8  # numbers of 16 bits that a thread loads at once: 16 bytes
+HINT = 16  # Triton tells its compiler of a stride only whether it is a multiple of this
+
+
+def loads_vectors(x: Tensor) -> bool:
+    """Returns whether Triton loads rows of 16-bit `x` as whole vectors, rather than number by number."""
+    strides = (stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
+    aligned = x.data_ptr() % (VECTOR * x.itemsize) == 0 and x.stride(-1) == 1
+    return aligned and x.shape[3] % VECTOR == 0 and all(stride % HINT == 0 for stride in strides)
+
+
+def operand(x: Tensor) -> Strided:
+    """`x` (batch, seqlen, nheads, headdim) as a kernel loads tiles of it for matmuls.
+
+    Numbers of 16 bits are copied to rows of whole vectors, padded with zeros, where they do not lie in such rows.
+    Loads number by number are several times slower, and ptxas 12.8 compiles some of them wrong for sm_90: the matmuls
+    that follow then read shared memory through a uniform register that nothing has written.
+    """
+    if x.itemsize == 2 and not loads_vectors(x):
+        headdim = x.shape[3]
+        x = pad(x, (0, -headdim % HINT))[..., :headdim] if headdim % HINT else x.clone(memory_format=contiguous_format)
+    return strided(x)
+
+
+def loaded_width(headdim: int, itemsize: int) -> int:
+    """Columns that a load of an `operand` covers: whole vectors of 16-bit numbers, the last padded with zeros."""
+    return -(-headdim // VECTOR) * VECTOR if itemsize == 2 else headdim
+
+
+@triton.jit
+def wide(x):
+    """An integer, Python's or the GPU's, in int64: row * stride passes 2^31 in long sequences."""
+    return tl.full([], 0, tl.int64) + x
+
+
+@triton.jit
+def head_of(x, batch, head):
+    """Pointer to the first row of one head; `batch` and `head` in int64."""
+    return x.base + batch * x.batch + head * x.head
+
+
+@triton.jit
+def row_pointers(base, row, stride_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to (BLOCK, BLOCK_D) elements from `row` on; only the tile's own offsets fit int32."""
+    rows = tl.arange(0, BLOCK)[:, None] * stride_row
+    return base + wide(row) * stride_row + rows + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_where(pointers, inside, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of rows; zeros where a row is not `inside`, which when EVEN all are, and past HEADDIM."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if EVEN and HEADDIM == BLOCK_D:
+        x = tl.load(pointers)
+    elif EVEN:
+        x = tl.load(pointers, mask=dims < HEADDIM, other=0.0)
+    elif HEADDIM == BLOCK_D:
+        x = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        x = tl.load(pointers, mask=inside[:, None] & (dims < HEADDIM), other=0.0)
+    return x
+
+
+@triton.jit
+def load_rows(pointers, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A (BLOCK, BLOCK_D) tile; zeros past `left` rows, and past HEADDIM."""
+    return load_where(pointers, tl.arange(0, BLOCK) < left, HEADDIM, BLOCK_D, False)
+
+
+@triton.jit
+def store_rows(pointers, x, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile, rounded to the target's dtype, without the rows past `left`."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=(rows < left) & (dims < HEADDIM))

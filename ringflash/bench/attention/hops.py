@@ -1,0 +1,211 @@
+"""The hop benchmark: what a hop of a ring costs by its role, for the state that it reads or writes beside its keys.
+
+    ringflash bench hops --json hops.json
+
+A hop alone ("only") keeps the online-softmax state in registers; of several the first writes it, those in the middle
+read and write it, and the last reads it and writes out and lse. All four meet the same keys here, on one device and
+without a transport, so that `cost`, the time over that of "only", is what the state costs. Roles take turns in rounds
+whose order changes; figures are medians of the device's own times: see `timing`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.bench.attention.tiles import HOPPER, auto_kernels
+from ringflash.bench.common import record, timing
+from ringflash.bench.common.problem import AGREEMENT, Problem, add_options, difference, failure
+from ringflash.commands.options import DTYPES, check_at_least, fill_in
+from ringflash.errors import ArgumentError
+from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.select import TileKernels, choose, kernels_of
+from ringflash.layouts.layout import Chunk
+from ringflash.masks import as_mask
+
+WIDEST_STATE = 128
+ROLES = {"only": (True, True), "first": (True, False), "middle": (False, False), "last": (False, True)}  # first, last
+FULL = {"seqlens": [4096, 8192, 16384, 32768], "headdims": [64, 128], "nheads": 16, "tokens": 16384, "rounds": 7}
+CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "rounds": 2}  # shows that it runs
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """Queries, the keys that visit them, and what hops write.
+
+    Args:
+        kernels: compute the hops.
+        problem: q, k and v, the whole sequence each.
+        state: passes from hop to hop.
+        out: (batch, seqlen, nheads, headdim).
+        lse: (batch, nheads, seqlen), float32.
+    """
+
+    kernels: TileKernels
+    problem: Problem
+    state: rf.AttentionState
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def of(problem: Problem, kernels: TileKernels) -> Rank:
+        """With storage that no hop has written yet."""
+        q = problem.q
+        dtype = kernels.state_dtype(q.dtype)
+        state = rf.AttentionState.allocate(*q.shape, device=q.device, dtype=dtype)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return Rank(kernels, problem, state, torch.empty_like(q), lse)
+
+    def hop(self, role: str, keys: Chunk) -> None:
+        """One hop, in which all queries meet the keys at some positions."""
+        given, (first, last) = self.problem, ROLES[role]
+        mask = as_mask(rf.Causal() if given.causal else None)
+        meeting = Meeting((Chunk(0, given.seqlen),), (keys,), mask, Scoring(given.q.shape[3] ** -0.5))
+        k, v = (x[:, keys.start : keys.stop] for x in (given.k, given.v))
+        state = None if first and last else self.state
+        self.kernels.forward(given.q, k, v, meeting, state=state, out=self.out, lse=self.lse, first=first, last=last)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every cell; 1 when one failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fill_in(options, FULL if device.type == "cuda" else CPU)
+    _check(options, device)
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    command = record.command("ringflash bench hops", arguments)
+    rows: list[dict[str, Any]] = []
+    for headdim in options.headdims:
+        for seqlen, causal in itertools.product(options.seqlens, (False, True)):
+            rows.append(_measure(seqlen, headdim, causal, options, device))
+            if options.json is not None:
+                record.write(options.json, command, device_name, rows)
+        _print([row for row in rows if row["headdim"] == headdim], device_name)
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash bench hops", description="Measures the forward of a hop by its role.")
+    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 4096 to 32768, doubling")
+    add_options(parser)
+    parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
+    parser.add_argument("--rounds", type=int, help="over all roles (default: 7)")
+    return parser
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    """Raises ArgumentError for sizes of which there are no hops, or hops of two families of kernels."""
+    check_at_least(options, ["seqlens"], 4)
+    check_at_least(options, ["tokens", "rounds"])
+    hopper = options.backend in ("auto", "hopper") and auto_kernels(device, DTYPES[options.dtype]) == HOPPER
+    if hopper and max(options.headdims) > WIDEST_STATE:
+        remedy = "The kernels for sm_90 carry no wider state; add --backend triton."
+        raise ArgumentError("--headdims", expected=f"up to {WIDEST_STATE}", got=max(options.headdims), remedy=remedy)
+
+
+def _measure(
+    seqlen: int, headdim: int, causal: bool, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """The row of one cell."""
+    batch = max(1, options.tokens // seqlen)
+    sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
+    row: dict[str, Any] = {"mask": "causal" if causal else "full", "batch": batch, **sizes}
+    row |= {"dtype": options.dtype, "backend": options.backend}
+    try:
+        problem = Problem.random(**sizes, device=device, dtype=DTYPES[options.dtype], batch=batch, causal=causal)
+        expected = _attention(problem, options.backend)
+        with kernels_of(problem.q):
+            rank = Rank.of(problem, choose(options.backend, problem.q))
+            _agree(rank, expected)
+            del expected
+            row |= _figures(_take_turns(rank, row, options.rounds))
+    except ArgumentError:
+        raise  # heads or a backend that attention does not take
+    except Exception as error:  # a cell that cannot, in whatever way: said in its row
+        row["failed"] = failure(error)
+    return row
+
+
+def _attention(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    """Out and lse of `flash_attention`, whose ArgumentError says what heads or backend it does not take."""
+    mask = rf.Causal() if problem.causal else None
+    options = rf.AttentionOptions(return_lse=True, backend=backend)
+    out, lse = rf.flash_attention(problem.q, problem.k, problem.v, mask=mask, options=options)
+    return out, lse
+
+
+def _agree(rank: Rank, expected: tuple[Tensor, Tensor]) -> None:
+    """Raises ValueError where a hop over all keys, or three over a part of them each, give another result."""
+    seqlen = rank.problem.seqlen
+    quarter, half = seqlen // 4, seqlen // 2
+    three = Chunk(0, quarter), Chunk(quarter, half - quarter), Chunk(half, seqlen - half)
+    for roles, chunks in ((("only",), (Chunk(0, seqlen),)), (("first", "middle", "last"), three)):
+        for role, keys in zip(roles, chunks, strict=True):
+            rank.hop(role, keys)
+        for name, got, wanted in zip(("out", "lse"), (rank.out, rank.lse), expected, strict=True):
+            apart = difference(got, wanted)
+            if not apart < AGREEMENT:
+                hops = ", ".join(roles)
+                raise ValueError(f"another result: {name} of {hops} differs by {apart:.2g} of the largest value")
+
+
+def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every role, round by round."""
+    on_gpu, names = rank.problem.q.is_cuda, list(ROLES)
+    calls = {name: partial(rank.hop, name, Chunk(0, rank.problem.seqlen)) for name in names}
+    paces, times = dict[str, timing.Pace](), {name: list[float]() for name in names}
+    for name, call in calls.items():
+        call()
+        paces[name] = timing.pace(call, on_gpu)
+        row[f"{name}_launch_us"] = round(paces[name].launch_seconds * 1e6, 1)
+    for number in range(rounds):
+        for name in timing.turns(names, number):
+            times[name].append(timing.seconds(calls[name], paces[name], on_gpu))
+    return times
+
+
+def _figures(times: dict[str, list[float]]) -> dict[str, float]:
+    """Median ms of every role, and its cost over "only"."""
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    figures = {f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in medians.items()}
+    return figures | {f"{name}_cost": round(seconds / medians["only"], 3) for name, seconds in medians.items()}
+
+
+def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
+    table = Table(title=f"A hop's forward, {heads}, {first['dtype']}, backend {first['backend']}, {device}")
+    for column in ("seqlen", "batch", "mask", "only\nms"):
+        table.add_column(column, justify="left" if column == "mask" else "right")
+    shown = ["only_ms"]
+    for role in list(ROLES)[1:]:
+        for what in ("ms", "cost"):
+            table.add_column(f"{role}\n{what}", justify="right")
+            shown.append(f"{role}_{what}")
+    for row in rows:
+        cells = [str(row["seqlen"]), str(row["batch"]), row["mask"]]
+        for key in shown:
+            cells.append("-" if key not in row else f"{row[key]:.2f}" if key.endswith("cost") else f"{row[key]:.3f}")
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for row in rows:
+        if "failed" in row:
+            console.print(f"  seqlen {row['seqlen']}, {row['mask']}: {row['failed']}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

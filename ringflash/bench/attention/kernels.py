@@ -1,0 +1,331 @@
+"""The kernel benchmark: flash_attention beside its peers on one device, forward and backward apart, in one run.
+
+    ringflash bench kernels --peers --json kernels.json --png kernels.png
+
+Contenders take turns in rounds whose order changes, with a large matmul among them; figures are medians. TFLOP/s count
+4 seqlen^2 nheads headdim batch for a forward, half of it where causal, and 2.5 times it for a backward. The forward is
+that of training, with gradients recorded. Times are the device's own: see `timing`. Errors are those of the first
+sequence's first KV head and its query heads; peak memory is beside the inputs. A long run fits in pieces, by --headdims
+or --seqlens, whose JSON --merge joins. Where the kernels are those for sm_90, the portable ones run beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.bench.attention import traffic
+from ringflash.bench.attention.single import Unavailable, contenders
+from ringflash.bench.attention.tiles import auto_kernels, pass_bytes
+from ringflash.bench.attention.traffic import Shape, Traffic
+from ringflash.bench.common import memory, plot, profiler, record, timing
+from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, Setup, difference, failure
+from ringflash.bench.common.report import print_cells, print_traffic
+from ringflash.bench.ring.accuracy import TENSORS, Yardstick
+from ringflash.commands.options import DTYPES, fill_in
+from ringflash.errors import ArgumentError
+
+MATMUL = "matmul"
+BACKWARD = 2.5  # in forwards
+MIN_ROUNDS = 2
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+FULL = {"seqlens": LENGTHS, "headdims": [64, 128, 256], "nheads": 16, "tokens": 16384, "rounds": 5}
+QUICK = {"seqlens": [1024, 8192], "headdims": [128], "nheads": 16, "tokens": 16384, "rounds": 3}
+CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "rounds": 2}  # shows that it runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures or computes what was asked for; 1 when a contender of ours failed or a bound was broken."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    computes = options.traffic or options.profile
+    usual = QUICK if options.quick else CPU if device.type == "cpu" and not computes else FULL
+    _check(options, computes)
+    fill_in(options, usual)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    command = record.command("ringflash bench kernels", arguments)
+    if options.memory is not None:
+        rows = memory.check(options.memory, DTYPES[options.dtype], nheads=8, nheads_kv=1, headdim=128)
+        if options.json is not None:
+            record.write(options.json, command, name, rows)
+        return 0 if all(row["within"] for row in rows) else 1
+    shapes, about = _shapes(options), dict[str, Any]()
+    if computes:
+        return _traffic(shapes, options, device, command, name)
+    if options.merge:
+        earlier = [json.loads(path.read_text()) for path in options.merge]
+        rows, missing = [row for run in earlier for row in run["rows"]], []
+        name, command = earlier[0]["device"], "; ".join(run["command"] for run in earlier)
+        about = {"date": max(run["date"] for run in earlier), "versions": earlier[0]["versions"]}
+    else:
+        rows, missing = _run(shapes, options, device, lambda *of: _write(options.json, command, name, *of))
+    print_cells(rows, missing, name)
+    _write(options.json, command, name, rows, missing, **about)
+    if options.png is not None and rows:
+        plot.draw(options.png, rows, name)
+    return 1 if any("failed" in row and row["name"].startswith("ringflash") for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash bench kernels", description="Measures flash_attention on one device.")
+    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 131072, doubling")
+    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128 256")
+    parser.add_argument("--causal", choices=("both", "yes", "no"), default="both")
+    parser.add_argument("--nheads", type=int, help="default: 16")
+    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--rounds", type=int, help="over all contenders (default: 5)")
+    parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, help="no further cell after this many seconds")
+    parser.add_argument("--errors-to", type=int, default=8192, help="largest seqlen compared with float64")
+    parser.add_argument(
+        "--peers", action="store_true", help="SDPA, FlexAttention, FlashAttention-4, standard attention"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, as the tables name them; peers too")
+    parser.add_argument("--quick", action="store_true", help="1k and 8k tokens, headdim 128, three rounds")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
+    parser.add_argument("--png", type=Path, help="where to draw them")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: join the JSON of earlier runs")
+    parser.add_argument("--traffic", action="store_true", help="measure nothing: compute HBM bytes")
+    parser.add_argument("--profile", action="store_true", help="as --traffic, beside what a profiler measures")
+    parser.add_argument(
+        "--memory", type=int, metavar="SEQLEN", help="peak memory, 8:1 heads of 128; 1 when above its bound"
+    )
+    return parser
+
+
+def _check(options: argparse.Namespace, computes: bool) -> None:
+    """Raises ArgumentError for an option that what is asked for would not look at."""
+    if options.png is not None and (computes or options.memory is not None):
+        remedy = "Leave --png out, or measure."
+        raise ArgumentError("--png", expected="figures to draw", got="--traffic, --profile or --memory", remedy=remedy)
+    if options.only is not None and (computes or options.merge or options.memory is not None):
+        got = "--traffic, --profile, --merge or --memory"
+        remedy = "Leave --only out, or measure."
+        raise ArgumentError("--only", expected="contenders to measure", got=got, remedy=remedy)
+    given = [name for name in FULL if name != "rounds" and getattr(options, name) is not None]
+    if options.memory is not None and given:
+        got = ", ".join(f"--{name}" for name in given)
+        remedy = "Its length is its own argument; heads are 8:1 of 128."
+        raise ArgumentError("--memory", expected="no other sizes", got=got, remedy=remedy)
+
+
+def _shapes(options: argparse.Namespace) -> list[Shape]:
+    """The cells, short ones first: a run that is cut off has the most of them."""
+    masks = {"both": (True, False), "yes": (True,), "no": (False,)}[options.causal]
+    size = DTYPES[options.dtype].itemsize
+    return [
+        Shape(max(1, options.tokens // seqlen), seqlen, options.nheads, options.nheads_kv, headdim, causal, size)
+        for seqlen in sorted(options.seqlens)
+        for headdim in options.headdims
+        for causal in masks
+    ]
+
+
+def _run(
+    shapes: list[Shape],
+    options: argparse.Namespace,
+    device: torch.device,
+    keep: Callable[[list[dict[str, Any]], list[str]], None],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of all cells that the budget allows, and the names of the others."""
+    begin, rows = time.monotonic(), []
+    named = contenders(device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
+    for number, shape in enumerate(shapes):
+        if number > 0 and options.budget_s is not None and time.monotonic() - begin > options.budget_s:
+            return rows, [_name(shape) for shape in shapes[number:]]
+        rows += _measure(shape, named, options, device)
+        keep(rows, [_name(shape) for shape in shapes[number + 1 :]])
+        print(f"{_name(shape)}: {time.monotonic() - begin:.0f} s so far", file=sys.stderr, flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows, []
+
+
+def _measure(
+    shape: Shape, named: dict[str, Contender], options: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    """The rows of one cell, one a contender."""
+    dtype = DTYPES[options.dtype]
+    kernels = auto_kernels(device, dtype)
+    sizes = (shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
+    problem = Problem.random(*sizes, device, dtype, batch=shape.batch, causal=shape.causal)
+    yardstick = Yardstick.of(problem) if shape.seqlen <= options.errors_to else None
+    facts = dataclasses.asdict(shape) | {"dtype": options.dtype}
+    rows: dict[str, dict[str, Any]] = {name: {"name": name, **facts} for name in named}
+    with ExitStack() as stack:
+        setups: dict[str, Setup] = {}
+        expected: list[Tensor] | None = None
+        for name, contender in named.items():
+            try:
+                setup = stack.enter_context(contender(problem))
+                results = [setup.whole(x.detach()) for x in setup.forward_backward()]
+                expected = expected or results
+                rows[name] |= _agreement(results, expected, yardstick)
+                del results
+                rows[name] |= _peak_memory(setup, shape.batch * shape.seqlen, device)
+                setups[name] = setup
+            except Unavailable as error:
+                rows[name]["failed"] = str(error)
+            except Exception as error:  # a contender that cannot, in whatever way: said in its row
+                rows[name]["failed"] = failure(error)
+        del expected
+        times, matmul_tflops = _take_turns(setups, _matmul(dtype, device), rows, options)
+    for name, row in rows.items():
+        row |= _figures(times.get(name, {}), problem.forward_flops, matmul_tflops) | _bytes(name, shape, kernels)
+    return list(rows.values())
+
+
+def _agreement(results: list[Tensor], expected: list[Tensor], yardstick: Yardstick | None) -> dict[str, Any]:
+    """Errors against float64 where there is a yardstick.
+
+    Raises:
+        ValueError: the results are another attention's than those of the first contender.
+    """
+    apart = {name: difference(*pair) for name, *pair in zip(TENSORS, results, expected, strict=True)}
+    worst = max(apart, key=lambda name: apart[name])
+    if not all(x < AGREEMENT for x in apart.values()):
+        raise ValueError(f"another result: {worst} differs by {apart[worst]:.2g} of the largest value")
+    if yardstick is None:
+        return {}
+    return {"errors": {name: dataclasses.asdict(error) for name, error in yardstick.errors(results).items()}}
+
+
+def _bytes(name: str, shape: Shape, kernels: str) -> dict[str, Any]:
+    """HBM bytes of both passes, computed, where a contender's accesses are known; `kernels` are those of "auto"."""
+    must = traffic.compulsory(shape)
+    moved = traffic.standard(shape) if name == "standard attention" else None
+    if name.startswith("ringflash"):
+        mode, _, named_kernels = name.removeprefix("ringflash ").partition(", ")
+        tiled = pass_bytes(shape, named_kernels or kernels)
+        moved = Traffic(tiled["forward"], tiled[f"backward {mode}"])
+    if moved is None:
+        return {}
+    return {
+        "forward_bytes": {"compulsory": must.forward, "computed": moved.forward},
+        "backward_bytes": {"compulsory": must.backward, "computed": moved.backward},
+    }
+
+
+def _peak_memory(setup: Setup, tokens: int, device: torch.device) -> dict[str, Any]:
+    """What one forward and backward has allocated at most beside its inputs, results included."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    setup.forward_backward()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"peak_bytes": peak, "peak_bytes_per_token": round(peak / tokens, 1)}
+
+
+def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], float]:
+    """A large matmul and its operations: the device's own rate, at the clock of the moment."""
+    n = 8192 if device.type == "cuda" else 256
+    a, b, c = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(3))
+    return lambda: torch.matmul(a, b, out=c), 2.0 * n**3
+
+
+def _take_turns(
+    setups: dict[str, Setup],
+    matmul: tuple[Callable[[], Tensor], float],
+    rows: dict[str, dict[str, Any]],
+    options: argparse.Namespace,
+) -> tuple[dict[str, dict[str, list[float]]], float]:
+    """Seconds of every pass, round by round, and the matmul's rate in TFLOP/s."""
+    call, flops = matmul
+    on_gpu = call().is_cuda
+    turns, paces = [MATMUL, *setups], dict[tuple[str, str], timing.Pace]()
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": []} for name in turns}
+
+    def sample(name: str, part: str, pass_: Callable[[], object]) -> None:
+        if (name, part) not in paces:
+            paces[name, part] = timing.pace(pass_, on_gpu)
+            if name != MATMUL:
+                rows[name][f"{part}_launch_us"] = round(paces[name, part].launch_seconds * 1e6, 1)
+        times[name][part].append(timing.seconds(pass_, paces[name, part], on_gpu))
+
+    begin = time.monotonic()
+    for number in range(options.rounds):
+        if number >= MIN_ROUNDS and time.monotonic() - begin > options.cell_s:
+            break
+        for name in timing.turns(turns, number):
+            if name == MATMUL:
+                sample(name, "forward", call)
+                continue
+            if "failed" in rows[name]:
+                continue
+            setup = setups[name]
+            try:
+                out = setup.forward()
+                sample(name, "backward", lambda setup=setup, out=out: setup.backward(out))
+                del out
+                sample(name, "forward", setup.forward)
+            except Exception as error:  # as above
+                rows[name]["failed"] = failure(error)
+    return times, flops / statistics.median(times.pop(MATMUL)["forward"]) / 1e12
+
+
+def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops: float) -> dict[str, Any]:
+    """Milliseconds, TFLOP/s and share of the matmul's rate, medians over the rounds."""
+    figures: dict[str, Any] = {"matmul_tflops": round(matmul_tflops, 4)}
+    for part, passes in (("forward", 1.0), ("backward", BACKWARD)):
+        if times.get(part):
+            seconds = statistics.median(times[part])
+            tflops = passes * forward_flops / seconds / 1e12
+            figures |= {f"{part}_ms": round(seconds * 1e3, 4), f"{part}_tflops": round(tflops, 4)}
+            figures |= {f"{part}_share": round(tflops / matmul_tflops, 3), "rounds": len(times[part])}
+    return figures
+
+
+def _traffic(
+    shapes: list[Shape], options: argparse.Namespace, device: torch.device, command: str, device_name: str
+) -> int:
+    """Prints and writes HBM bytes: computed, of the kernels that "auto" means here, and with --profile measured."""
+    rows, why = [], ""
+    kernels = auto_kernels(device, DTYPES[options.dtype])
+    for shape in shapes:
+        must, materialised = traffic.compulsory(shape), traffic.standard(shape)
+        measured: dict[str, float] = {}
+        if options.profile and (rows == [] or rows[-1]["measured"]):  # once without a profiler is enough
+            measured, why = profiler.measure(shape, options.dtype)
+        row = {"compulsory": dataclasses.asdict(must), "tiled": pass_bytes(shape, kernels)}
+        row |= {"standard": dataclasses.asdict(materialised), "measured": measured}
+        rows.append(dataclasses.asdict(shape) | row)
+    print_traffic(rows, kernels)
+    if options.profile:
+        print(f"measured with {why}" if rows[0]["measured"] else why)
+    if options.json is not None:
+        record.write(options.json, command, device_name, rows, profiler=why, kernels=kernels)
+    return 0
+
+
+def _name(shape: Shape) -> str:
+    return f"{'causal' if shape.causal else 'full'} headdim {shape.headdim} seqlen {shape.seqlen}"
+
+
+def _write(
+    path: Path | None, command: str, device: str, rows: list[dict[str, Any]], missing: list[str], **about: Any
+) -> None:
+    if path is not None:
+        record.write(path, command, device, rows, missing=missing, **about)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

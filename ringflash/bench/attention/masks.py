@@ -1,0 +1,208 @@
+"""The mask benchmark: whether attention takes as much less time under a mask as the mask leaves less to see.
+
+    ringflash bench masks --json masks.json
+
+The yardstick is the causal mask; every other is beside it. A mask's share is its visible pairs of query and key over
+those of the causal triangle, counted exactly; share times the causal ms of the same run is what it should take, and
+`cost` is what it takes over that. Documents are of mixed lengths, or of equal ones. The latter are there twice: as a
+mask, and as the batch of short sequences that they are, which shows what short sequences cost without a mask. With
+`--peers`, FlashAttention-4 and FlexAttention are given the same, each beside its own causal ms. Cases take turns in
+rounds whose order changes; figures are medians of the device's own times: see `timing`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ringflash.bench.attention.mask_cases import cases, triangle
+from ringflash.bench.attention.mask_peers import MaskContender, compiling, flash_attention_4, flex, ours
+from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common import record, timing
+from ringflash.bench.common.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
+from ringflash.bench.ring.accuracy import TENSORS
+from ringflash.commands.options import DTYPES, check_at_least, fill_in
+from ringflash.errors import ArgumentError
+
+FAST = "backward_fast"
+MODES = {FAST: False, "backward_deterministic": True}
+PARTS = ("forward", *MODES)
+FULL = {"seqlens": [32768], "headdims": [64, 128], "nheads": 16, "window": 4096, "documents": 16, "rounds": 5}
+CPU = {"seqlens": [256], "headdims": [32], "nheads": 2, "window": 32, "documents": 4, "rounds": 2}  # shows that it runs
+
+Key = tuple[str, str]  # a contender and a case
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures every cell; 1 when a case failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fill_in(options, FULL if device.type == "cuda" else CPU)
+    _check(options, device)
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    command = record.command("ringflash bench masks", arguments)
+    rows: list[dict[str, Any]] = []
+    for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
+        with compiling() if options.peers else nullcontext():
+            cell = _measure(seqlen, headdim, options, device)
+        _print(cell, device_name)
+        rows += cell
+        if options.json is not None:
+            record.write(options.json, command, device_name, rows)
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash bench masks", description="Measures flash_attention under masks.")
+    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
+    add_options(parser)
+    parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
+    parser.add_argument("--documents", type=int, help="in a sequence, of mixed and of equal lengths (default: 16)")
+    parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
+    parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
+    return parser
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    """Raises ArgumentError for sizes of which there are no cases, and for peers that nothing here runs."""
+    check_at_least(options, ["seqlens", "window", "documents", "rounds"])
+    if options.peers and device.type != "cuda":
+        remedy = "Leave it out: FlashAttention-4 and FlexAttention's backward run on GPUs."
+        raise ArgumentError("--peers", expected="a GPU", got="none", remedy=remedy)
+    for seqlen in options.seqlens:
+        if seqlen % options.documents:
+            remedy = "They are compared with a batch, whose sequences are equally long."
+            expected = f"a number that divides {seqlen} tokens"
+            raise ArgumentError("--documents", expected=expected, got=options.documents, remedy=remedy)
+
+
+def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """The rows of one cell, one a contender and case."""
+    sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
+    problem = Problem.random(**sizes, device=device, dtype=DTYPES[options.dtype])
+    facts = sizes | {"dtype": options.dtype, "backend": options.backend}
+    rows: dict[Key, dict[str, Any]] = {}
+    setups: dict[Key, dict[str, Setup]] = {}
+    expected: list[Tensor] | None = None
+    contenders: dict[str, dict[str, MaskContender]] = {
+        "ringflash": {part: ours(mode, options.backend) for part, mode in MODES.items()}
+    }
+    if options.peers:
+        contenders |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
+    for case in cases(seqlen, options.window, options.documents):
+        if case.sequences == 1:  # else it must agree with the documents before it
+            expected = None
+        for by, parts in contenders.items():
+            row = {"name": case.name, "by": by, **facts, "pairs": case.pairs, "share": case.pairs / triangle(seqlen)}
+            rows[by, case.name] = row
+            modes: dict[str, Setup] = {}
+            try:
+                for part, prepare in parts.items():
+                    modes[part] = prepare(case, problem)
+                    results = [modes[part].whole(x.detach()) for x in modes[part].forward_backward()]
+                    _agree(results, expected or results)
+                    expected = expected or results
+                    del results
+                setups[by, case.name] = modes
+            except Unavailable as error:
+                row["unavailable"] = str(error)
+            except Exception as error:  # a case that cannot, in whatever way: said in its row
+                if isinstance(error, ArgumentError) and len(rows) == 1:
+                    raise  # heads or a backend that causal attention does not take: nothing can be measured
+                row["failed"] = failure(error)
+    del expected
+    times = _take_turns(setups, rows, options.rounds, device.type == "cuda")
+    for by in contenders:
+        _add_figures([row for row in rows.values() if row["by"] == by], times)
+    return list(rows.values())
+
+
+def _agree(results: list[Tensor], expected: list[Tensor]) -> None:
+    """Raises ValueError when results are another attention's than those of the same documents or the other mode."""
+    for name, got, wanted in zip(TENSORS, results, expected, strict=True):
+        apart = difference(got, wanted)
+        if not apart < AGREEMENT:
+            raise ValueError(f"another result: {name} differs by {apart:.2g} of the largest value")
+
+
+def _take_turns(
+    setups: Mapping[Key, Mapping[str, Setup]], rows: Mapping[Key, dict[str, Any]], rounds: int, on_gpu: bool
+) -> dict[Key, dict[str, list[float]]]:
+    """Seconds of every pass of every case, round by round."""
+    keys, paces = list(setups), dict[tuple[Key, str], timing.Pace]()
+    times: dict[Key, dict[str, list[float]]] = {key: {part: [] for part in ("forward", *setups[key])} for key in keys}
+
+    def sample(key: Key, part: str, pass_: Callable[[], object]) -> None:
+        if (key, part) not in paces:
+            paces[key, part] = timing.pace(pass_, on_gpu)
+            rows[key][f"{part}_launch_us"] = round(paces[key, part].launch_seconds * 1e6, 1)
+        times[key][part].append(timing.seconds(pass_, paces[key, part], on_gpu))
+
+    for number in range(rounds):
+        for key in timing.turns(keys, number):
+            if "failed" in rows[key]:
+                continue
+            try:
+                for part, setup in setups[key].items():
+                    out = setup.forward()
+                    sample(key, part, partial(setup.backward, out))
+                    del out
+                sample(key, "forward", setups[key][FAST].forward)  # the same in both modes
+            except Exception as error:  # as above
+                rows[key]["failed"] = failure(error)
+    return times
+
+
+def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[Key, Mapping[str, list[float]]]) -> None:
+    """Adds to every row its median ms, and beside those of the causal mask, the first row, expected ms and cost."""
+    causal = rows[0]
+    medians = {
+        row["name"]: {part: statistics.median(found) * 1e3 for part, found in times[row["by"], row["name"]].items()}
+        for row in rows
+        if not {"failed", "unavailable"} & row.keys()
+    }
+    for row in rows:
+        for part, measured in medians.get(row["name"], {}).items():
+            row[f"{part}_ms"] = round(measured, 4)
+            if causal["name"] in medians:
+                expected = row["share"] * medians[causal["name"]][part]
+                row[f"{part}_expected_ms"] = round(expected, 4)
+                row[f"{part}_cost"] = round(measured / expected, 3)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
+    table = Table(title=f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}")
+    table.add_column("mask", no_wrap=True)
+    table.add_column("by", no_wrap=True)
+    table.add_column("share of\ncausal", justify="right")
+    for part in PARTS:
+        for what in ("expected ms", "ms", "cost"):
+            table.add_column("\n".join([*part.split("_"), what]), justify="right")
+    for row in rows:
+        cells = [row["name"], row["by"], f"{row['share']:.1%}"]
+        for key in (f"{part}_{what}" for part in PARTS for what in ("expected_ms", "ms", "cost")):
+            cells.append("-" if key not in row else f"{row[key]:.2f}" if key.endswith("cost") else f"{row[key]:.3f}")
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console.print(table)
+    for row in rows:
+        for why in {"failed", "unavailable"} & row.keys():
+            console.print(f"  {row['name']}, {row['by']}: {row[why]}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Who runs in the kernel benchmark: flash_attention and its peers on one device, each given the same problem."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import ringflash as rf
+from ringflash.bench.attention.tiles import HOPPER, PORTABLE, auto_kernels
+from ringflash.bench.common.problem import Contender, Problem, Setup
+from ringflash.errors import ArgumentError
+
+STANDARD_MATRICES = 4  # seqlen x seqlen at once, in the backward: P, dP, its masked copy, dS
+FLEX_BLOCK = 128
+
+
+class Unavailable(RuntimeError):
+    """A contender that this machine has no package or no memory for."""
+
+
+def ours(deterministic: bool, backend: str = "auto") -> Contender:
+    """`flash_attention`; the forward is the same in both modes."""
+    options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        mask = rf.Causal() if problem.causal else None
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = rf.flash_attention(q, k, v, mask=mask, options=options)
+            assert isinstance(out, Tensor)
+            return out
+
+        yield Setup(problem.leaves(), problem.dout, call, _as_it_is)
+
+    return prepare
+
+
+def sdpa(backend: SDPBackend) -> Contender:
+    """torch's scaled_dot_product_attention, forced to one backend."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        heads_first = problem.map(_swapped)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=problem.causal, enable_gqa=problem.group > 1
+                )
+
+        yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
+
+    return prepare
+
+
+@contextmanager
+def flex(problem: Problem) -> Generator[Setup, None, None]:
+    """torch's flex_attention, compiled for this shape; its block mask is made beforehand."""
+    from torch._functorch import config as functorch_config
+
+    torch._dynamo.reset()  # a shape is compiled on its own, and dynamo gives up after a few of one function
+    heads_first = problem.map(_swapped)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = _causal_blocks(problem.seqlen, problem.q.device) if problem.causal else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
+        assert isinstance(out, Tensor)
+        return out
+
+    with functorch_config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
+        yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
+
+
+def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
+    """Flex's causal block mask from its counts: create_block_mask would build the seqlen x seqlen mask first."""
+    blocks = -(-seqlen // FLEX_BLOCK)
+    row = torch.arange(blocks, dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),  # the block on the diagonal
+        torch.cat([row[:, None], row.expand(blocks, -1)], 1)[:, :blocks].contiguous()[None, None],
+        row[None, None].contiguous(),  # those before it, seen by every row
+        row.expand(blocks, -1).contiguous()[None, None],
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda b, h, q, k: q >= k,
+        seq_lengths=(seqlen, seqlen),
+    )
+
+
+def cute() -> Any:
+    """FlashAttention-4's package.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
+    try:
+        return importlib.import_module("flash_attn.cute")
+    except ImportError as error:
+        raise Unavailable("not installed") from error
+
+
+@contextmanager
+def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
+    """FlashAttention-4, where its package is installed."""
+    function = cute().flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, causal=problem.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    yield Setup(problem.leaves(), problem.dout, call, _as_it_is)
+
+
+@contextmanager
+def standard(problem: Problem) -> Generator[Setup, None, None]:
+    """softmax(q k^T) v with scores and probabilities in memory, in the inputs' dtype: O(seqlen^2) of it."""
+    batch, seqlen, nheads, headdim = problem.q.shape
+    needed = STANDARD_MATRICES * batch * nheads * seqlen**2 * problem.q.element_size()
+    free = _free_bytes(problem.q.device)
+    if needed > free:
+        raise Unavailable(f"needs {needed / 2**30:,.0f} GiB, {free / 2**30:,.0f} are free")
+    heads_first = problem.map(_swapped)
+    hidden = None
+    if problem.causal:
+        hidden = torch.ones(seqlen, seqlen, dtype=torch.bool, device=problem.q.device).triu_(1)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x if problem.group == 1 else x.repeat_interleave(problem.group, 1) for x in (k, v))
+        scores = (q * headdim**-0.5) @ k.transpose(-1, -2)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
+
+
+def contenders(
+    device: torch.device, dtype: torch.dtype, *, with_peers: bool, only: Sequence[str] | None = None
+) -> dict[str, Contender]:
+    """What to measure on `device` with inputs of `dtype`, by name; ours first.
+
+    Where "auto" does not mean the portable kernels they are there too. With `only` it is the contenders named, peers
+    among them.
+
+    Raises:
+        ArgumentError: `only` names one that there is not.
+    """
+    named: dict[str, Contender] = {"ringflash fast": ours(False), "ringflash deterministic": ours(True)}
+    if auto_kernels(device, dtype) == HOPPER:
+        named[f"ringflash fast, {PORTABLE}"] = ours(False, "triton")
+        named[f"ringflash deterministic, {PORTABLE}"] = ours(True, "triton")
+    with_peers = with_peers or only is not None
+    if with_peers and device.type == "cuda":
+        named["SDPA flash (FA2)"] = sdpa(SDPBackend.FLASH_ATTENTION)
+        named["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+        named["FlexAttention"] = flex
+        named["FlashAttention-4"] = flash_attention_4
+    elif with_peers:
+        named["SDPA math"] = sdpa(SDPBackend.MATH)
+    if with_peers:
+        named["standard attention"] = standard
+    if only is None:
+        return named
+    for name in only:
+        if name not in named:
+            expected, remedy = f"some of {', '.join(map(repr, named))}", "Quote a name that has spaces."
+            raise ArgumentError("--only", expected=expected, got=repr(name), remedy=remedy)
+    return {name: contender for name, contender in named.items() if name in only}
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """(batch, seqlen, heads, headdim) from or to (batch, heads, seqlen, headdim), contiguous."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,244 @@
+"""The arithmetic of tile sizes: what the papers' formula gives, what is shipped, what that takes of an SM.
+
+    python -m ringflash.bench.attention.tiles docs/tiles.md
+
+renews the tables in the page, which stand between marks named as the functions here and are of the portable kernels.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ringflash.bench.attention import traffic
+from ringflash.bench.attention.traffic import Shape, Tile
+from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config, forward_config, is_little
+from ringflash.kernels.hopper.storage import ALIGNMENT
+from ringflash.kernels.triton import config
+from ringflash.kernels.triton.config import TileConfig
+
+PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
+HEADDIMS = (64, 128, 256)
+SHARED_BYTES = 227 * 1024  # that a block may have, of 228 KiB an SM, on H100 and H200
+REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits; of an SM, and what a thread can address
+WARP = 32
+ITEMSIZE = 2  # bfloat16 or float16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel keeps and streams.
+
+    Args:
+        name: as the page calls it.
+        config: its tiles at a headdim, dtype and number of keys.
+        keeps_queries: queries stay and keys stream; otherwise keys stay and queries stream.
+        accumulators: float32 tiles of (rows that stay, headdim).
+        scores: float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
+        stays: tiles of (rows that stay, headdim) in the inputs' dtype.
+    """
+
+    name: str
+    config: Callable[[int, torch.dtype, int], TileConfig]
+    keeps_queries: bool
+    accumulators: int
+    scores: int
+    stays: int
+
+
+def _square(choose: Callable[[config.Call], TileConfig]) -> Callable[[int, torch.dtype, int], TileConfig]:
+    def tiles(headdim: int, dtype: torch.dtype, seqlen_k: int) -> TileConfig:
+        return choose(config.Call(headdim, headdim, dtype, seqlen_k, config.LARGE_SHARED))
+
+    return tiles
+
+
+KERNELS = (
+    Kernel("forward", _square(config.forward_config), True, 1, 1, 1),
+    Kernel("dQ", _square(config.dq_config), True, 1, 2, 2),
+    Kernel("dK/dV", _square(config.dkdv_config), False, 2, 2, 2),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a program of a kernel takes.
+
+    Args:
+        accumulators: 32-bit registers a thread for float32 accumulators and products.
+        scores: the same for tiles of scores and their gradients, float32.
+        operands: the same for those tiles in the inputs' dtype, as the next matmul takes them.
+        shared: bytes of the tiles that stay and of `num_stages` copies of the pair that streams.
+    """
+
+    accumulators: int
+    scores: int
+    operands: int
+    shared: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, before addresses, statistics and whatever else."""
+        return self.accumulators + self.scores + self.operands
+
+
+def papers_blocks(shared_bytes: int, headdim: int, itemsize: int = ITEMSIZE) -> tuple[int, int]:
+    """B_r = min(ceil(M / 4d), d) queries and B_c = ceil(M / 4d) keys, M in elements of `itemsize` bytes.
+
+    Source: Dao et al. 2022, "FlashAttention", algorithm 1, line 1.
+    """
+    block = -(-shared_bytes // (4 * headdim * itemsize))
+    return min(block, headdim), block
+
+
+def cost(kernel: Kernel, tiles: TileConfig) -> Cost:
+    """The arithmetic of one kernel; what the compiler makes of it differs."""
+    threads = tiles.num_warps * WARP
+    stay, stream = (tiles.block_m, tiles.block_n) if kernel.keeps_queries else (tiles.block_n, tiles.block_m)
+    tile_of_scores = tiles.block_m * tiles.block_n // threads
+    return Cost(
+        kernel.accumulators * stay * tiles.block_d // threads,
+        kernel.scores * tile_of_scores,
+        kernel.scores * tile_of_scores // 2,
+        (kernel.stays * stay + 2 * tiles.num_stages * stream) * tiles.block_d * ITEMSIZE,
+    )
+
+
+def papers_table() -> list[str]:
+    """The formula's tiles and what they would take in registers."""
+    lines = _header("headdim", "B_r queries", "B_c keys", "O and S in float32", "registers a thread, 8 warps")
+    for headdim in HEADDIMS:
+        rows, columns = papers_blocks(SHARED_BYTES, headdim)
+        elements = rows * (headdim + columns)
+        each = -(-elements // (8 * WARP))
+        lines.append(_row(headdim, rows, columns, f"{elements * 4 / 1024:.0f} KiB", each))
+    return lines
+
+
+def shipped_table() -> list[str]:
+    """The tiles of kernels/triton/config.py and what they take."""
+    lines = _header(
+        "kernel", "headdim", "tokens", "queries", "keys", "warps", "stages", "accumulators", "scores", "operands",
+        "registers", "shared KiB",
+    )  # fmt: skip
+    for kernel in KERNELS:
+        for headdim in HEADDIMS:
+            usual, many = (kernel.config(headdim, torch.bfloat16, seqlen) for seqlen in (0, config.LONG_KEYS))
+            shown = {"any": usual}
+            if many != usual:
+                shown = {f"below {config.LONG_KEYS}": usual, f"from {config.LONG_KEYS}": many}
+            for tokens, tiles in shown.items():
+                takes = cost(kernel, tiles)
+                chosen = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
+                registers = (takes.accumulators, takes.scores, takes.operands, takes.registers)
+                lines.append(_row(kernel.name, headdim, tokens, *chosen, *registers, takes.shared // 1024))
+    return lines
+
+
+def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """HOPPER where backend "auto" means those kernels for inputs of `dtype`; PORTABLE anywhere else, on a CPU too.
+
+    With HOPPER are those that it leaves to the others, see `pass_bytes`.
+    """
+    if device.type != "cuda":
+        return PORTABLE
+    from ringflash.kernels.hopper import backend  # here: it imports Triton
+
+    return HOPPER if backend.why_not(device) is None and dtype in backend.DTYPES else PORTABLE
+
+
+def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
+    """Bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
+
+    HOPPER leaves to the others what it does not know, float32 and the backward of wide heads, and as "auto" does the
+    backward of little work.
+    """
+    passes = _portable_bytes(shape)
+    return passes | _hopper_bytes(shape) if kernels == HOPPER else passes
+
+
+def _portable_bytes(shape: Shape) -> dict[str, int]:
+    dtype = torch.float32 if shape.itemsize == 4 else torch.bfloat16
+    forward, dq, dkdv = (_tile(kernel, shape, dtype) for kernel in KERNELS)
+    delta = traffic.delta_kernel(shape)
+    backward = delta + traffic.dq_kernel(shape, dq) + traffic.dkdv_kernel(shape, dkdv)
+    forward = traffic.forward_kernel(shape, forward)
+    return {"forward": forward, "backward deterministic": backward, "backward fast": backward}
+
+
+def _hopper_bytes(shape: Shape) -> dict[str, int]:
+    """Of the passes that those kernels compute."""
+    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # here: it imports Triton
+
+    known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
+    passes: dict[str, int] = {}
+    if known and shape.headdim <= WIDEST:
+        visits = shape.seqlen / KEYS / (2 if shape.causal else 1)
+        tiles = forward_config(shape.headdim, masked=shape.causal or shape.seqlen % KEYS > 0, visits=visits)
+        passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * ROWS, tiles.block_n))
+    if known and shape.headdim <= WIDEST_BACKWARD:
+        tile = Tile(backward_config(shape.headdim).block_m, KEYS)
+        before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
+        backward = before + traffic.dkdv_kernel(shape, tile)
+        if not is_little(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
+            short = adds_in_turns(shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
+            for mode, in_turns in (("deterministic", True), ("fast", short)):
+                passes[f"backward {mode}"] = backward + traffic.added_dq(shape, tile, in_turns=in_turns)
+    return passes
+
+
+def _tile(kernel: Kernel, shape: Shape, dtype: torch.dtype) -> Tile:
+    tiles = kernel.config(shape.headdim, dtype, shape.seqlen)
+    return Tile(tiles.block_m, tiles.block_n)
+
+
+def traffic_table() -> list[str]:
+    """Computed bytes of one sequence of 16 heads, causal, in GiB."""
+    lines = _header(
+        "headdim", "tokens", "forward: compulsory", "tiled", "standard",
+        "backward: compulsory", "tiled", "standard",
+    )  # fmt: skip
+    for headdim in HEADDIMS:
+        for seqlen in (8192, 131072):
+            shape = Shape(1, seqlen, 16, 16, headdim, causal=True)
+            must, tiled, materialised = traffic.compulsory(shape), pass_bytes(shape), traffic.standard(shape)
+            forward = must.forward, tiled["forward"], materialised.forward
+            backward = tiled["backward deterministic"], materialised.backward
+            figures = [f"{figure / 2**30:,.2f}" for figure in (*forward, must.backward, *backward)]
+            lines.append(_row(headdim, seqlen, *figures))
+    return lines
+
+
+def renewed(page: str) -> str:
+    """The page with its tables as they are now."""
+    for table in (papers_table, shipped_table, traffic_table):
+        mark = f"<!-- {table.__name__} -->"
+        body = "\n".join([mark, *table(), mark])
+        page, count = re.subn(f"{mark}.*?{mark}", lambda _, body=body: body, page, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the page has {count} tables between two marks {mark}; it needs one")
+    return page
+
+
+def _header(*names: str) -> list[str]:
+    return [_row(*names), "|---" * len(names) + "|"]
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Renews the tables of the page named."""
+    page = Path(argv[0])
+    page.write_text(renewed(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Problems, timing, records, tables and plots that benchmarks share."""

@@ -1,0 +1,132 @@
+"""Who runs in the ring benchmark: ring_attention, its peers, and two yardsticks of it, all given the same problem."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ringflash as rf
+from ringflash.bench.common.problem import Contender, Problem, Setup
+from ringflash.bench.ring.ring_flash_attn import installed_kernels, ring_flash_attn
+
+
+def ours(context: rf.ContextParallel) -> Contender:
+    """`ring_attention` over `context`."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        mask = problem.visible
+        local = problem.map(partial(context.shard, mask=mask))
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = rf.ring_attention(q, k, v, context, mask=mask)
+            assert isinstance(out, Tensor)
+            return out
+
+        yield Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
+
+    return prepare
+
+
+def without_messages(context: rf.ContextParallel) -> Contender:
+    """`ours`, every hop with the same work, but nothing sent: what it takes less is what messages cost."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        transport = context.transport
+        silent: Any = _Silent(transport)
+        context.transport = silent
+        try:
+            with ours(context)(problem) as setup:
+                yield setup
+        finally:
+            context.transport = transport
+
+    return prepare
+
+
+class _Silent:
+    """A transport whose messages arrive at once, and hold what they held.
+
+    A buffer that is new gets random numbers: matrices of zeros, or of what memory held, would be multiplied faster than
+    others, as they take less power.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._filled: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)  # buffers are allocated as for messages
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Sends nothing."""
+        for message in messages:
+            buffer = message.buffer
+            if not message.sends and buffer.data_ptr() not in self._filled:
+                buffer.normal_()
+                self._filled.add(buffer.data_ptr())
+
+    def finish(self, handle: None) -> None:
+        """Nothing to wait for."""
+
+
+def alone(tokens: int) -> Contender:
+    """`flash_attention` on every rank by itself: causal, over the first `tokens` tokens, one sequence."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        first = replace(problem, mask=None, causal=True).map(lambda x: x[:, :tokens].contiguous())
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = rf.flash_attention(q, k, v, mask=rf.Causal())
+            assert isinstance(out, Tensor)
+            return out
+
+        yield Setup(first.leaves(), first.dout, call, lambda x: x)
+
+    return prepare
+
+
+def torch_context_parallel(mesh: DeviceMesh, backend: SDPBackend, rotation: str) -> Contender:
+    """torch's context_parallel over scaled_dot_product_attention; it wants KV heads repeated to the query heads."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        repeated = problem.repeated().map(lambda x: x.transpose(1, 2).contiguous())
+        buffers = [repeated.q, repeated.k, repeated.v, repeated.dout]
+        set_rotate_method(rotation)
+        with sdpa_kernel(backend), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            yield Setup(
+                repeated.leaves(),
+                repeated.dout,
+                lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),  # patched by name
+                lambda out: context_parallel_unshard(mesh, [out.contiguous()], [2])[0].transpose(1, 2),
+            )
+
+    return prepare
+
+
+def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: bool) -> dict[str, Contender]:
+    """Everything to compare on this machine, by name; ours first."""
+    named: dict[str, Contender] = {f"ringflash {context.layout}": ours(context)}
+    if with_peers:
+        backends = {"flash": SDPBackend.FLASH_ATTENTION}
+        if mesh.device_type == "cuda":
+            backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
+        for name, backend in backends.items():
+            for rotation in ("allgather", "alltoall"):
+                named[f"torch {name} {rotation}"] = torch_context_parallel(mesh, backend, rotation)
+        kernels = installed_kernels()
+        named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
+    return named

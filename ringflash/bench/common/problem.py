@@ -1,0 +1,149 @@
+"""What is measured: a problem, random self-attention, how a contender takes it, and options that say which."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.commands.options import DTYPES
+
+AGREEMENT = 0.05  # of the largest value: more than low precision explains, less than a wrong mask or scale
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Self-attention of whole sequences: full, causal, or under any mask.
+
+    Args:
+        q: (batch, seqlen, nheads, headdim).
+        k: (batch, seqlen, nheads_kv, headdim).
+        v: as k.
+        dout: as q.
+        causal: whether a query sees only keys up to its own position.
+        mask: what else hides keys from it, with all that `causal` says; None is nothing.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    causal: bool = True
+    mask: Any = None
+
+    @staticmethod
+    def random(
+        seqlen: int,
+        nheads: int,
+        nheads_kv: int,
+        headdim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        batch: int = 1,
+        causal: bool = True,
+        mask: Any = None,
+    ) -> Problem:
+        """Normal inputs, the same in every process."""
+        generator = torch.Generator(device).manual_seed(seqlen)
+
+        def draw(heads: int) -> Tensor:
+            return torch.randn(batch, seqlen, heads, headdim, generator=generator, device=device, dtype=dtype)
+
+        return Problem(draw(nheads), draw(nheads_kv), draw(nheads_kv), draw(nheads), causal, mask)
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens in a whole sequence."""
+        return self.q.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def visible(self) -> Any:
+        """The mask that attention is given."""
+        return self.mask or (rf.Causal() if self.causal else None)
+
+    @property
+    def forward_flops(self) -> float:
+        """4 batch seqlen^2 nheads headdim, halved where half the scores are masked; under a mask, of visible pairs."""
+        batch, seqlen, nheads, headdim = self.q.shape
+        if self.mask is not None:
+            return 4.0 * batch * int(self.mask.area(seqlen, seqlen).row_pairs.sum()) * nheads * headdim
+        return (2.0 if self.causal else 4.0) * batch * seqlen**2 * nheads * headdim
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """The problem with `change` made to every tensor."""
+        return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), dout=change(self.dout))
+
+    def repeated(self) -> Problem:
+        """The problem with KV heads repeated to the query heads, for those who know no groups."""
+        return replace(self, k=self.k.repeat_interleave(self.group, 2), v=self.v.repeat_interleave(self.group, 2))
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as leaves that require gradients, on the same storage."""
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A problem, or one rank's part of it, in a contender's hands.
+
+    Args:
+        inputs: q, k and v as the contender wants them: leaves that require gradients.
+        dout: the gradient of its output.
+        call: the attention.
+        whole: takes an output or gradient to (batch, seqlen, heads, headdim), all ranks' parts joined.
+    """
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]
+
+    def forward(self) -> Tensor:
+        """One forward."""
+        return self.call(*self.inputs)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk, dv of an output, whose graph stays for the next call."""
+        return torch.autograd.grad(out, self.inputs, self.dout, retain_graph=True)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        """One forward and backward: out, dq, dk, dv."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, self.inputs, self.dout)
+
+
+Contender = Callable[[Problem], AbstractContextManager[Setup]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that the benchmarks of hops and of masks share."""
+    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
+    parser.add_argument("--nheads", type=int, help="default: 16")
+    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest expected value."""
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def failure(error: Exception) -> str:
+    """The first line of what a contender raised, for its row."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,144 @@
+"""HBM bytes of a pass, measured by the GPU's counters: through Nsight Compute, or CUPTI by way of torch's profiler.
+
+Counters may be out of reach: no profiler installed, or none allowed to read them. Each way runs in a process of its
+own, so that one that fails or aborts costs only its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ringflash.bench.attention.single import ours
+from ringflash.bench.attention.traffic import Shape
+from ringflash.bench.common.problem import Problem, Setup
+from ringflash.commands.options import DTYPES
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+PASSES = ("forward", "backward deterministic", "backward fast")
+TIMEOUT_SECONDS = 180
+MARK = "measured bytes: "
+
+
+def measure(shape: Shape, dtype: str) -> tuple[dict[str, float], str]:
+    """Bytes of our passes that a profiler on this machine measures, and which; without one none, and why."""
+    if not torch.cuda.is_available():
+        return {}, "no profiler at hand (no CUDA device)"
+    tried = []
+    for name, run in (("ncu", _with_ncu), ("CUPTI", _with_cupti)):
+        try:
+            measured = {what: run(_child(shape, dtype, what)) for what in PASSES}
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            tried.append(f"{name}: {str(error).splitlines()[0][:120]}")
+        else:
+            return measured, name
+    return {}, f"no profiler at hand ({'; '.join(tried)})"
+
+
+def _child(shape: Shape, dtype: str, what: str) -> list[str]:
+    sizes = (shape.batch, shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim, int(shape.causal))
+    return [sys.executable, "-m", "ringflash.bench.common.profiler", *map(str, sizes), "--dtype", dtype, "--pass", what]
+
+
+def _with_ncu(child: list[str]) -> float:
+    if shutil.which("ncu") is None:
+        raise OSError("not on PATH")
+    options = ["--profile-from-start", "off", "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"]
+    return ncu_bytes(_output(["ncu", *options, *child, "--under", "ncu"]).splitlines())
+
+
+def ncu_bytes(lines: Iterable[str]) -> float:
+    """Sum over all kernels and both metrics of Nsight Compute's table, which comes after other lines."""
+    rows = list(csv.reader(line for line in lines if line.startswith('"')))
+    if not rows or "Metric Value" not in rows[0]:
+        raise ValueError("ncu gave no table")
+    name, value = rows[0].index("Metric Name"), rows[0].index("Metric Value")
+    found = [float(row[value].replace(",", "")) for row in rows[1:] if row[name] in METRICS]
+    if not found:
+        raise ValueError("ncu gave no figures")
+    return sum(found)
+
+
+def _with_cupti(child: list[str]) -> float:
+    for line in _output([*child, "--under", "cupti"]).splitlines():
+        if line.startswith(MARK):
+            return float(line.removeprefix(MARK))
+    raise ValueError("no counters in the trace")
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        raise ValueError(next((line for line in lines if "ERR" in line), lines[-1]))
+    return done.stdout
+
+
+def trace_bytes(trace: str) -> float:
+    """Sum of both metrics over all events of a Chrome trace.
+
+    Raises:
+        ValueError: the trace has none.
+    """
+    events = json.loads(trace)["traceEvents"]
+    found = [float(event["args"][metric]) for event in events for metric in METRICS if metric in event.get("args", {})]
+    if not found:
+        raise ValueError("no counters in the trace")
+    return sum(found)
+
+
+def _run_pass(setup: Setup, what: str) -> Callable[[], object]:
+    out = setup.forward()
+    return setup.forward if what == "forward" else lambda: setup.backward(out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one pass once under a profiler; started by `measure`."""
+    parser = argparse.ArgumentParser("ringflash.bench.common.profiler")
+    parser.add_argument("sizes", type=int, nargs=6, help="batch, seqlen, nheads, nheads_kv, headdim, causal")
+    parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--pass", dest="what", choices=PASSES, required=True)
+    parser.add_argument("--under", choices=("ncu", "cupti"), required=True)
+    options = parser.parse_args(argv)
+    batch, seqlen, nheads, nheads_kv, headdim, causal = options.sizes
+    device, dtype = torch.device("cuda"), DTYPES[options.dtype]
+    problem = Problem.random(seqlen, nheads, nheads_kv, headdim, device, dtype, batch=batch, causal=bool(causal))
+    with ours("deterministic" in options.what)(problem) as setup:
+        call = _run_pass(setup, options.what)
+        call()
+        torch.cuda.synchronize()
+        if options.under == "ncu":
+            torch.cuda.profiler.start()
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        else:
+            print(f"{MARK}{_under_cupti(call)}")
+    return 0
+
+
+def _under_cupti(call: Callable[[], object]) -> float:
+    from torch._C._profiler import _ExperimentalConfig
+
+    config = _ExperimentalConfig(profiler_metrics=list(METRICS), profiler_measure_per_kernel=True)
+    with profile(activities=[ProfilerActivity.CUDA], experimental_config=config) as profiled:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        return trace_bytes(path.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What benchmarks over ranks share: options, how they join, and times of the slowest rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringflash.bench.common.problem import Contender, Problem
+from ringflash.commands.options import DTYPES
+from ringflash.errors import ArgumentError
+
+FORWARD_BACKWARD = 3.5  # in forwards
+PARTS = {"forward": 1.0, "forward_backward": FORWARD_BACKWARD}
+
+
+@dataclass
+class Samples:
+    """What rounds of one contender add up to.
+
+    Args:
+        seconds: of each pass.
+        bytes: the most that was allocated for it at once, its inputs among them.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    bytes: int = 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that all of them have, and mean alike."""
+    lengths = [2**n for n in range(13, 21)]
+    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
+    parser.add_argument("--nheads", type=int, default=32)
+    parser.add_argument("--nheads-kv", type=int, default=8)
+    parser.add_argument("--headdim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
+
+
+def join(program: str, arguments: Sequence[str]) -> DeviceMesh:
+    """The process group and mesh of all ranks, on GPUs when there are any.
+
+    Raises:
+        ArgumentError: not started by torchrun.
+    """
+    if "RANK" not in os.environ:
+        remedy = " ".join(["Start it with torchrun --nproc-per-node N -m", program, *arguments])
+        raise ArgumentError("ranks", expected="processes started by torchrun", got="one process", remedy=remedy)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return init_device_mesh("cpu", (world_size,))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return init_device_mesh("cuda", (world_size,))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's."""
+    return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
+
+
+def device_name(mesh: DeviceMesh) -> str:
+    """What the ranks run on."""
+    return torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU process"
+
+
+def take_round(
+    contender: Contender, problem: Problem, samples: Samples, repeats: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Adds `repeats` times of each pass, and the memory, after one call that is not timed.
+
+    Memory that a transport shows to peers is not torch's to count.
+    """
+    on_gpu = problem.q.is_cuda
+    with contender(problem) as shard:
+        inputs = sum(x.numel() * x.element_size() for x in (*shard.inputs, shard.dout))
+        before = torch.cuda.memory_allocated() - inputs if on_gpu else 0
+        shard.forward_backward()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(repeats):
+            with torch.no_grad():
+                samples.seconds["forward"].append(slowest_seconds(shard.forward, on_gpu, group))
+            samples.seconds["forward_backward"].append(slowest_seconds(shard.forward_backward, on_gpu, group))
+        if on_gpu:
+            samples.bytes = max(samples.bytes, torch.cuda.max_memory_allocated() - before)
+
+
+def slowest_seconds(call: Callable[[], object], on_gpu: bool, group: dist.ProcessGroup | None = None) -> float:
+    """Time of one call on the slowest rank; all ranks start together."""
+    dist.barrier(group)
+    if on_gpu:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        elapsed = torch.tensor(start.elapsed_time(end) / 1e3, device="cuda")
+    else:
+        begin = time.perf_counter()
+        call()
+        elapsed = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=group)
+    return elapsed.item()

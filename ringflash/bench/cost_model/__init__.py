@@ -1,0 +1,1 @@
+"""A model of what a ring costs, and its command."""

@@ -1,0 +1,272 @@
+"""The decoding benchmark: flash_decode beside its peers over cache lengths, in one run, rounds interleaved.
+
+    python -m ringflash.bench.decode.latency --json decode.json
+    python -m ringflash.bench.decode.latency --sweep --lengths 4096 131072
+
+Figures are medians over rounds whose order changes. Bandwidth counts keys and values once, and is compared with that
+of a kernel that copies, bytes read and written, timed in every round. Calls go round several caches, together larger
+than any L2. `graph` is a CUDA graph's replay, `queued` the GPU's time when launches are ahead, `host` what Python
+takes, for torch with choosing its backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.bench.common import record, timing
+from ringflash.bench.common.problem import AGREEMENT, difference, failure
+from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
+from ringflash.commands.options import DTYPES, fill_in
+from ringflash.errors import ArgumentError
+
+COPY = "copy"
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}  # on a GPU far more than its L2
+COLD_BYTES = 2**29  # of caches in turn: ten times an H200's L2
+HOST_CALLS = 20
+GPU = {"lengths": [4096, 8192, 16384, 32768, 65536, 131072], "batch": 8, "nheads": 32, "nheads_kv": 8, "headdim": 128}
+CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # shows that it runs
+SWEPT = {"block_n": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
+SWEPT_SPLITS = (None, 4, 6, 8, 12, 16, 24)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for; 1 when flash_decode failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fill_in(options, GPU if device.type == "cuda" else CPU)
+    if options.sweep and device.type == "cpu":
+        remedy = "Run it where the tiles are to be used."
+        raise ArgumentError("--sweep", expected="a GPU", got="the CPU", remedy=remedy)
+    rows: list[dict[str, Any]] = []
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    command = record.command("python -m ringflash.bench.decode.latency", arguments)
+    for length in options.lengths:
+        heads = (options.nheads, options.nheads_kv, options.headdim)
+        shape = CacheShape(length, options.batch, *heads, options.seqlen_q, DTYPES[options.dtype])
+        rows += _sweep(shape, device, options.rounds) if options.sweep else _measure(shape, device, options.rounds)
+        if options.json is not None:
+            record.write(options.json, command, device_name, rows)
+    _print(rows, device_name)
+    return 1 if any("failed" in row and row["name"] == "ringflash" for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringflash.bench.decode.latency", description="Measures flash_decode beside its peers."
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="keys in the cache (default: 4096 to 131072, doubling)")
+    parser.add_argument("--batch", type=int, help="default: 8")
+    parser.add_argument("--nheads", type=int, help="default: 32")
+    parser.add_argument("--nheads-kv", type=int, help="default: 8")
+    parser.add_argument("--headdim", type=int, help="default: 128")
+    parser.add_argument("--seqlen-q", type=int, default=1, help="new tokens (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7, help="over all contenders (default: %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="tiles and splits of flash_decode instead of peers")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """One contender on all caches: each call takes the next cache."""
+
+    calls: list[Call]
+    replay: Callable[[], None] | None  # of a graph of one call on each cache
+    pace: timing.Pace
+    graph_pace: timing.Pace | None
+
+    @staticmethod
+    def of(calls: list[Call], on_gpu: bool) -> _Runner:
+        """Runs each call once or twice, and captures them."""
+        for call in calls:
+            call()
+        replay = _captured(calls) if on_gpu else None
+        graph_pace = None if replay is None else timing.pace(replay, on_gpu)
+        return _Runner(calls, replay, timing.pace(_cycled(calls), on_gpu), graph_pace)
+
+    def sample(self, on_gpu: bool) -> dict[str, float]:
+        """Seconds of one call in each way."""
+        call = _cycled(self.calls)
+        times = {"queued": timing.seconds(call, self.pace, on_gpu), **self.graph_sample()}
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS if on_gpu else 0):
+            call()
+        if on_gpu:
+            times["host"] = (time.perf_counter() - begin) / HOST_CALLS
+            torch.cuda.synchronize()
+        return times
+
+    def graph_sample(self) -> dict[str, float]:
+        """Seconds of one call in a graph, where there is one."""
+        if self.replay is None or self.graph_pace is None:
+            return {}
+        return {"graph": timing.seconds(self.replay, self.graph_pace, on_gpu=True) / len(self.calls)}
+
+
+def _cycled(calls: Sequence[Call]) -> Callable[[], object]:
+    following = itertools.cycle(calls)
+    return lambda: next(following)()
+
+
+def _captured(calls: Sequence[Call]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # warms up libraries that keep a workspace for each stream
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _problems(shape: CacheShape, device: torch.device) -> list[Decoding]:
+    count = -(-COLD_BYTES // shape.kv_bytes) if device.type == "cuda" else 1
+    return [Decoding.random(shape, device, seed) for seed in range(count)]
+
+
+def _copy(device: torch.device) -> list[Call]:
+    """A kernel that moves what a copy does."""
+    source = torch.randn(COPY_BYTES[device.type] // torch.float32.itemsize, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    # In a graph Tensor.copy_ is a memcpy node: 2759 GB/s on an H200, where kernels come to more than 4000.
+    return [lambda: torch.neg(source, out=target)]
+
+
+def _sampled(runners: Mapping[str, _Runner], rounds: int, on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Median seconds of every contender, in each way."""
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    for number in range(rounds):
+        for name in timing.turns(list(runners), number):
+            samples[name].append(runners[name].sample(on_gpu))
+    return {name: {way: statistics.median(times[way] for times in of) for way in of[0]} for name, of in samples.items()}
+
+
+def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one length, one a contender."""
+    on_gpu = device.type == "cuda"
+    problems = _problems(shape, device)
+    runners = {COPY: _Runner.of(_copy(device), on_gpu)}
+    failed: dict[str, str] = {}
+    errors: dict[str, dict[str, float]] = {}
+    exact = problems[0].reference(torch.float64)
+    plain = problems[0].reference(shape.dtype)
+    for name, prepare in contenders(device).items():
+        try:
+            calls = [prepare(problem) for problem in problems]
+            got = calls[0]()[:1]
+            apart = difference(got.double(), exact)
+            if not apart < AGREEMENT:
+                failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
+                continue
+            errors[name] = _errors(got, plain, exact)
+            runners[name] = _Runner.of(calls, on_gpu)
+        except Exception as error:  # a peer that cannot: said in its row
+            failed[name] = failure(error)
+    medians = _sampled(runners, rounds, on_gpu)
+    facts, copied = _facts(shape), 2 * COPY_BYTES[device.type] / _fastest(medians[COPY])
+    rows = [
+        {"name": name, **facts, **_figures(shape, medians[name], copied), "errors": errors[name]}
+        for name in runners
+        if name != COPY
+    ]
+    return rows + [{"name": name, **facts, "failed": text} for name, text in failed.items()]
+
+
+def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one length, one for each choice of tiles and splits, fastest first."""
+    problems = _problems(shape, device)
+    exact = problems[0].reference(torch.float64)
+    choices: list[tuple[rf.DecodeTiles | None, int | None]] = [(None, None)]
+    choices += itertools.product(
+        [rf.DecodeTiles(*numbers) for numbers in itertools.product(*SWEPT.values())], SWEPT_SPLITS
+    )
+    copy = _Runner.of(_copy(device), on_gpu=True)
+    rows = []
+    for tiles, splits in choices:
+        chosen = {"tiles": "shipped" if tiles is None else list(dataclasses.astuple(tiles)), "splits": splits}
+        row = {"name": "ringflash", **_facts(shape), **chosen}
+        try:
+            prepare = ours(rf.DecodeOptions(tiles=tiles, splits=splits))
+            calls = [prepare(problem) for problem in problems]
+            if not difference(calls[0]()[:1].double(), exact) < AGREEMENT:
+                raise ValueError("another result")
+            runner = _Runner.of(calls, on_gpu=True)
+            samples = [(runner.graph_sample()["graph"], copy.graph_sample()["graph"]) for _ in range(rounds)]
+            graph, copy_graph = map(statistics.median, zip(*samples, strict=True))
+            rows.append(row | _figures(shape, {"graph": graph}, 2 * COPY_BYTES[device.type] / copy_graph))
+        except Exception as error:  # tiles that do not fit the device
+            rows.append({**row, "name": f"ringflash {chosen['tiles']}", "failed": failure(error)})
+    return sorted(rows, key=lambda row: row.get("graph_us", float("inf")))
+
+
+def _errors(got: Tensor, plain: Tensor, exact: Tensor) -> dict[str, float]:
+    error, plain_error = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    rms, plain_rms = (x.square().mean().sqrt().item() for x in (error, plain_error))
+    return {"rms": rms, "max": error.max().item(), "rms_over_plain": round(rms / max(plain_rms, 1e-30), 3)}
+
+
+def _facts(shape: CacheShape) -> dict[str, Any]:
+    return dataclasses.asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch."), "bytes": shape.bytes}
+
+
+def _fastest(seconds: Mapping[str, float]) -> float:
+    return seconds["graph" if "graph" in seconds else "queued"]
+
+
+def _figures(shape: CacheShape, seconds: Mapping[str, float], copied: float) -> dict[str, float]:
+    """Microseconds, and bytes a second beside those `copied` a second."""
+    figures = {f"{way}_us": round(value * 1e6, 2) for way, value in seconds.items()}
+    rate = shape.bytes / _fastest(seconds)
+    return figures | {
+        "gb_s": round(rate / 1e9, 1),
+        "copy_gb_s": round(copied / 1e9, 1),
+        "share_of_copy": round(rate / copied, 3),
+    }
+
+
+def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
+    title = f"Decoding {first['seqlen_q']} tokens, batch {first['batch']}, {heads}, {first['dtype']}, {device}"
+    swept = any("tiles" in row for row in rows)
+    table = Table(title=title)
+    names = ["keys", "tiles and splits" if swept else "contender"]
+    names += ["graph us", "queued us", "host us", "GB/s", "of a copy", "RMS error", "of plain"]
+    for name in names:
+        table.add_column(name, justify="left" if name in names[1] else "right")
+    for row in rows:
+        name = f"{row['tiles']} {row['splits']}" if swept else row["name"]
+        if "failed" in row:
+            table.add_row(str(row["length"]), name, "-")
+            continue
+        times = [f"{row[key]:.1f}" if key in row else "" for key in ("graph_us", "queued_us", "host_us")]
+        errors = row.get("errors")
+        accuracy = ["", ""] if errors is None else [f"{errors['rms']:.1e}", f"{errors['rms_over_plain']:.2f}"]
+        table.add_row(str(row["length"]), name, *times, f"{row['gb_s']:.0f}", f"{row['share_of_copy']:.0%}", *accuracy)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for row in rows:
+        if "failed" in row:
+            console.print(f"  {row['length']} {row['name']}: {row['failed']}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

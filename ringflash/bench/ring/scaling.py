@@ -1,0 +1,197 @@
+"""The scaling benchmark: ring_attention by length and by number of GPUs, beside flash_attention on one of them.
+
+    torchrun --nproc-per-node 4 -m ringflash.bench scaling --json scaling.json --png scaling.png
+
+Rings are of the first 1, 2, 4 ... ranks, all there are last; on one it is `flash_attention`. Numbers of GPUs take turns
+in rounds. Times are the slowest rank's, medians over rounds.
+
+Strong scaling: the same sequence on n GPUs, time on one / (n times the time on n). Weak scaling: as many tokens a GPU,
+so n times the length and, as attention goes, n^2 times the work; TFLOP/s a GPU over those of one GPU at 1 / n of the
+length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringflash as rf
+from ringflash.bench.common import peers, ranks, record
+from ringflash.bench.common.problem import Contender, Problem, failure
+from ringflash.bench.common.ranks import PARTS, Samples
+from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.errors import ArgumentError
+
+Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, where this one is there
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Joins the ranks that torchrun started, and runs on them."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    names = ["seqlens", "gpus", "most_tokens", "rounds", "repeats"]
+    check_at_least(_parser().parse_args(arguments), names)
+    mesh = ranks.join("ringflash.bench scaling", arguments)
+    try:
+        rows = run(arguments, mesh)
+    finally:
+        dist.destroy_process_group()
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """Measures; on rank 0 prints a table, writes JSON and draws a picture where asked. Returns rank 0's rows."""
+    options = _parser().parse_args(arguments)
+    counts = sorted(set(options.gpus or default_counts(mesh.size())))
+    for count in counts:
+        if mesh.size() % count:
+            remedy = "Start another number of processes, or leave it out."
+            raise ArgumentError("--gpus", expected=f"divisors of {mesh.size()}", got=count, remedy=remedy)
+    if not any(_measured(seqlen, counts, options) for seqlen in options.seqlens):
+        remedy = "Name other lengths, or more of --most-tokens."
+        expected = f"a length of at most {options.most_tokens} tokens a GPU and a token at least"
+        raise ArgumentError("--seqlens", expected=expected, got=options.seqlens, remedy=remedy)
+    rings = _rings(counts, options)
+    device, program = ranks.device_name(mesh), f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench scaling"
+    rows: list[dict[str, Any]] = []
+    for seqlen in options.seqlens:
+        rows = with_efficiency(rows + _measure_length(seqlen, counts, rings, options, mesh))
+        if dist.get_rank() == 0 and options.json is not None:
+            record.write(options.json, record.command(program, arguments), f"{mesh.size()} x {device}", rows)
+    if dist.get_rank() == 0:
+        _print(rows, device)
+        if options.png is not None:
+            from ringflash.bench.ring.plot_scaling import draw
+
+            draw(options.png, rows, device)
+    return rows
+
+
+def default_counts(world_size: int) -> list[int]:
+    """Those of 1, 2, 4 ... that divide all, and all."""
+    powers = (2**n for n in range(world_size.bit_length()))
+    return sorted({world_size, *(power for power in powers if world_size % power == 0)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringflash bench scaling", description="Measures ring_attention by length and GPUs."
+    )
+    ranks.add_options(parser)
+    parser.add_argument("--gpus", type=int, nargs="+", help="in a ring, divisors of all (default: 1, 2, 4 ... and all)")
+    parser.add_argument(
+        "--most-tokens", type=int, default=2**18, help="a GPU; more are left out (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="over all numbers of GPUs (default: %(default)s)")
+    parser.add_argument("--png", type=Path, help="where to draw them")
+    return parser
+
+
+def _rings(counts: Sequence[int], options: argparse.Namespace) -> Rings:
+    """The groups of the first ranks that this one is in, and of more than one rank a context; a collective of all."""
+    rings: Rings = {}
+    for count in counts:
+        group = dist.new_group(list(range(count)))
+        if isinstance(group, dist.ProcessGroup):
+            ring = rf.ContextParallel(group, layout=options.layout, transport=options.transport) if count > 1 else None
+            rings[count] = group, ring
+    return rings
+
+
+def _measured(seqlen: int, counts: Sequence[int], options: argparse.Namespace) -> list[int]:
+    """Numbers of GPUs that `seqlen` is not too long or too short for."""
+    return [count for count in counts if count <= seqlen <= options.most_tokens * count]
+
+
+def _measure_length(
+    seqlen: int, counts: Sequence[int], rings: Rings, options: argparse.Namespace, mesh: DeviceMesh
+) -> list[dict[str, Any]]:
+    """A row for every number of GPUs that is measured."""
+    counts = _measured(seqlen, counts, options)
+    sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
+    problem = Problem.random(seqlen, **sizes, device=ranks.device_of(mesh), dtype=DTYPES[options.dtype])
+    samples, failed = {count: Samples() for count in counts}, dict[int, str]()
+    for _ in range(options.rounds):
+        for count in counts:
+            if count in rings and count not in failed:
+                group, context = rings[count]
+                try:
+                    ranks.take_round(_contender(seqlen, context), problem, samples[count], options.repeats, group)
+                except ArgumentError:
+                    raise  # heads that attention does not take
+                except RuntimeError as error:  # out of memory, on all ranks of a ring alike
+                    failed[count] = failure(error)
+            dist.barrier()  # the ranks that are in no smaller ring wait, and leave links and power to it
+    rows = []
+    for count in (count for count in counts if count in rings):
+        row: dict[str, Any] = {"seqlen": seqlen, "gpus": count, **sizes, "dtype": options.dtype}
+        ring = rings[count][1]
+        row |= {"layout": options.layout, "transport": "none" if ring is None else ring.transport_kind}
+        if count in failed:
+            rows.append(row | {"failed": failed[count]})
+            continue
+        row["gib"] = round(samples[count].bytes / 2**30, 3)
+        for part, passes in PARTS.items():
+            seconds = statistics.median(samples[count].seconds[part])
+            row[f"{part}_ms"] = round(seconds * 1e3, 3)
+            row[f"{part}_tflops_per_gpu"] = round(problem.forward_flops * passes / seconds / count / 1e12, 1)
+        rows.append(row)
+    return rows
+
+
+def _contender(seqlen: int, context: rf.ContextParallel | None) -> Contender:
+    return peers.alone(seqlen) if context is None else peers.ours(context)
+
+
+def with_efficiency(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with strong and weak scaling against one GPU, where it was measured at the length that takes."""
+    alone = {row["seqlen"]: row for row in rows if row["gpus"] == 1 and "failed" not in row}
+
+    def rate(row: dict[str, Any], part: str) -> float:
+        return row["seqlen"] ** 2 / row["gpus"] / row[f"{part}_ms"]
+
+    found = []
+    for row in rows:
+        added: dict[str, float] = {}
+        for part in PARTS if "failed" not in row else ():
+            for name, seqlen in (("strong", row["seqlen"]), ("weak", row["seqlen"] / row["gpus"])):
+                if seqlen in alone:
+                    added[f"{part}_{name}"] = round(rate(row, part) / rate(alone[seqlen], part), 4)
+        found.append(row | added)
+    return found
+
+
+def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
+    table = Table(title=f"Scaling, causal, {first['layout']}: {heads}, {device}")
+    for column in ("seqlen", "GPUs"):
+        table.add_column(column, justify="right")
+    for part in ("forward", "both passes"):
+        for what in ("ms", "TFLOP/s\na GPU", "strong\nscaling", "weak\nscaling"):
+            table.add_column(f"{part}\n{what}", justify="right")
+    table.add_column("GiB", justify="right")
+    for row in rows:
+        cells = [str(row["seqlen"]), str(row["gpus"])]
+        for part in PARTS if "failed" not in row else ():
+            cells += [f"{row[f'{part}_ms']:.2f}", f"{row[f'{part}_tflops_per_gpu']:.0f}"]
+            shares = (row.get(f"{part}_{name}") for name in ("strong", "weak"))
+            cells += ["" if share is None else f"{share:.1%}" for share in shares]
+        table.add_row(*cells, *([] if "failed" in row else [f"{row['gib']:.2f}"]))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for row in rows:
+        if "failed" in row:
+            console.print(f"  {row['seqlen']} tokens on {row['gpus']}: {row['failed']}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The ring benchmark: ring_attention over all ranks beside its peers, in one run, rounds interleaved.
+
+    torchrun --nproc-per-node 4 -m ringflash.bench ring --peers --check --json ring.json
+
+Times are the slowest rank's, medians over rounds; TFLOP/s are of one GPU, causal counted as half, backward as 2.5
+forwards. Two yardsticks run in the same rounds:
+
+- one kernel at equal work: `flash_attention` on every rank by itself, causal, over so many tokens that its triangle has
+  as many visible pairs as the mean rank has in the ring: seqlen / sqrt(ranks) for a causal ring. "of one kernel" is its
+  time over the ring's. It has none of what a ring adds: state between hops, launches, uneven ranks, messages.
+- the ring without messages: the same calls and kernels on the same plan, nothing sent. What the ring takes more is the
+  exposed communication, a hop of which there are as many in the forward as in the backward.
+
+With --window or --documents TFLOP/s are of visible pairs, and "over its FLOPs" is the time over FLOPs / (rate of that
+one kernel).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringflash as rf
+from ringflash.bench.attention.masks import triangle
+from ringflash.bench.common import peers, ranks, record, report
+from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, difference, failure
+from ringflash.bench.common.ranks import PARTS, Samples
+from ringflash.bench.ring import seen
+from ringflash.bench.ring.accuracy import Yardstick
+from ringflash.bench.ring.variants import VARIANTS, variant
+from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.errors import ArgumentError
+
+ALONE, SILENT = "one kernel", "without messages"  # yardsticks
+CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # what contenders raise: said in their rows
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a problem comes to in a ring.
+
+    Args:
+        flops: of a forward, of all ranks.
+        hops: of the ring.
+        tokens: whose causal triangle has as many pairs as the mean rank.
+        share: of that triangle's pairs that the mean rank has: nearly 1.
+        balance: pairs of the busiest rank over the mean.
+        grouped: whether hops are grouped.
+    """
+
+    flops: float
+    hops: int
+    tokens: int
+    share: float
+    balance: float
+    grouped: bool
+
+    @staticmethod
+    def of(problem: Problem, context: rf.ContextParallel) -> Work:
+        """Read off the plan."""
+        row_bytes = (
+            sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v)) if problem.k.is_cuda else None
+        )
+        plan = context.plan(problem.visible, problem.seqlen, row_bytes=row_bytes)
+        pairs = sum(map(sum, plan.pairs)) / plan.world_size
+        tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
+        share = pairs / triangle(tokens)
+        return Work(problem.forward_flops, len(plan.hops), tokens, share, plan.balance, plan.grouped)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Joins the ranks that torchrun started, and runs on them."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    _check(_parser().parse_args(arguments))
+    mesh = ranks.join("ringflash.bench ring", arguments)
+    try:
+        run(arguments, mesh)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """Measures, prints a table on rank 0, and writes JSON where asked; returns its rows."""
+    options = _parser().parse_args(arguments)
+    context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport, hops=options.hops)
+    named = peers.contenders(context, mesh, with_peers=options.peers)
+    for name in options.variants:
+        named[f"ringflash {context.layout}, {name}"] = variant(name, mesh, context, options.transport)
+    device = f"{mesh.size()} x {ranks.device_name(mesh)}"
+    rows: list[dict[str, Any]] = []
+    for seqlen in options.seqlens:
+        rows += _measure_length(seqlen, options, context, named, ranks.device_of(mesh))
+        if dist.get_rank() == 0 and options.json is not None:
+            program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench ring"
+            record.write(options.json, record.command(program, arguments), device, rows)
+    if dist.get_rank() == 0:
+        report.print_ring(rows, device)
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
+    ranks.add_options(parser)
+    parser.add_argument("--hops", default="auto", help="as of ContextParallel (default: %(default)s)")
+    parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
+    parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
+    parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_at_least(options, ["rounds", "repeats"])
+    for seqlen in options.seqlens:
+        _, name = seen.mask(seqlen, options.window, options.documents)
+        if options.peers and name != "causal":
+            remedy = "Leave out --peers: they know the causal mask alone."
+            raise ArgumentError("--peers", expected="the causal mask", got=name, remedy=remedy)
+
+
+def _measure_length(
+    seqlen: int,
+    options: argparse.Namespace,
+    context: rf.ContextParallel,
+    named: dict[str, Contender],
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    mask, mask_name = seen.mask(seqlen, options.window, options.documents)
+    sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
+    problem = Problem.random(seqlen, **sizes, device=device, dtype=DTYPES[options.dtype], mask=mask)
+    work = Work.of(problem, context)
+    ours = next(iter(named))
+    failed, errors = _compare(problem, named, context, check=options.check)
+    timed = {name: contender for name, contender in named.items() if name not in failed}
+    if ours in timed:
+        timed |= {SILENT: peers.without_messages(context), ALONE: peers.alone(work.tokens)}
+    samples = {name: Samples() for name in timed}
+    for _ in range(options.rounds):
+        for name, contender in timed.items():
+            if name in failed:
+                continue
+            try:
+                ranks.take_round(contender, problem, samples[name], options.repeats)
+            except CANNOT as error:  # out of memory, on all ranks alike
+                failed[name] = failure(error)
+    medians = {
+        name: {part: statistics.median(of.seconds[part]) for part in PARTS}
+        for name, of in samples.items()
+        if name not in failed
+    }
+    same = {"seqlen": seqlen, "world_size": context.world_size, "mask": mask_name, **sizes, "dtype": options.dtype}
+    rows: list[dict[str, Any]] = []
+    for name in named:
+        row: dict[str, Any] = {"name": name, **same}
+        if name == ours:
+            row |= {"layout": options.layout, "transport": context.transport_kind, "balance": round(work.balance, 4)}
+            row["schedule"] = "grouped" if work.grouped else "ring"
+        if name in failed:
+            rows.append(row | {"failed": failed[name]})
+            continue
+        row["gib"] = round(samples[name].bytes / 2**30, 3)
+        row |= _figures(medians[name], work, context.world_size, medians.get(ALONE))
+        if name == ours:
+            row |= _yardsticks(medians, ours, work) if {ALONE, SILENT} <= medians.keys() else {}
+            row |= {"errors_over_plain": errors} if errors else {}
+        rows.append(row)
+    return rows
+
+
+def _compare(
+    problem: Problem, named: dict[str, Contender], context: rf.ContextParallel, *, check: bool
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Why contenders failed, for their rows, and the first one's errors.
+
+    One must give the first one's result before it is worth timing.
+    """
+    expected, failed, results, errors = None, dict[str, str](), [], dict[str, float]()
+    ours = next(iter(named))
+    for name, contender in named.items():
+        try:
+            with contender(problem) as shard:
+                out = shard.whole(shard.forward().detach())
+                expected = out if expected is None else expected
+                apart = difference(out, expected)
+                if name == ours and check:
+                    results = [shard.whole(x.detach()) for x in shard.forward_backward()]
+            if not apart < AGREEMENT:
+                failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
+        except ArgumentError:
+            raise  # heads, a length or a mask that attention does not take
+        except CANNOT as error:
+            failed[name] = failure(error)
+    if results and context.rank == 0:
+        for tensor, error in Yardstick.of(problem).errors(results).items():
+            errors |= {f"{tensor} rms": round(error.rms_ratio, 3), f"{tensor} max": round(error.max_ratio, 3)}
+    dist.barrier()
+    return failed, errors
+
+
+def _figures(
+    seconds: dict[str, float], work: Work, world_size: int, alone: dict[str, float] | None
+) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for part, passes in PARTS.items():
+        figures[f"{part}_ms"] = round(seconds[part] * 1e3, 3)
+        figures[f"{part}_tflops_per_gpu"] = round(work.flops * passes / seconds[part] / world_size / 1e12, 1)
+        if alone is not None:
+            figures[f"{part}_of_one_kernel"] = round(alone[part] * work.share / seconds[part], 4)
+            figures[f"{part}_over_flops"] = round(seconds[part] / alone[part] / work.share, 3)
+    return figures
+
+
+def _yardsticks(medians: dict[str, dict[str, float]], ours: str, work: Work) -> dict[str, float]:
+    """Times of the yardsticks, and communication that is exposed: microseconds a hop of each pass."""
+    figures: dict[str, float] = {"hops": work.hops, "one_kernel_tokens": work.tokens}
+    for part in PARTS:
+        figures[f"one_kernel_{part}_ms"] = round(medians[ALONE][part] * 1e3, 3)
+        figures[f"without_messages_{part}_ms"] = round(medians[SILENT][part] * 1e3, 3)
+    exposed = {part: medians[ours][part] - medians[SILENT][part] for part in PARTS}
+    backward = exposed["forward_backward"] - exposed["forward"]
+    for name, seconds in (("forward", exposed["forward"]), ("backward", backward)):
+        figures[f"{name}_exposed_us_a_hop"] = round(seconds / work.hops * 1e6, 1)
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

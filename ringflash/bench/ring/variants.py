@@ -1,0 +1,84 @@
+"""Other ways to run `ring_attention` in the ring benchmark, beside the one that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringflash as rf
+from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common.peers import ours
+from ringflash.bench.common.problem import Contender, Problem, Setup
+
+VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
+WARM_UPS = 3
+
+
+def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport: str) -> Contender:
+    """One of `VARIANTS` of `ours(context)`, whose `transport` was asked for.
+
+    "ring" and "grouped" are hops so, "fixed-lengths" a context of one length, for which nothing waits for agreement,
+    "graphs" one that captures its passes too, and "graph" a program's own capture of a forward, and of both passes, in
+    which a ring's launches cost nothing.
+    """
+    if name == "graph":
+        hops = "ring" if context.hops == "auto" else context.hops
+        return captured(ours(rf.ContextParallel(mesh, context.layout, transport, hops=hops)))
+    hops = name if name in ("ring", "grouped") else context.hops
+    fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
+    options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
+    return ours(rf.ContextParallel(mesh, context.layout, transport, **options))
+
+
+def captured(contender: Contender) -> Contender:
+    """`contender`, each pass a CUDA graph."""
+
+    @contextmanager
+    def prepare(problem: Problem) -> Generator[Setup, None, None]:
+        if not problem.q.is_cuda:
+            raise Unavailable("a CUDA graph takes a GPU")
+        with contender(problem) as setup:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):  # compiles, uploads tables, grows memory
+                    setup.forward_backward()
+            torch.cuda.current_stream().wait_stream(side)
+            passes = [_capture(call) for call in (setup.forward, setup.forward_backward)]
+            yield Replayed(setup.inputs, setup.dout, setup.call, setup.whole, *passes)
+
+    return prepare
+
+
+@dataclass(frozen=True)
+class Replayed(Setup):
+    """A problem whose passes are graphs; their results lie where the capture put them."""
+
+    replay_forward: Callable[[], Any]
+    replay_both: Callable[[], Any]
+
+    def forward(self) -> Tensor:
+        """One forward."""
+        return self.replay_forward()
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        """One forward and backward: out, dq, dk, dv."""
+        return self.replay_both()
+
+
+def _capture(call: Callable[[], Any]) -> Callable[[], Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay

@@ -1,0 +1,250 @@
+"""The training benchmark: whole steps of a Llama-like decoder on a ring, beside FSDP2 and torch's context_parallel.
+
+    torchrun --nproc-per-node 4 -m ringflash.bench training --peers --json training.json --png training.png
+
+A step is forward, backward, gradient clipping and AdamW on one sequence of random tokens over all GPUs: bfloat16,
+master weights and reductions in float32. Two models do not fit into memory together, so contenders take turns cell by
+cell: each is built, warmed up, timed and freed. Times are medians over steps of the slowest rank's, without a pause
+between steps. MFU counts causal attention as half and nothing that is computed again, against the GPU's dense peak.
+GiB are the most that torch allocated on a GPU; "outside" is what else is taken there: the CUDA context, NCCL's buffers
+and the ring's, all of which stay for whoever comes next. "loss" is that of the first step and of the last: contenders
+have the same weights and tokens.
+
+Who runs out of memory is not tried at longer contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.bench.common import ranks, record
+from ringflash.bench.common.problem import failure
+from ringflash.bench.common.timing import turns
+from ringflash.bench.training.trainees import SHAPES, Contender, Trainee, Training, ringflash, torch_context_parallel
+from ringflash.commands.options import check_at_least
+from ringflash.errors import RingflashError
+from ringflash.train.models.flops import peak_flops, training_flops
+
+OURS, PEER = "ringflash", "torch context_parallel"
+CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # said in rows
+FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "outside_gib": ".1f"}  # columns that a row may lack
+# Of a GPU's memory that torch may take: with the same bound on all ranks, and the same work, all of them run out of it
+# in the same place, and none waits for another.
+MEMORY_FRACTION = 0.95
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Joins the ranks that torchrun started, and runs on them; 1 when something of ringflash's failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup"])
+    mesh = ranks.join("ringflash.bench training", arguments)
+    try:
+        rows = run(arguments, mesh)
+    finally:
+        dist.destroy_process_group()
+    return 1 if any("failed" in row for row in rows if row["name"] == OURS) else 0
+
+
+def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """Measures; on rank 0 prints a table, writes JSON and draws a picture where asked. Returns the rows."""
+    options = _parser().parse_args(arguments)
+    contenders = {OURS: ringflash} | ({PEER: torch_context_parallel} if options.peers else {})
+    device = ranks.device_of(mesh)
+    if mesh.device_type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION, device)
+    group, control = dist.new_group(), dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup)
+    ring = DeviceMesh.from_group(group, mesh.device_type)
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    machine = f"{mesh.size()} x {ranks.device_name(mesh)}"
+    program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench training"
+    rows: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        full: dict[str, int] = {}  # contender: the context that it ran out of memory at
+        for number, seqlen in enumerate(sorted(options.contexts)):
+            training = Training(
+                SHAPES[shape],
+                seqlen,
+                mesh,
+                ring,
+                device,
+                dtype,
+                not options.eager,
+                options.cuda_graphs,
+                options.offload,
+            )
+            before, cell = rows, dict[str, dict[str, Any]]()
+            for contender in turns(list(contenders), number):
+                row = cell[contender] = _row(contender, shape, training, dtype)
+                if contender in full:
+                    row["failed"] = f"not tried: out of memory at {full[contender]}"
+                else:
+                    row |= _measure(contenders[contender], training, options, control)
+                if row.get("failed", "").startswith("OutOfMemoryError"):
+                    full[contender] = seqlen
+                rows = [*before, *_compared([cell[each] for each in contenders if each in cell])]
+                if dist.get_rank() == 0 and options.json is not None:
+                    record.write(options.json, record.command(program, arguments), machine, rows)
+    if dist.get_rank() == 0:
+        _print(rows, machine)
+        if options.png is not None:
+            from ringflash.bench.training.plot_training import draw
+
+            draw(options.png, rows, machine)
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringflash bench training", description="Measures training steps on a ring, beside torch's context_parallel."
+    )
+    lengths = [2**n for n in range(13, 18)]
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 131072)"
+    )
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too")
+    parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
+    parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
+    parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
+    parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
+    parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
+    parser.add_argument("--png", type=Path, help="where to draw them")
+    return parser
+
+
+def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[str, Any]:
+    where = {"context": training.seqlen, "world_size": training.weights.size()}
+    compiled = {"dtype": str(dtype).removeprefix("torch."), "compiled": training.compiled}
+    return {"name": name, "shape": shape, **where, **compiled}
+
+
+def _measure(
+    build: Contender, training: Training, options: argparse.Namespace, control: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Figures of one contender, or why there are none: the same on all ranks."""
+    figures = _attempt(build, training, options)
+    # The model is out of reach: the next one begins with empty memory, and with no compiled code, which would be made
+    # anew for any length instead of for its own.
+    torch._dynamo.reset()
+    gc.collect()
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    all_figures: list[dict[str, Any]] = [{}] * training.weights.size()
+    dist.all_gather_object(all_figures, figures, group=control)
+    return next((each for each in all_figures if "failed" in each), figures)
+
+
+def _attempt(build: Contender, training: Training, options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        with build(training) as trainee:
+            return _figures(trainee, training, options)
+    except CANNOT as error:
+        return {"failed": failure(error)}
+
+
+def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) -> dict[str, Any]:
+    on_gpu, world_size = training.device.type == "cuda", training.weights.size()
+    losses = [trainee.step() for _ in range(options.warmup)]
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    seconds, timed = _times(trainee.step, options.steps, on_gpu)
+    most = torch.zeros(2, dtype=torch.float64, device=training.device)
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        most = most.new_tensor([torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    loss = torch.stack([*losses, *timed]).double()
+    dist.all_reduce(loss)
+    if not loss.isfinite().all():
+        raise ValueError(f"losses that are not finite: {loss.tolist()}")
+    median = statistics.median(seconds.tolist())
+    figures: dict[str, Any] = {
+        "seconds": round(median, 4),
+        "each_seconds": [round(each, 4) for each in seconds.tolist()],
+        "tokens_per_second_per_gpu": round(training.seqlen / median / world_size, 1),
+    }
+    peak = peak_flops(torch.cuda.get_device_name(), training.dtype) if on_gpu else None
+    if peak is not None:
+        pairs = training.config.n_layers * training.seqlen * (training.seqlen + 1) / 2
+        flops = training_flops(training.config, training.seqlen, pairs)
+        figures["mfu"] = round(flops / median / world_size / peak, 4)
+    if on_gpu:
+        figures |= {"gib": round(most[0].item() / 2**30, 2), "outside_gib": round(most[1].item() / 2**30, 2)}
+    return figures | {"loss": [round(loss[0].item(), 4), round(loss[-1].item(), 4)], **trainee.facts}
+
+
+def _times(step: Callable[[], Tensor], steps: int, on_gpu: bool) -> tuple[Tensor, list[Tensor]]:
+    """Seconds of each of `steps` steps in a row on this rank, and their losses; the host runs ahead of a GPU."""
+    if on_gpu:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        losses = []
+        for event in events[1:]:
+            losses.append(step())
+            event.record()
+        torch.cuda.synchronize()
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+        return torch.tensor(seconds, dtype=torch.float64, device="cuda"), losses
+    seconds, losses = [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - begin)
+    return torch.tensor(seconds, dtype=torch.float64), losses
+
+
+def _compared(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one cell, ours with its rate over the peer's where both have one."""
+    rates = [row.get("tokens_per_second_per_gpu", math.nan) for row in cell]
+    if len(cell) == 2 and not math.isnan(sum(rates)):
+        cell[0]["over_peer"] = round(rates[0] / rates[1], 3)
+    return cell
+
+
+def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
+    first = rows[0]
+    how = "blocks compiled" if first["compiled"] else "blocks as they are"
+    table = Table(title=f"Training steps of one sequence: {first['dtype']}, {how}, {device}")
+    table.add_column("shape")
+    table.add_column("context", justify="right")
+    table.add_column("contender", no_wrap=True)
+    for column in ("s/step", "tokens/s\na GPU", "over\npeer", "MFU", "peak\nGiB", "outside\nGiB", "loss\nfirst, last"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [row["shape"], str(row["context"]), row["name"]]
+        if "failed" not in row:
+            cells += [f"{row['seconds']:.3f}", f"{row['tokens_per_second_per_gpu']:,.0f}"]
+            cells += [f"{row[name]:{form}}" if name in row else "" for name, form in FORMS.items()]
+            cells.append(", ".join(f"{loss:.3f}" for loss in row["loss"]))
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for row in rows:
+        if "failed" in row:
+            console.print(f"  {row['shape']}, {row['context']}, {row['name']}: {row['failed']}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Who trains in the training benchmark: a Decoder on a ring, and the same one on torch's context_parallel.
+
+Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in what
+they do about attention: the ring keeps each block's (out, lse) when it checkpoints; torch's is computed again, takes KV
+repeated to the query heads, and is left out of what is compiled. Its feed-forward layers take all tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import ringflash as rf
+from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
+from ringflash.train.lightning.ring_module import shard_model
+from ringflash.train.lightning.strategy import sum_gradients
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import INIT_STD, Block, Decoder, Step
+from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.rotary import rotate
+
+SHAPES = {
+    "tiny": ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128),
+    "1b": ModelConfig(
+        vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True
+    ),  # as Llama 3.2 1B
+    "8b": ModelConfig(
+        vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336
+    ),  # Llama 3.1 8B
+}
+LARGEST_NORM = 1.0  # that gradients are clipped to
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained.
+
+    Args:
+        config: the model's shape.
+        seqlen: tokens in all, one sequence.
+        weights: ranks that weights are sharded over: all.
+        ring: the same ranks, with a group of their own for attention.
+        device: of this rank.
+        dtype: of activations and gathered weights; weights, gradients and optimizer state are float32.
+        compiled: whether blocks are.
+        cuda_graphs: whether ringflash replays attention's passes.
+        offload: whether ringflash keeps activations in the host's memory.
+    """
+
+    config: ModelConfig
+    seqlen: int
+    weights: DeviceMesh
+    ring: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    cuda_graphs: bool = False
+    offload: bool = False
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.config.vocab_size, (1, self.seqlen + 1), generator=generator).to(self.device)
+        return ids[:, :-1], ids[:, 1:]
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model in training.
+
+    Args:
+        step: trains once; gives this rank's part of the loss before it, detached.
+        facts: about how it is trained, for its row.
+    """
+
+    step: Callable[[], Tensor]
+    facts: dict[str, Any]
+
+
+Contender = Callable[[Training], AbstractContextManager[Trainee]]
+
+
+@contextmanager
+def ringflash(training: Training) -> Generator[Trainee, None, None]:
+    """A Decoder as LanguageModel trains it under RingAttentionStrategy, with activation_checkpointing="block"."""
+    context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
+    with torch.device("meta"):
+        model = Decoder(training.config)
+    model.keep_activations("block", offload=training.offload)
+    step = _step(_on_device(model, training), training)
+    input_ids, labels = map(context.shard, training.tokens())
+    position_ids = context.positions(training.seqlen, device=training.device)
+    facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
+    facts["offload"] = training.offload
+    yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
+
+
+@contextmanager
+def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]:
+    """The same Decoder with all of each block checkpointed, on torch's context_parallel with cuDNN and all-gathers."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    with torch.device("meta"):
+        model = PeerDecoder(training.config)
+    step = _step(_on_device(model, training), training)
+    input_ids, labels = (x.clone() for x in training.tokens())  # which it cuts where they are
+    position_ids = torch.arange(training.seqlen, device=training.device)
+    set_rotate_method("allgather")
+    backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
+    buffers = [input_ids, labels, position_ids]
+    with sdpa_kernel(backend), context_parallel(training.ring, buffers=buffers, buffer_seq_dims=[1, 1, 0]):
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"layout": "zigzag"})
+
+
+class PeerBlock(Block):
+    """A block that keeps its input alone and runs again in its backward, attention too.
+
+    Compiled is what comes before attention and what comes after; attention runs as it is, since context_parallel makes
+    DTensors for it.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer, seed=0)
+        self.before: Callable[[Tensor, Step], tuple[Tensor, Tensor, Tensor]] = self._before
+        self.after: Callable[[Tensor, Tensor], Tensor] = self._after
+
+    def compile_parts(self, backend: str | Callable[..., Any]) -> None:
+        """Compiles both."""
+        self.before = torch.compile(self._before, backend=backend, fullgraph=True)
+        self.after = torch.compile(self._after, backend=backend, fullgraph=True)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
+        out = checkpoint(self._whole, x, step, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _whole(self, x: Tensor, step: Step) -> Tensor:
+        return self.after(x, _attend(*self.before(x, step)))
+
+    def _before(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, seqlen, dim) -> q, k, v (batch, nheads, seqlen, headdim), KV heads repeated to the query heads."""
+        attention, x = self.self_attn, self.input_layernorm(x)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (project(x).unflatten(-1, (-1, attention.headdim)) for project in projections)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        group = q.shape[2] // k.shape[2]
+        k, v = (each.repeat_interleave(group, 2) for each in (k, v))
+        return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    def _after(self, x: Tensor, out: Tensor) -> Tensor:
+        """(batch, seqlen, dim) and attention's (batch, nheads, seqlen, headdim) -> (batch, seqlen, dim)."""
+        x = x + self.self_attn.o_proj(out.transpose(1, 2).flatten(-2))
+        return x + self.mlp.whole(self.post_attention_layernorm(x))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, (batch, nheads, seqlen, headdim) each, by the function that is replaced by name."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class PeerDecoder(Decoder):
+    """A Decoder of such blocks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(PeerBlock(config, layer) for layer in range(config.n_layers))
+
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compiles each block's parts."""
+        for block in self.layers:
+            cast("PeerBlock", block).compile_parts(backend)
+
+
+def _on_device(model: Decoder, training: Training) -> Decoder:
+    """Compiles `model`'s blocks, shards it, and draws weights: cheaply, each rank its own shard's."""
+    if training.compiled:
+        model.compile_blocks()
+    shard_model(model, model.layers, training.weights, training.dtype, head=model.lm_head)
+    sum_gradients(model)
+    model.to_empty(device=training.device)
+    generator = torch.Generator(training.device).manual_seed(training.weights.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.ndim > 1:
+                local.normal_(0, INIT_STD, generator=generator)
+            else:
+                local.fill_(1)
+    return model
+
+
+def _step(model: Decoder, training: Training) -> Callable[..., Tensor]:
+    """Forward on the arguments it gets, backward, clipping and AdamW; gives the loss."""
+    optimizer = make_adamw(model.parameters(), OptimizerConfig())
+
+    def step(*args: Any, **kwargs: Any) -> Tensor:
+        loss = cast("TokenLosses", model(*args, **kwargs)).total / training.seqlen
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -1,0 +1,203 @@
+"""`ringflash plan`: who holds what, what meets at each hop, and what that costs, as tables and a picture.
+
+ringflash plan --seqlen 131072 --world-size 4 --layout balanced --documents lengths.txt --image plan.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ringflash as rf
+from ringflash.commands.options import DTYPES, check_at_least, check_heads
+from ringflash.errors import ArgumentError
+from ringflash.layouts.balance import reaches
+from ringflash.layouts.layout import LAYOUTS
+from ringflash.masks import Full, Mask
+from ringflash.ring.plan import Hop, Plan
+
+WIDTH = 150  # where the output is no terminal
+MOST_COLUMNS = 8  # ranks that the table of hops has a column for
+MOST_HOPS = 64  # that it has a line for
+MOST_COMPARED = 1024  # ranks over which layouts are compared: pairs of ranks are counted for each
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables, and draws the picture where one is asked for."""
+    options = _parser().parse_args(argv)
+    _check(options)
+    mask = _mask(options)
+    mask.validate(options.seqlen)
+    context = rf.ContextParallel.local(options.world_size, options.layout)
+    plans = [context.plan(mask, options.seqlen, rank) for rank in range(options.world_size)]
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_ranks(plans, options))
+    console.print(_hops(plans, options))
+    if options.world_size <= MOST_COMPARED:
+        console.print(_layouts(mask, options))
+    else:
+        console.print(f"Layouts are compared over up to {MOST_COMPARED} ranks.")
+    if options.image is not None:
+        from ringflash.commands.plan_picture import draw
+
+        draw(options.image, plans)
+        console.print(f"Drawn: {options.image}", markup=False)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash plan", description="Shows a ring's plan: nothing is run.")
+    parser.add_argument("--seqlen", type=int, required=True, help="tokens in the whole sequence")
+    parser.add_argument("--world-size", type=int, required=True, help="ranks in the ring")
+    parser.add_argument("--layout", default="zigzag", help=f"one of {', '.join(LAYOUTS)} (default: %(default)s)")
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="default: %(default)s")
+    parser.add_argument("--window", type=int, nargs="+", metavar="KEYS", help="seen before a query, and after it")
+    parser.add_argument("--documents", help="lengths of packed documents: 4096,512,..., or a file that holds them")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument("--nheads", type=int, default=32, help="query heads (default: %(default)s)")
+    parser.add_argument("--nheads-kv", type=int, default=8, help="KV heads (default: %(default)s)")
+    parser.add_argument("--headdim", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of KV (default: %(default)s)")
+    parser.add_argument("--image", type=Path, metavar="PLAN.png", help="draw a picture too")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    positive = ["seqlen", "world_size", "batch", "nheads", "nheads_kv", "headdim"]
+    check_at_least(options, positive, remedy="Pass a positive number.")
+    check_heads(options)
+    if options.window is not None and len(options.window) > 2:
+        remedy = "Pass how many keys before a query it sees, and how many after."
+        raise ArgumentError("--window", expected="one or two numbers", got=options.window, remedy=remedy)
+    if options.image is not None and options.image.suffix not in (".png", ".svg", ".pdf"):
+        remedy = "Name it plan.png."
+        raise ArgumentError("--image", expected="a .png, .svg or .pdf file", got=options.image, remedy=remedy)
+
+
+def _mask(options: argparse.Namespace) -> Mask:
+    mask: Mask = rf.Causal() if options.mask == "causal" else Full()
+    if options.window is not None:
+        mask &= rf.SlidingWindow(*options.window)
+    if options.documents is not None:
+        lengths = _lengths(options.documents)
+        if sum(lengths) != options.seqlen:
+            expected, got = f"lengths that sum to --seqlen {options.seqlen}", f"a sum of {sum(lengths)}"
+            remedy = "Add what pads the sequence as a document, or change --seqlen."
+            raise ArgumentError("--documents", expected=expected, got=got, remedy=remedy)
+        mask &= rf.Documents([0, *accumulate(lengths)])
+    return mask
+
+
+def _lengths(given: str) -> list[int]:
+    """Whole numbers separated by commas or white space, or those in the file of that name."""
+    path = Path(given)
+    text = path.read_text(errors="replace") if path.is_file() else given
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        wrong = next((word for word in words if not word.isascii() or not word.isdigit()), "none")
+        remedy = "Pass --documents 4096,512,3584, or a file of such numbers."
+        raise ArgumentError("--documents", expected="lengths, or a file that holds them", got=wrong, remedy=remedy)
+    return [int(word) for word in words]
+
+
+def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
+    first = plans[0]
+    table = Table(
+        title=f"{first.layout.name}, {first.mask!r}: {options.seqlen} tokens over {first.world_size} ranks, batch "
+        f"{options.batch}, {options.nheads}:{options.nheads_kv} heads of {options.headdim}, {options.dtype}",
+        caption=f"The busiest rank has {first.balance:.3f} of the mean; as ranks wait for each other the ring takes "
+        f"{first.pace:.3f}. A backward sends keys and values again, and their gradients in float32.",
+    )
+    for column in (
+        "rank",
+        "tokens",
+        "chunks",
+        "share of\nFLOPs",
+        "TFLOP\nforward",
+        "TFLOP\nbackward",
+        "MiB sent\nforward",
+        "MiB sent\nbackward",
+        "of these\npassed on",
+        "hops\ncomputed",
+    ):
+        table.add_column(column, justify="right")
+    heads = options.batch, options.nheads_kv, options.headdim, DTYPES[options.dtype].itemsize
+    total = sum(map(sum, first.pairs))
+    for plan in plans:
+        flops = [plan.flops(options.batch, options.nheads, options.headdim, backward=back) for back in (False, True)]
+        passed = sum(hop.rows_sent for hop in plan.hops if hop.passes_on) / max(plan.rows_sent, 1)
+        table.add_row(
+            str(plan.rank),
+            f"{plan.layout.length(plan.rank):,}",
+            str(len(plan.q_chunks)),
+            f"{sum(plan.pairs[plan.rank]) / total if total else 1 / len(plans):.2%}",
+            *(f"{count / 1e12:,.3f}" for count in flops),
+            *(f"{sent / 2**20:,.1f}" for sent in (plan.bytes_sent(*heads), plan.bytes_sent_backward(*heads))),
+            f"{passed:.0%}",
+            f"{sum(hop.meets for hop in plan.hops)} of {len(plan.hops)}",
+        )
+    return table
+
+
+def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
+    total = max(sum(map(sum, plans[0].pairs)), 1)
+    shown = plans if len(plans) <= MOST_COLUMNS else []
+    count = len(plans[0].hops)
+    table = Table(
+        title="Hops of a forward: whose KV is where, and its share of all FLOPs",
+        caption=f"The first {MOST_HOPS} of {count} hops." if count > MOST_HOPS else None,
+    )
+    table.add_column("hop", justify="right")
+    columns = "ranks that\ncompute", "pass on", "are idle", "share of\nFLOPs", "busiest\nof mean", "MiB sent\nin all"
+    for column in columns:
+        table.add_column(column, justify="right")
+    for plan in shown:
+        table.add_column(f"rank {plan.rank}")
+    row_bytes = 2 * options.batch * options.nheads_kv * options.headdim * DTYPES[options.dtype].itemsize
+    for step in zip(*(plan.hops[:MOST_HOPS] for plan in plans), strict=True):
+        computing, passing = sum(hop.meets for hop in step), sum(hop.passes_on for hop in step)
+        pairs = [hop.pairs for hop in step]
+        table.add_row(
+            str(step[0].index),
+            *map(str, (computing, passing, len(step) - computing - passing)),
+            f"{sum(pairs) / total:.1%}",
+            f"{max(pairs) * len(pairs) / sum(pairs):.2f}" if sum(pairs) else "-",
+            f"{sum(hop.rows_sent for hop in step) * row_bytes / 2**20:,.1f}",
+            *(_cell(hop, total) for hop in step[: len(shown)]),
+        )
+    return table
+
+
+def _cell(hop: Hop, total: int) -> str:
+    if hop.meets:
+        return f"KV {hop.owner}: {hop.pairs / total:.1%}"
+    return f"KV {hop.owner} passes" if hop.passes_on else "idle"
+
+
+def _layouts(mask: Mask, options: argparse.Namespace) -> Table:
+    table = Table(title="The same under every layout")
+    rest = "busiest\nof mean", "time of\nthe ring", "hops", "KV rows sent,\nof all to all", "most chunks\na rank"
+    for column in ("layout", *rest):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in LAYOUTS:
+        plan = rf.ContextParallel.local(options.world_size, layout).plan(mask, options.seqlen)
+        reach = reaches(torch.tensor(plan.pairs, device="cpu") > 0).tolist()
+        sent = sum(hops * rows for hops, rows in zip(reach, plan.layout.lengths, strict=True))  # by all ranks
+        everything = options.seqlen * max(plan.world_size - 1, 1)
+        table.add_row(
+            layout,
+            f"{plan.balance:.3f}",
+            f"{plan.pace:.3f}",
+            str(len(plan.hops)),
+            f"{sent / everything:.0%}",
+            str(max(map(len, plan.layout.chunks))),
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Agreement of ranks before a call, and failures in the middle of one."""

@@ -1,0 +1,1 @@
+"""Hugging Face transformers: the attention function, its masks, positions, RoPE and checks."""

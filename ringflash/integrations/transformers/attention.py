@@ -1,0 +1,431 @@
+"""Attention of transformers models by name: `register()`, then `attn_implementation="ring_attention"`.
+
+The context is an argument of the model's forward, `model(..., ring_context=context)`; transformers hands it down to
+the attention function with its other keywords. Without it attention runs on one device. The first forward with a
+context checks the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringflash.context import ContextParallel
+from ringflash.dropout import Dropout
+from ringflash.errors import ArgumentError
+from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witness, check
+from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
+from ringflash.integrations.transformers.positions import resolve_mask
+from ringflash.integrations.transformers.rope import largest_position
+from ringflash.masks import Documents, Mask
+from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
+
+NAME = "ring_attention"  # a name with "flash" in it is taken for one of transformers' own
+# Keywords that transformers hands to attention, and that attention does not need.
+OF_OTHERS = {
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "logits_to_keep",
+    "encoder_hidden_states",
+    "shift_labels",
+}
+CHECKED = "_ring_checked"  # an attribute of checked models
+AGREED = "_ring_position_agreed"  # an attribute of models in a forward whose largest position the ranks agreed on
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Makes `attn_implementation="ring_attention"` known to transformers.
+
+    Models of transformers then look at `ring_context` when they are called: the first call with a context checks the
+    model. Classes that choose attention by a table of their own raise ArgumentError when they are made.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    except ImportError as error:
+        raise ImportError("transformers is not installed: pip install 'ringflash[hf]'") from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, describe)  # without one, models pass no mask and do not say so
+    if PreTrainedModel.__call__.__module__ == __name__:
+        return
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    rotary_of: Any = torch.compiler.disable(_rotary_modules)
+
+    def choose(model: Any, requested_attention: str | None, *args: Any, **keywords: Any) -> str:
+        if requested_attention == NAME:
+            _check_tables(type(model))
+        return chosen(model, requested_attention, *args, **keywords)
+
+    def call(model: nn.Module, *args: Any, **keywords: Any) -> Any:
+        context = keywords.get("ring_context")
+        if not isinstance(context, ContextParallel):
+            return nn.Module.__call__(model, *args, **keywords)
+        return _call(model, context, rotary_of, args, keywords)
+
+    setattr(PreTrainedModel, "get_correct_attn_implementation", choose)  # noqa: B010 - typed as a method
+    setattr(PreTrainedModel, "__call__", call)  # noqa: B010 - the same
+
+
+@dataclass(frozen=True, eq=False)
+class Keywords:
+    """Keywords that reach attention, from the model and from the caller of its forward.
+
+    Args:
+        dropout: probability; 0 while evaluating.
+        scaling: of the scores; None is 1 / sqrt(headdim).
+        sliding_window: keys that a row sees, its own included; None is all.
+        softcap: bound of the scores; None is none.
+        s_aux: (nheads,), a sink's logit a head.
+        is_causal: what the caller wants; None leaves it to the model.
+        deterministic: as in `AttentionOptions`.
+        position_ids: (batch | 1, seqlen) of the rows, in the whole sequence or in their documents.
+        cu_seq_lens_q: (ndocuments + 1,), where documents begin and end, in the whole sequence.
+        cu_seq_lens_k: the same.
+        use_cache: whether keys are kept for later forwards.
+        output_attentions: whether weights are wanted.
+        ring_context: the ranks that share the sequence.
+        ring_documents: packed documents, of the whole sequence.
+        ring_dropout_seed: the same on all ranks of the context, another one at each forward; of a tensor, each layer.
+        others: keywords of other names, that are not None or False.
+    """
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    is_causal: bool | None = None
+    deterministic: bool | None = None
+    position_ids: Tensor | None = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    use_cache: bool | None = None
+    output_attentions: bool | None = None
+    ring_context: ContextParallel | Witness | None = None
+    ring_documents: Documents | None = None
+    ring_dropout_seed: int | Tensor | None = None
+    others: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Keywords:
+        """The keywords of one call, by name."""
+        others = [n for n, x in given.items() if n not in KNOWN_OR_OTHERS and x is not None and x is not False]
+        return Keywords(**{n: x for n, x in given.items() if n in KNOWN}, others=tuple(others))
+
+    @property
+    def documents(self) -> Documents | None:
+        """The packed documents that the caller names."""
+        return self.ring_documents if self.cu_seq_lens_q is None else Documents(self.cu_seq_lens_q)
+
+
+KNOWN = {f.name for f in fields(Keywords)} - {"others"}
+KNOWN_OR_OTHERS = KNOWN | OF_OTHERS
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The entry for `AttentionInterface`: `ring_attention` with a context among the keywords, else `flash_attention`.
+
+    Args:
+        module: the model's attention layer.
+        query: (batch, nheads, seqlen, headdim).
+        key: (batch, nheads_kv, seqlen_k, headdim), not repeated.
+        value: (batch, nheads_kv, seqlen_k, headdim_v).
+        attention_mask: what `describe` made of the model's mask, or None.
+        keywords: see `Keywords`.
+
+    Returns:
+        out (batch, seqlen, nheads, headdim_v), and no weights.
+
+    Raises:
+        ArgumentError: anything that cannot be honoured.
+    """
+    call = Keywords.of(keywords)
+    context, witness = call.ring_context, None
+    if isinstance(context, Witness):
+        witness, context = context, context.context
+    try:
+        _check(module, call, context)
+        if attention_mask is None:
+            causal = bool(getattr(module, "is_causal", True)) if call.is_causal is None else call.is_causal
+            starts = torch.zeros(1, query.shape[2], dtype=torch.bool, device=query.device)
+            window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
+            seqlen_k = query.shape[2] if causal else key.shape[2]  # where others begin is not said
+            attention_mask = Asked(causal, window, query.shape[2], seqlen_k, 0, starts)
+        asked = _check_asked(attention_mask, query, key, call, getattr(module, "config", None))
+        if witness is not None and witness.any_positions:
+            mask = None
+        else:
+            mask = asked.mask if isinstance(asked, Settled) else _resolve(asked, call, context)
+        if witness is not None:
+            return witness.attend((query, key, value), mask, (call.scaling, call.softcap or 0.0)), None
+        options = AttentionOptions(sinks=call.s_aux, deterministic=call.deterministic or None)
+        modes: dict[str, Any] = {"mask": mask, "softmax_scale": call.scaling, "softcap": call.softcap or 0.0}
+        modes |= {"dropout": _dropout(module, call, context), "options": options}
+    except Exception as error:
+        if isinstance(context, ContextParallel):
+            context.announce_failure(error)  # the others are about to wait for this rank
+        raise
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = flash_attention(q, k, v, **modes) if context is None else ring_attention(q, k, v, context, **modes)
+    assert isinstance(out, Tensor)
+    return out, None
+
+
+def settle(
+    layer: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a layer's forward, with which `torch.compile` traces its attention in one piece.
+
+    Masks are resolved, which looks at positions, and dropout's seed is this layer's, in a tensor: a number would be
+    compiled in.
+
+    Args:
+        layer: of a transformers model, with the attention.
+        args: that its forward is called with.
+        keywords: that its forward is called with, without cache.
+
+    Raises:
+        ArgumentError: as `attention`, about masks and positions.
+    """
+    call = Keywords.of(keywords)
+    context = call.ring_context if isinstance(call.ring_context, ContextParallel) else None
+
+    def settled(x: object) -> object:
+        return Settled(x.causal, x.window, _resolve(x, call, context)) if isinstance(x, Asked) else x
+
+    try:
+        args, named = tuple(map(settled, args)), {name: settled(x) for name, x in keywords.items()}
+    except Exception as error:
+        if context is not None:
+            context.announce_failure(error)
+        raise
+    if isinstance(call.ring_dropout_seed, int):
+        indices = (getattr(module, "layer_idx", None) for module in layer.modules())
+        index = next((x for x in indices if isinstance(x, int)), None)
+        named["ring_dropout_seed"] = None if index is None else torch.tensor(_layer_seed(call.ring_dropout_seed, index))
+    return args, named
+
+
+def check_model(model: nn.Module) -> None:
+    """Runs a few tokens through a transformers model, and checks that its results are the same on a ring.
+
+    The first forward on a ring does the same. Under FSDP it is a collective, as any forward is. A model without storage
+    (on the meta device) is checked at its first forward.
+
+    Raises:
+        ArgumentError: another attn_implementation; a model that keeps the context or the positions from its attention,
+            counts positions in its own way, or mixes tokens outside of attention.
+    """
+    if any(x.is_meta for x in model.parameters()):
+        log.warning("%s is on the meta device: the check waits for its first forward on a ring.", type(model).__name__)
+        return
+    checked = _checked(model)
+    for module in model.modules():
+        if _is_pretrained(module):
+            setattr(module, CHECKED, checked if module is model else _inside(model, module, checked))
+
+
+def _checked(model: nn.Module) -> Checked:
+    config: Any = model.config
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # what transformers raises for an encoder and a decoder of text
+        remedy = "Call the decoder that is inside it with ring_context."
+        expected = "a model with one text model"
+        raise ArgumentError("model", expected=expected, got=type(model).__name__, remedy=remedy) from error
+    if text._attn_implementation != NAME:
+        remedy = 'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention".'
+        raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)
+    mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    if mixing:
+        got = f"{mixing[0]} in {type(model).__name__}"
+        raise ArgumentError("model", expected="no convolutions over tokens", got=got, remedy=ONE_DEVICE)
+    return check(model, getattr(text, "num_hidden_layers", 1))
+
+
+def _inside(model: nn.Module, module: nn.Module, checked: Checked) -> Checked:
+    """The findings about `model`, for `module` inside of it."""
+    prefix = next(f"{name}." for name, each in model.named_modules() if each is module)
+    return Checked(tuple(name.removeprefix(prefix) for name in checked.rotary if name.startswith(prefix)))
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return getattr(type(module).__call__, "__module__", None) == __name__
+
+
+def _call(
+    model: nn.Module,
+    context: ContextParallel,
+    rotary_of: Callable[[nn.Module], tuple[str, ...]],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """Calls a model of transformers on a ring; the first such call checks it.
+
+    Args:
+        model: of transformers.
+        context: among the keywords.
+        rotary_of: `_rotary_modules`, which `torch.compile` does not trace.
+        args: of the call.
+        keywords: of the call.
+    """
+    try:
+        rotary = rotary_of(model)
+        agrees = bool(rotary) and len(context.local_ranks) < context.world_size and not hasattr(model, AGREED)
+        own = _largest_of(keywords.get("position_ids")) if agrees else 0
+    except Exception as error:
+        context.announce_failure(error)
+        raise
+    if not agrees:
+        return _announced(model, context, args, keywords)
+    position = context.largest("position_ids", own)
+    inside = [module for module in model.modules() if _is_pretrained(module)]
+    for module in inside:
+        setattr(module, AGREED, True)
+    try:
+        with largest_position(model, rotary, position):
+            return _announced(model, context, args, keywords)
+    finally:
+        for module in inside:
+            delattr(module, AGREED)
+
+
+def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Calls the model; a mask that is refused on this rank makes the other ranks raise PeerFailed."""
+    try:
+        return nn.Module.__call__(model, *args, **keywords)
+    except MaskRefused as error:
+        if not hasattr(error, "announced"):  # a model inside this one may have announced it
+            setattr(error, "announced", True)  # noqa: B010 - an attribute of this function alone
+            context.announce_failure(error)
+        raise
+
+
+def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules whose RoPE depends on length, of a model that is checked now if it was not before."""
+    if not hasattr(model, CHECKED):
+        check_model(model)
+    return getattr(model, CHECKED).rotary
+
+
+def _largest_of(positions: object) -> int:
+    if isinstance(positions, Tensor) and positions.numel():
+        return int(positions.max())
+    remedy = "Pass position_ids=context.positions(seqlen)[None]: the RoPE of this model depends on length."
+    raise ArgumentError("position_ids", expected="those of the shard, by keyword", got=positions, remedy=remedy)
+
+
+def _check_tables(model_class: type) -> None:
+    """Raises ArgumentError for a class that takes its attention from a table of its own, which lacks this library."""
+    for name, table in vars(sys.modules[model_class.__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and NAME not in table:
+            raise ArgumentError(
+                "attn_implementation",
+                expected="a model that uses transformers' attention interface",
+                got=f"{model_class.__name__}, which chooses attention from its own {name}: {', '.join(table)}",
+                remedy=f"Choose one of these. {ONE_DEVICE}",
+            )
+
+
+def _check(module: nn.Module, call: Keywords, context: object) -> None:
+    if context is not None and not isinstance(context, ContextParallel):
+        remedy = "Make one from a mesh or group."
+        raise ArgumentError("ring_context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
+    if call.ring_documents is not None and not isinstance(call.ring_documents, Documents):
+        remedy = "Pass rf.Documents(cu_seqlens) of the whole sequence."
+        raise ArgumentError("ring_documents", expected="rf.Documents", got=repr(call.ring_documents), remedy=remedy)
+    if call.output_attentions or getattr(getattr(module, "config", None), "output_attentions", False):
+        remedy = "The weights are never there whole: leave it out."
+        raise ArgumentError("output_attentions", expected="False", got=True, remedy=remedy)
+    if call.others:
+        raise ArgumentError(
+            call.others[0], expected="a keyword that this attention knows", got=", ".join(call.others), remedy=REMEDY
+        )
+    if context is not None and call.use_cache:
+        remedy = "Pass use_cache=False, or set model.config.use_cache: a cache would hold this rank's shard."
+        raise ArgumentError("use_cache", expected="False under a context", got=True, remedy=remedy)
+    q, k = call.cu_seq_lens_q, call.cu_seq_lens_k
+    if (q is None) != (k is None) or (q is not None and k is not None and q is not k and not torch.equal(q, k)):
+        remedy = "Queries and keys are of the same documents: pass both alike."
+        raise ArgumentError("cu_seq_lens_k", expected="cu_seq_lens_q", got=k, remedy=remedy)
+    if q is not None and call.ring_documents is not None:
+        remedy = "Pass one of them."
+        raise ArgumentError("cu_seq_lens_q", expected="None with ring_documents", got=q, remedy=remedy)
+
+
+def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> Mask | None:
+    given = (context, call.position_ids, call.ring_documents, call.cu_seq_lens_q)
+    return asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))
+
+
+def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords, config: object) -> Asked | Settled:
+    if not isinstance(asked, Asked | Settled):
+        remedy = "Leave it out: masks follow from the model, position_ids and ring_documents."
+        raise ArgumentError("attention_mask", expected="None or all ones", got=type(asked).__name__, remedy=remedy)
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if isinstance(asked, Asked) and (asked.seqlen_q, asked.seqlen_k) != (seqlen_q, seqlen_k):
+        got = f"{seqlen_q} queries and {seqlen_k} keys"
+        expected = f"{asked.seqlen_q} queries and {asked.seqlen_k} keys, as in the mask"
+        raise ArgumentError("past_key_values", expected=expected, got=got, remedy="Pass a DynamicCache, or none.")
+    if call.is_causal is not None and call.is_causal != asked.causal:
+        remedy = "Set config.is_causal, from which the model makes its mask."
+        raise ArgumentError("is_causal", expected=f"{asked.causal}, as in the mask", got=call.is_causal, remedy=remedy)
+    if call.sliding_window is not None and call.sliding_window - 1 != asked.left:
+        got = f"{call.sliding_window} keys, own one included"
+        expected = f"the mask's window, {asked.left} keys before the own one"
+        raise ArgumentError("sliding_window", expected=expected, got=got, remedy=REMEDY)
+    if call.ring_context is not None and seqlen_q != seqlen_k:
+        remedy = "Pass no past_key_values, and shards of one sequence."
+        raise ArgumentError("key", expected=f"{seqlen_q} rows, as query", got=seqlen_k, remedy=remedy)
+    if call.ring_context is not None and not _is_window(asked.window, call, config):
+        remedy = "Attention in chunks needs the whole sequence on one device."
+        raise ArgumentError("attention_mask", expected="a sliding window", got="chunks", remedy=remedy)
+    return asked
+
+
+def _is_window(window: int | None, call: Keywords, config: object) -> bool:
+    """Returns False for chunks. They look like a window within a shard, which the caller or configuration names."""
+    if window is None or call.sliding_window is not None:
+        return True
+    return getattr(config, "attention_chunk_size", None) is None and getattr(config, "sliding_window", None) == window
+
+
+def _dropout(module: nn.Module, call: Keywords, context: ContextParallel | None) -> Dropout | None:
+    if not call.dropout:
+        return None
+    if call.ring_dropout_seed is None:
+        if context is None or len(context.local_ranks) == context.world_size:
+            return Dropout(call.dropout)
+        remedy = "Pass ring_dropout_seed, the same on all ranks and another at each forward, or set attention_dropout."
+        raise ArgumentError("dropout", expected="0 or a ring_dropout_seed", got=call.dropout, remedy=remedy)
+    if isinstance(call.ring_dropout_seed, Tensor):
+        return Dropout(call.dropout, call.ring_dropout_seed)
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        remedy = "Set the model's attention dropout to 0."
+        raise ArgumentError("ring_dropout_seed", expected="layers with a layer_idx", got=type(module), remedy=remedy)
+    return Dropout(call.dropout, _layer_seed(call.ring_dropout_seed, layer))
+
+
+def _layer_seed(seed: int, layer: int) -> int:
+    return (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63

@@ -1,0 +1,120 @@
+"""Ranks in two dimensions: heads are split over one, the sequence goes around a ring over the other.
+
+The ranks that differ in their heads index alone are a group: together they store one shard of the ring's layout, each
+some consecutive rows of it. Exchanging rows for heads within the group gives every one of them the whole shard for its
+heads, chunks in the order in which the ring's layout has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.errors import ArgumentError
+from ringflash.layouts.layout import Chunk, Layout
+
+RING, HEADS = "ring", "heads"  # names of a mesh's dimensions
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the ranks of a context stand.
+
+    Args:
+        ring: ranks that pass KV to each other.
+        heads: ranks that heads are split over; 1 is a ring alone.
+        places: of each rank (ring index, heads index).
+    """
+
+    ring: int
+    heads: int
+    places: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(world_size: int, heads: int = 1) -> Grid:
+        """`world_size` ranks, neighbours in a group of `heads`.
+
+        Raises:
+            ArgumentError: ranks that are no whole number of groups.
+        """
+        if heads < 1 or world_size % heads:
+            remedy = "Every group of ranks splits all heads."
+            raise ArgumentError("heads", expected=f"a divisor of {world_size} ranks", got=heads, remedy=remedy)
+        return Grid(world_size // heads, heads, tuple(divmod(rank, heads) for rank in range(world_size)))
+
+    @staticmethod
+    def of_mesh(mesh: DeviceMesh) -> Grid:
+        """The grid of a mesh of the two dimensions `RING` and `HEADS`, in any order; ranks are counted upwards.
+
+        Raises:
+            ArgumentError: other dimensions, or ranks that do not rise along both, as those of process groups do.
+        """
+        names = mesh.mesh_dim_names
+        if set(names or ()) != {RING, HEADS}:
+            remedy = f'Name both, as in init_device_mesh(device, (2, 4), mesh_dim_names=("{RING}", "{HEADS}")), '
+            remedy += 'or pass one of them, as in mesh["context_parallel"].'
+            expected = f'one dimension, or two named "{RING}" and "{HEADS}"'
+            got = f"{mesh.ndim} without names" if names is None else f"dimensions {names}"
+            raise ArgumentError("mesh", expected=expected, got=got, remedy=remedy)
+        ranks = mesh.mesh if names == (RING, HEADS) else mesh.mesh.T
+        if bool((ranks.diff(dim=0) < 0).any() or (ranks.diff(dim=1) < 0).any()):
+            remedy = "Lay the ranks out in their order, as init_device_mesh does."
+            expected = "ranks that rise along both dimensions"
+            raise ArgumentError("mesh", expected=expected, got=mesh.mesh.tolist(), remedy=remedy)
+        order = ranks.flatten().argsort().tolist()
+        return Grid(ranks.shape[0], ranks.shape[1], tuple(divmod(place, ranks.shape[1]) for place in order))
+
+    def __str__(self) -> str:
+        """The grid in words; empty for a ring alone."""
+        return "" if self.heads == 1 else f"{RING} {self.ring} x {HEADS} {self.heads}"
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that split heads with `rank`, by heads index."""
+        return self._line(0, self.places[rank][0])
+
+    def ring_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks in a ring with `rank`, by ring index."""
+        return self._line(1, self.places[rank][1])
+
+    def _line(self, dim: int, index: int) -> tuple[int, ...]:
+        chosen = [rank for rank, place in enumerate(self.places) if place[dim] == index]
+        return tuple(sorted(chosen, key=lambda rank: self.places[rank]))
+
+
+def split_rows(layout: Layout, grid: Grid) -> Layout:
+    """What each rank of `grid` stores, where `layout` says what each group does.
+
+    A group's rows, in storage order, are cut into consecutive parts whose lengths differ by at most one.
+
+    Raises:
+        ArgumentError: a group that stores fewer rows than it has ranks.
+    """
+    if grid.heads == 1:
+        return layout
+    if min(layout.lengths) < grid.heads:
+        raise ArgumentError(
+            "seqlen",
+            expected=f"at least one token a rank ({grid.ring} x {grid.heads} ranks)",
+            got=f"{layout.seqlen} tokens",
+            remedy="Use fewer ranks for so short a sequence, or flash_attention on one device.",
+        )
+    parts = [_parts(chunks, grid.heads) for chunks in layout.chunks]
+    return Layout(layout.name, layout.seqlen, tuple(parts[ring][heads] for ring, heads in grid.places))
+
+
+def _parts(chunks: tuple[Chunk, ...], count: int) -> list[tuple[Chunk, ...]]:
+    """Consecutive rows of `chunks`, cut into `count` parts of even length, the longer ones first."""
+    base, longer = divmod(sum(chunk.length for chunk in chunks), count)
+    parts, left = [], list(chunks)
+    for index in range(count):
+        part, missing = [], base + (index < longer)
+        while missing:
+            first = left.pop(0)
+            taken = min(first.length, missing)
+            part.append(Chunk(first.start, taken))
+            missing -= taken
+            if taken < first.length:
+                left.insert(0, Chunk(first.start + taken, first.length - taken))
+        parts.append(tuple(part))
+    return parts

@@ -1,0 +1,1 @@
+"""Public functions, their autograd operators and their checks."""

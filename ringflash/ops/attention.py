@@ -1,0 +1,410 @@
+"""flash_attention and ring_attention: validate, choose, call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ringflash.checks import check_return_lse, check_softcap, scale_of
+from ringflash.context import ContextParallel
+from ringflash.dropout import Dropout
+from ringflash.errors import ArgumentError
+from ringflash.kernels.select import choose
+from ringflash.masks import Mask, as_mask
+from ringflash.ops import derivatives
+
+MIN_HEADDIM, MAX_HEADDIM = 16, 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What is rarely changed about a call.
+
+    Args:
+        return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm; differentiable too.
+        deterministic: gradients bitwise the same from run to run; False lets kernels add dq up in any order, where that
+            is faster. None does what torch.use_deterministic_algorithms says.
+        alibi_slopes: (nheads,) or (batch, nheads) float32; scores lose slope * |position_q - position_k|, after the
+            softcap. Has no gradient. Source: Press et al. 2021, "Train short, test long".
+        sinks: (nheads,), a learned logit a head that takes part in the softmax of every row that sees a key and has no
+            value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
+            parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
+        backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
+            or "auto": the first of these that the device and dtype allow; but on sm_90 the backward of up to 1024 rows
+            (in the default mode above headdim 64: 512) whose heads do not share keys is Triton's, as fast or faster.
+    """
+
+    return_lse: bool = False
+    deterministic: bool | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    backend: str = "auto"
+
+
+_DEFAULTS = AttentionOptions()
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    return_lse: None = None,
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = _DEFAULTS,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale q k^T + mask) v on one device, exact, with O(seqlen) memory.
+
+    Under torch.autocast q, k and v take its dtype, as in scaled_dot_product_attention; float64 stays.
+
+    Differentiable once in reverse mode, with torch.func.grad, vjp, jacrev and vmap (a loop) too. Forward mode and
+    second derivatives raise ArgumentError.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), any strides; float16, bfloat16, float32 or float64.
+        k: (batch, seqlen_k, nheads_kv, headdim), nheads a multiple of nheads_kv (GQA, MQA).
+        v: (batch, seqlen_k, nheads_kv, headdim_v).
+        mask: which keys a query sees; None is all. Masks compose: `Causal() & SlidingWindow(4096)`. The queries are
+            the last `seqlen_q` positions: a causal diagonal ends in the bottom right corner.
+        softmax_scale: positive; 1 / sqrt(headdim) by default.
+        dropout: a `Dropout` of attention weights; None drops nothing.
+        softcap: bounds the scores smoothly, softcap * tanh(scores / softcap), before the mask; 0 is none.
+        options: an `AttentionOptions`.
+        return_lse: True returns (out, lse), False returns out; None does what `options.return_lse` says.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v) in the dtype of q; 0 for rows that see no key.
+        With `return_lse` (out, lse), lse in float32 (float64 for float64), -inf for such rows.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices or options that do not fit, with what would.
+
+    Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
+    """
+    mask = as_mask(mask)
+    q, k, v = map(_autocast, (q, k, v))
+    scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+    with_lse = check_return_lse(return_lse, options.return_lse)
+    return _call(q, k, v, "", mask, scale, dropout, softcap, options, with_lse)
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    return_lse: None = None,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[False],
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = ...,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    dropout: Dropout | None = None,
+    softcap: float = 0.0,
+    options: AttentionOptions = _DEFAULTS,
+    return_lse: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` of a sequence that is cut over the ranks of `context`; a collective, forward and backward.
+
+    Args:
+        q: this rank's shard (batch, seqlen_local, nheads, headdim), as `context.shard` gives it.
+        k: this rank's shard (batch, seqlen_local, nheads_kv, headdim).
+        v: this rank's shard (batch, seqlen_local, nheads_kv, headdim_v).
+        context: the ranks, and how the sequence, or sequence and heads, are cut over them.
+        mask: as in `flash_attention`, on global positions.
+        softmax_scale: as in `flash_attention`.
+        dropout: as in `flash_attention`, keyed by global positions: the same under any layout and number of ranks.
+        softcap: as in `flash_attention`.
+        options: an `AttentionOptions`.
+        return_lse: as in `flash_attention`.
+
+    Returns:
+        out: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
+
+    Raises:
+        ArgumentError: as `flash_attention`, and for a context of another device or a destroyed group.
+        RankMismatch: on every rank, before any data moves, when ranks differ in shape, dtype, mask, layout or scale.
+        PeerFailed: another rank raised, here or in the backward; with its traceback.
+        PeerLost: another rank's process is gone.
+        RingTimeout: another rank did not do its part within the context's timeout.
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+    """
+    if not isinstance(context, ContextParallel):
+        remedy = "Make one from a mesh or group, or use flash_attention on one device."
+        raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
+    try:
+        mask = as_mask(mask)
+        q, k, v = map(_autocast, (q, k, v))
+        scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+        with_lse = check_return_lse(return_lse, options.return_lse)
+        if q.is_meta:
+            remedy = "A ring needs real tensors on every rank."
+            raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
+        context.check_device(q.device)
+        if q.shape[1] != k.shape[1]:
+            remedy = "Shard queries and keys of the same sequence with context.shard."
+            got = f"{q.shape[1]} and {k.shape[1]}"
+            raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
+        context.check_heads(q.shape[2])
+    except Exception as error:
+        context.announce_failure(error)  # the others are about to wait for this rank
+        raise
+    return _call(q, k, v, context.name, mask, scale, dropout, softcap, options, with_lse)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: str,
+    mask: Mask,
+    softmax_scale: float,
+    dropout: Dropout | None,
+    softcap: float,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if dropout is not None and dropout.p == 0.0:
+        dropout = None
+    if options.deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
+        deterministic = options.deterministic
+    out, lse = derivatives.attend(
+        q,
+        k,
+        v,
+        options.sinks,
+        options.alibi_slopes,
+        None if dropout is None else dropout.drawn(),
+        context,
+        *mask.spec,
+        softmax_scale,
+        float(softcap),
+        0.0 if dropout is None else dropout.p,
+        options.backend,
+        deterministic,
+    )
+    if not return_lse:
+        return out
+    return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What torch.autocast makes of an input of scaled_dot_product_attention."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if enabled else x
+
+
+def _validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    softmax_scale: float | None,
+    dropout: Dropout | None,
+    softcap: float,
+    options: AttentionOptions,
+) -> float:
+    """Checks what any attention needs, and returns the scale."""
+    if not isinstance(options, AttentionOptions):
+        remedy = "Pass rf.AttentionOptions(...), or leave it out."
+        raise ArgumentError("options", expected="a rf.AttentionOptions", got=repr(options), remedy=remedy)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
+        if x.ndim != 4:
+            remedy = "Pass (batch, seqlen, nheads, headdim)."
+            raise ArgumentError(name, expected="4 dimensions", got=f"shape {tuple(x.shape)}", remedy=remedy)
+        if x.dtype != q.dtype or x.device != q.device:
+            got = f"{x.dtype} on {x.device}"
+            remedy = "Cast or move q, k and v alike."
+            raise ArgumentError(name, expected=f"as q: {q.dtype} on {q.device}", got=got, remedy=remedy)
+    batch, seqlen_q, nheads, headdim = q.shape
+    if q.dtype not in DTYPES:
+        raise ArgumentError("q", expected=f"one of {DTYPES}", got=q.dtype, remedy="Cast q, k and v.")
+    for name, dims in (("headdim", headdim), ("headdim of v", v.shape[3])):
+        if not MIN_HEADDIM <= dims <= MAX_HEADDIM:
+            remedy = "Split or pad the heads."
+            raise ArgumentError(name, expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=dims, remedy=remedy)
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != headdim:
+        expected = f"k ({batch}, seqlen_k, nheads_kv, {headdim}) and v (.., headdim_v) with the same first three"
+        got = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ArgumentError("k, v", expected=expected, got=got, remedy="Give q and k one headdim, all one batch size.")
+    nheads_kv = k.shape[2]
+    if nheads_kv == 0 or nheads % nheads_kv:
+        remedy = "Query heads share KV heads in equal groups."
+        raise ArgumentError(
+            "nheads",
+            expected=f"a positive multiple of nheads_kv = {max(nheads_kv, 1)}",
+            got=f"{nheads} and {nheads_kv}",
+            remedy=remedy,
+        )
+    if 0 in (batch, seqlen_q, nheads, k.shape[1]):
+        got = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        raise ArgumentError("q, k", expected="at least one row and head", got=got, remedy="Skip empty sequences.")
+    if mask.batch not in (1, batch):
+        remedy = "Give it one entry a sequence."
+        raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
+    if not torch.compiler.is_compiling():  # it asks Triton, which is not for tracing; the operator chooses again
+        choose(options.backend, q)
+    _validate_options(options, q)
+    if dropout is not None and not isinstance(dropout, Dropout):
+        remedy = "Pass rf.Dropout(p), or none while evaluating."
+        raise ArgumentError("dropout", expected="None or a rf.Dropout", got=repr(dropout), remedy=remedy)
+    check_softcap(softcap)
+    return scale_of(softmax_scale, headdim)
+
+
+def _validate_options(options: AttentionOptions, q: Tensor) -> None:
+    if options.deterministic is not None and not isinstance(options.deterministic, bool):
+        remedy = "None does what torch.use_deterministic_algorithms says."
+        got = repr(options.deterministic)
+        raise ArgumentError("deterministic", expected="None, True or False", got=got, remedy=remedy)
+    if options.sinks is None and options.alibi_slopes is None:
+        return
+    batch, _, nheads, _ = q.shape
+    shapes = {"sinks": [(nheads,)], "alibi_slopes": [(nheads,), (batch, nheads)]}
+    for name, allowed in shapes.items():
+        x = getattr(options, name)
+        if x is None:
+            continue
+        expected = f"a floating-point tensor of shape {' or '.join(map(str, allowed))} on {q.device}"
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, expected=expected, got=type(x).__name__, remedy="Pass one number a head.")
+        if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != q.device:
+            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a head.")
+    if options.alibi_slopes is not None and options.alibi_slopes.requires_grad:
+        remedy = "Detach them: ALiBi's slopes are fixed."
+        raise ArgumentError("alibi_slopes", expected="slopes without gradient", got="requires_grad", remedy=remedy)

@@ -1,0 +1,350 @@
+"""Attention as torch.library custom ops, forward and backward, returning (out, lse).
+
+A custom op takes tensors and plain values, so a context crosses its boundary by name, and a mask as words and tensors.
+The empty name is no context, a single device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.kernels import select as backends
+from ringflash.kernels.contract import Scoring
+from ringflash.layouts.grid import split_rows
+from ringflash.masks import Mask, mask_from_spec
+from ringflash.ops.guard import Guard, Phase, in_ring
+from ringflash.ring import ulysses
+from ringflash.ring.plan import Plan, single_device_plan
+from ringflash.ring.schedule import Tiles
+from ringflash.ring.ulysses import Group
+from ringflash.state import lse_dtype
+from ringflash.transport.all_to_all import LocalHeads
+from ringflash.transport.base import Transport
+from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
+
+T = TypeVar("T")
+R = TypeVar("R", bound=tuple[Tensor, ...])
+
+
+class _Ranks:
+    """The ranks that one call runs in this process: one, or all virtual ones."""
+
+    def __init__(
+        self,
+        operation: str,
+        context: ContextParallel | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        tiles: Tiles,
+        guard: Guard,
+    ) -> None:
+        self._operation, self._context = operation, context
+        self._network = LocalNetwork()
+        if self._context is None:
+            mask.validate(k.shape[1])  # here, for what torch.compile has traced too
+            self.plans: Sequence[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
+            self.groups: list[Group | None] = [None]
+            self._lengths = [q.shape[1]]
+        else:
+            row_bytes = _row_bytes(q, k, v, self._context.grid.heads) if k.is_cuda else None
+            fields = partial(_fields, operation, q, k, v, mask, tiles)
+            planned = partial(_planned, self._context, mask, row_bytes)
+            kind = operation, q.device, q.dtype, q.shape, k.shape, v.shape, mask, *_values(tiles)
+            guard.phase = Phase.AGREEING
+            self.plans, lengths = self._context.agree_on(kind, fields, q.shape[1], mask, planned)
+            guard.phase = Phase.RUNNING
+            self.groups = [self._group(self._context, lengths, rank) for rank in self._context.local_ranks]
+            self._lengths = [lengths[rank] for rank in self._context.local_ranks]
+
+    @property
+    def transports(self) -> list[Transport]:
+        """One for each plan."""
+        if self._context is not None and self._context.transport is not None:
+            return [self._context.transport]
+        if self._context is None:
+            return [self._network.transport(0)]
+        return [self._network.transport(r, self._context.grid.ring_of(r)) for r in self._context.local_ranks]
+
+    def _group(self, context: ContextParallel, lengths: Sequence[int], rank: int) -> Group | None:
+        """The ranks that `rank` splits heads with, if any; `lengths` are what all ranks store."""
+        if context.grid.heads == 1:
+            return None
+        members = context.grid.group(rank)
+        transport = context.heads_transport or LocalHeads(self._network.transport(rank, members))
+        return Group(members.index(rank), tuple(lengths[member] for member in members), transport)
+
+    def shards(self, x: Tensor, dim: int = 1) -> Sequence[Tensor]:
+        """Each rank's part of `x`."""
+        if len(self.plans) == 1:
+            return [x]
+        return x.split(self._lengths, dim)
+
+    def computed(self, compute: Callable[..., R], tiles: Tiles, inputs: Sequence[Tensor | None]) -> R:
+        """`compute(tiles, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
+
+        A mask of tensors, such as documents, is seldom seen again, and dropout's seed is new in every call.
+        """
+        context, plan, scoring = self._context, self.plans[0], tiles.scoring
+        (words, tensors), replays = plan.mask.spec, None if context is None else context.replays
+        if replays is None or tensors or scoring.dropout_p or torch.cuda.is_current_stream_capturing():
+            return compute(tiles, *inputs)
+        assert context is not None
+
+        def anew(alibi_slopes: Tensor | None, sinks: Tensor | None, *inputs: Tensor | None) -> R:
+            return compute(replace(tiles, scoring=replace(scoring, alibi_slopes=alibi_slopes, sinks=sinks)), *inputs)
+
+        plain = tiles.kernels, tiles.deterministic, scoring.softmax_scale, scoring.softcap
+        kind = self._operation, words, plan.layout, *plain
+        inputs = scoring.alibi_slopes, scoring.sinks, *inputs
+        return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
+
+    def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
+        """Runs all ranks to their ends."""
+        if self._context is None:
+            return [run_alone(ranks[0])]
+        with in_ring(self._context, self.plans[0]):
+            return [run_alone(ranks[0])] if len(ranks) == 1 else run_lockstep(ranks, self._network)
+
+
+def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
+    """Of a token's keys and values on that of some ranks which split heads that has most."""
+    nheads_kv = ulysses.most_kv_heads(q.shape[2], k.shape[2], ranks)
+    return k.shape[0] * nheads_kv * (k.shape[3] + v.shape[3]) * k.itemsize
+
+
+def _planned(
+    context: ContextParallel, mask: Mask, row_bytes: int | None, seqlen: int
+) -> tuple[list[Plan], tuple[int, ...]]:
+    """The plans of this process's ranks, and the rows that every rank stores."""
+    plans = [context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in context.local_ranks]
+    return plans, split_rows(plans[0].layout, context.grid).lengths
+
+
+def _values(tiles: Tiles) -> tuple[Hashable, ...]:
+    """All of `tiles` that ranks agree on, beside the dtype."""
+    scoring = tiles.scoring
+    slopes, sinks = (None if x is None else x.shape for x in (scoring.alibi_slopes, scoring.sinks))
+    plain = scoring.softmax_scale, scoring.softcap, scoring.dropout_p, scoring.dropout_seed
+    return tiles.kernels, *plain, slopes, sinks
+
+
+def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> dict[str, int | float | str]:
+    """What all ranks must call with alike."""
+    scoring = tiles.scoring
+    slopes, sinks = (None if x is None else str(tuple(x.shape)) for x in (scoring.alibi_slopes, scoring.sinks))
+    return {
+        "operation": operation,
+        "device": q.device.type,
+        "batch": q.shape[0],
+        "nheads": q.shape[2],
+        "nheads_kv": k.shape[2],
+        "headdim": q.shape[3] if q.shape[3] == v.shape[3] else f"{q.shape[3]}, of v {v.shape[3]}",
+        "dtype": str(q.dtype),
+        "state_dtype": str(tiles.kernels.state_dtype(q.dtype)),  # of messages; backends differ in it
+        "mask": described(mask),
+        "softmax_scale": scoring.softmax_scale,
+        "softcap": scoring.softcap,
+        "dropout": f"{scoring.dropout_p}, seed {scoring.dropout_seed}" if scoring.dropout_p else "none",
+        "alibi_slopes": slopes or "none",
+        "sinks": sinks or "none",
+    }
+
+
+def _tiles(
+    q: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    backend: str,
+    deterministic: bool,
+) -> Tiles:
+    scoring = Scoring.of(
+        q.dtype,
+        softmax_scale,
+        softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    return Tiles(backends.choose(backend, q), scoring, deterministic)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+@torch.library.custom_op("ringflash::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    dropout_p: float,
+    backend: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of the queries of this process over the keys of all ranks of the named context.
+
+    lse is in `lse_dtype`, more precise than what users get, for the backward.
+    """
+    whole = context_by_name(context) if context else None
+    with Guard(whole) as guard:
+        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
+        ranks = _Ranks("attention", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
+
+        def compute(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
+            results = ranks.run(
+                [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
+            )
+            outs, lses = zip(*results, strict=True)
+            return _joined(outs, 1), _joined(lses, 2)
+
+        with backends.kernels_of(q):
+            return ranks.computed(compute, tiles, (q, k, v))
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    dropout_p: float,
+    backend: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(q.dtype))
+
+
+@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    dropout_p: float,
+    backend: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
+    whole = context_by_name(context) if context else None
+    with Guard(whole) as guard:
+        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
+        ranks = _Ranks("attention backward", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
+
+        def compute(
+            tiles: Tiles, dlse: Tensor | None, lse: Tensor, *rows: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
+            shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
+            ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
+            results = ranks.run(
+                [
+                    ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
+                    for (dout, q, k, v, out, dlse, lse), (plan, transport, group) in zip(shards, ends, strict=True)
+                ]
+            )
+            dqs, dks, dvs, dsinks = zip(*results, strict=True)
+            total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
+            return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
+
+        with backends.kernels_of(q):
+            return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
+
+
+@attention_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    dropout_p: float,
+    backend: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps on `ctx` what `gradients` needs of the operator's inputs and output."""
+    q, k, v, sinks, alibi_slopes, dropout_seed, *ctx.values = inputs
+    ctx.context = context_by_name(ctx.values[0]) if ctx.values[0] else None  # the backward finds it by name
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, dropout_seed)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    return gradients(attention_backward, ctx.values, ctx.saved_tensors, dout, dlse)
+
+
+def gradients(
+    backward: Callable[..., tuple[Tensor, ...]],
+    values: Sequence[Any],
+    saved: Sequence[Any],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Any, ...]:
+    """A gradient for each input of the operator: those of `backward`, with its arguments, and None for the rest."""
+    q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = saved
+    if dout is None:
+        dout = torch.zeros_like(out)
+    _, _, mask_tensors, *rest = values
+    dq, dk, dv, dsinks = backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *values)
+    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    # None for each further input, for the mask's tensors nested as they are.
+    return dq, dk, dv, dsinks, None, None, None, None, [None] * len(mask_tensors), *[None] * len(rest)
+
+
+attention.register_autograd(_backward, setup_context=save)

@@ -1,0 +1,182 @@
+"""Decoding as a torch.library custom op: the parts of this process's ranks, their exchange and their merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.errors import ArgumentError
+from ringflash.kernels import select as backends
+from ringflash.kernels.contract import Scoring
+from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
+from ringflash.kernels.eager import decode as decode_eager
+from ringflash.kernels.eager import prefill
+from ringflash.masks import Full, Mask, SlidingWindow, mask_from_spec
+from ringflash.ops.guard import Guard, Phase
+
+
+class DecodeKernels(Protocol):
+    """What decoding asks of a backend; shapes as in `rf.flash_decode`, lengths (batch,)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """out and lse over the first `lengths` keys."""
+        ...
+
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
+        """One state over the first `lengths` keys, without sinks."""
+        ...
+
+    def combine(self, partials: Partials, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out in `dtype` and lse over the keys of all states."""
+        ...
+
+
+EAGER: DecodeKernels = decode_eager
+
+
+def kernels_for(backend: str, q: Tensor) -> DecodeKernels:
+    """The decoding kernels of the backend that `backends.choose` takes for `q`, with its errors."""
+    if backends.choose(backend, q) is prefill:
+        return EAGER
+    from ringflash.kernels.triton import decode  # here, so that CPU users never import Triton
+
+    return decode
+
+
+@torch.library.custom_op("ringflash::decode", mutates_args=())
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    backend: str,
+    newest_rank: int,
+    splits: int,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Out and lse over the valid keys of all ranks of the named context."""
+    ranks = context_by_name(context) if context else None
+    with Guard(ranks) as guard:
+        kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
+        scoring = Scoring.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        capacity = k_cache.shape[1] // lengths.shape[0]
+        _check_on_cpu(lengths, capacity)
+        seen = mask_from_spec(mask, mask_tensors)
+        sight = sight_of(seen, q.shape[1], capacity)
+        if ranks is not None and ranks.world_size > 1:
+            _check_shardable(seen)
+            if lengths.device.type == "cpu" and bool(lacks_new_tokens(lengths, q.shape[1], seen, ranks, newest_rank)):
+                expected = f"the {q.shape[1]} new tokens among those of newest_rank, under a mask"
+                remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
+                raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
+        step = Step(scoring, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
+        if ranks is None:
+            with backends.kernels_of(q):
+                return kernels.attend(q, k_cache, v_cache, lengths[0], step)
+        guard.phase = Phase.AGREEING
+        _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
+        guard.phase = Phase.RUNNING
+        whole = Step(scoring, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
+        with backends.kernels_of(q):
+            parts = [
+                kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
+                for rank, k, v, lengths in zip(
+                    ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
+                )
+            ]
+            return kernels.combine(_of_all_ranks(ranks, parts), scoring, q.dtype)
+
+
+@decode.register_fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    context: str,
+    mask: str,
+    mask_tensors: Sequence[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    backend: str,
+    newest_rank: int,
+    splits: int,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, nheads, _ = q.shape
+    lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[3])), lse
+
+
+def _check_on_cpu(lengths: Tensor, capacity: int) -> None:
+    if lengths.device.type == "cpu" and bool(((lengths < 0) | (lengths > capacity)).any()):
+        remedy = "It counts the valid keys, the new ones among them."
+        raise ArgumentError("cache_seqlens", expected=f"0 to {capacity}", got=lengths.tolist(), remedy=remedy)
+
+
+def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextParallel, newest_rank: int) -> Tensor:
+    """Whether the rank that masks the new tokens is seen to lack some: by (ranks in this process, batch) lengths."""
+    newest = newest_rank % ranks.world_size
+    if isinstance(mask, Full) or newest not in ranks.local_ranks:
+        return lengths.new_zeros((), dtype=torch.bool)
+    there = lengths[ranks.local_ranks.index(newest)]
+    begun = there > 0 if len(lengths) == 1 else lengths.sum(0) > there  # one rank cannot tell who has none at all
+    return (begun & (there < seqlen_q)).any()
+
+
+def _check_shardable(mask: Mask) -> None:
+    if any(isinstance(part, SlidingWindow) and part.left is not None for part in mask.parts):
+        expected = "one without a window to the left for a sharded cache"
+        remedy = "A rank knows only its own keys' positions: decode with the whole cache on one device."
+        raise ArgumentError("mask", expected=expected, got=repr(mask), remedy=remedy)
+
+
+def _agree(
+    ranks: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    step: Step,
+    kernels: DecodeKernels,
+    newest_rank: int,
+) -> None:
+    """Raises RankMismatch on every rank unless all make the same call; capacities may differ."""
+    if ranks._control is None:
+        return
+    fields = {
+        "operation": "decode",
+        "device": q.device.type,
+        "q": str(tuple(q.shape)),
+        "nheads_kv": k.shape[2],
+        "headdim_v": v.shape[3],
+        "dtype": str(q.dtype),
+        "mask": described(mask),
+        "softmax_scale": step.scoring.softmax_scale,
+        "softcap": step.scoring.softcap,
+        "sinks": "none" if step.scoring.sinks is None else "given",
+        "backend": "eager" if kernels is EAGER else "triton",
+        "newest_rank": newest_rank % ranks.world_size,
+        "capacity": k.shape[1],
+    }
+    ranks._control.agree(fields, free="capacity")
+
+
+def _of_all_ranks(ranks: ContextParallel, parts: Sequence[Partials]) -> Partials:
+    """The states of all ranks in rank order, the same on every rank."""
+    own = torch.cat([part.storage for part in parts])
+    storage = own if ranks._control is None else ranks._control.stack(own[0])
+    return Partials(storage, parts[0].batch, parts[0].seqlen_q, parts[0].nheads, parts[0].headdim_v)

@@ -1,0 +1,148 @@
+"""How attention is differentiated: the shortest way for eager calls, torch.func's transforms, and clear refusals.
+
+Reverse mode of first order is implemented, and vmap as a loop. Forward mode and second derivatives raise, as a tangent
+or gradient of zero would be wrong in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ArgumentError
+from ringflash.ops.autograd import attention, attention_backward, gradients, save
+from ringflash.ops.decode_op import decode
+
+_PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
+
+
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
+    """Raises ArgumentError: the `jvp` of every function here."""
+    got = "a tangent (torch.func.jvp, jacfwd, hessian or a dual tensor)"
+    remedy = f"Use torch.func.vjp or jacrev. {_PLAIN}"
+    raise ArgumentError("derivative of attention", expected="reverse mode", got=got, remedy=remedy)
+
+
+def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
+    raise ArgumentError(
+        "derivative of attention", expected="one of first order", got="a gradient of its gradient", remedy=_PLAIN
+    )
+
+
+attention_backward.register_autograd(_refuse_second_order)
+
+
+class _Gradients(torch.autograd.Function):
+    """`attention_backward` where a gradient of it may be asked for, which raises."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_refuse_second_order)
+    jvp = staticmethod(_refuse_forward_mode)
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, rest = inputs
+        return attention_backward(*tensors, *rest.values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keeps nothing."""
+
+
+class _Values:
+    """The operator's arguments that are no tensors of numbers, in one piece, which transforms leave alone."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+
+def _differentiable_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    """`attention_backward` of the same arguments by `_Gradients`: ten tensors, then the values."""
+    return cast("tuple[Tensor, ...]", _Gradients.apply(*inputs[:10], _Values(inputs[10:])))
+
+
+class _Eager(torch.autograd.Function):
+    """The operator and its gradient for eager calls: the differentiable inputs, and the others in one piece.
+
+    `register_autograd` flattens and checks all arguments by their schema, in every call and again in its backward. That
+    takes the host as long as a launch.
+    """
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: Any) -> tuple[Tensor, Tensor]:
+        inputs = q, k, v, sinks, *rest
+        with torch._C._AutoDispatchBelowAutograd():
+            output = attention(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
+        if torch.compiler.is_compiling():
+            dq, dk, dv, dsinks, *_ = gradients(attention_backward, ctx.values, saved, *grads)
+        elif torch.is_grad_enabled():
+            dq, dk, dv, dsinks, *_ = gradients(_differentiable_backward, ctx.values, saved, *grads)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                dq, dk, dv, dsinks, *_ = gradients(attention_backward, ctx.values, saved, *grads)
+        return dq, dk, dv, dsinks, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under torch.func's transforms, which need a context that is set up apart from the forward."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse_forward_mode)
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, rest = inputs
+        return attention(*tensors, *rest.values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, rest = inputs
+        save(ctx, (*tensors, *rest.values), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        dq, dk, dv, dsinks, *_ = gradients(_differentiable_backward, ctx.values, ctx.saved_tensors, *grads)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`attention` of the same inputs, differentiable, by the shortest way to it."""
+    if torch.compiler.is_compiling():
+        return attention(q, k, v, sinks, *rest)
+    if torch._C._are_functorch_transforms_active():
+        alibi_slopes, dropout_seed, *values = rest
+        result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
+        return cast("tuple[Tensor, Tensor]", result)
+    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, sinks, rest))
+
+
+def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+    """The vmap rule of an operator: one call for each entry."""
+
+    def entry(x: Any, dim: Any, index: int) -> Any:
+        if isinstance(x, list | tuple):
+            dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
+            return [entry(*pair, index) for pair in zip(x, dims, strict=True)]
+        return x if dim is None else x.select(dim, index)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
+        results = [operator(*entry(args, in_dims, index)) for index in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+for _operator in (attention, attention_backward, decode):
+    _operator.register_vmap(_looped(_operator))

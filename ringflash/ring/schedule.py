@@ -1,0 +1,367 @@
+"""Runs a plan on one rank: exchange -> tile kernel -> state, forward and backward.
+
+Each pass is a generator that yields before it waits for messages. On a process group it is simply run to its end; the
+local transport runs those of all virtual ranks in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.select import TileKernels
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.ring.double_ring import FarGradients
+from ringflash.ring.plan import Hop, Plan
+from ringflash.state import AttentionState, lse_dtype
+from ringflash.transport.base import FAR, Message, Transport
+
+KV, GRADIENT, _GRADIENT_HOME = range(3)  # channels
+_FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How each hop of a pass is computed: the kernels, and what is the same for every hop, or kept for the next."""
+
+    kernels: TileKernels
+    scoring: Scoring
+    deterministic: bool
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def meeting(self, plan: Plan, hop: Hop) -> Meeting:
+        """Who meets whom at `hop`."""
+        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
+
+    def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
+        """Whether one kernel computes all of a backward, in so many hops of as many keys as v has rows."""
+        deterministic = self.deterministic
+        return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, hops=hops, deterministic=deterministic)
+
+    def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
+        """What that kernel adds dq of so many hops to."""
+        return self.kernels.new_dq(q, hops=hops, deterministic=self.deterministic)
+
+
+class _PairBuffer:
+    """Keys and values, or their gradients, of (batch, rows, nheads_kv, headdim) each, in one message."""
+
+    def __init__(
+        self,
+        like: tuple[Tensor, Tensor],
+        max_rows: int,
+        dtype: torch.dtype,
+        transport: Transport | None = None,
+        slot: tuple[int, int] = (0, 0),
+    ) -> None:
+        batch, _, *first = like[0].shape
+        second = like[1].shape[2:]
+        self._batch, self._heads = batch, (tuple(first), tuple(second))
+        self._widths = batch * first[0] * first[1], batch * second[0] * second[1]
+        self._rows = max_rows
+        numel = max_rows * sum(self._widths)
+        if transport is None:  # nothing is sent from it
+            self._storage = like[0].new_empty(numel, dtype=dtype)
+        else:
+            self._storage = transport.allocate(slot, numel, like[0], dtype)
+        self._views: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}  # they are asked for at every hop
+
+    def message(self, rows: int) -> Tensor:
+        """The storage of both tensors of `rows` rows: one contiguous vector."""
+        return self._of(rows)[0]
+
+    def pair(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Both tensors, as views."""
+        return self._of(rows)[1]
+
+    def _of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        views = self._views.get(rows)
+        if views is None:
+            start, (first, second) = int(self._storage.storage_offset()), self._widths
+            message = self._storage if rows == self._rows else self._storage[: rows * (first + second)]
+            pair = self._view(rows, 0, start), self._view(rows, 1, start + rows * first)
+            views = self._views[rows] = message, pair
+        return views
+
+    def _view(self, rows: int, which: int, start: int) -> Tensor:
+        """One of the tensors, in a single step: each one more is felt where sequences are short."""
+        nheads, headdim = self._heads[which]
+        row = nheads * headdim
+        return self._storage.as_strided((self._batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start)
+
+
+class _KVRing:
+    """The KV that visits this rank, hop by hop, in two rotating buffers.
+
+    What begins a revolution of a double ring is in one of two more, as it is sent far until the revolution ends.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport = plan, transport
+        self._own = (k, v)
+        rows = max(plan.layout.lengths)
+        count = 0 if plan.world_size == 1 else 2 if plan.inner is None else 4
+        self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (KV, i)) for i in range(count)]
+        self._moving_far: object = None
+        first = plan.hops[0]
+        if first.send_kv or first.far_to is not None:
+            for target, source in zip(self._buffers[self._slot(first)].pair(k.shape[1]), self._own, strict=True):
+                target.copy_(source)
+
+    def _slot(self, hop: Hop) -> int:
+        return 2 + hop.revolution % 2 if hop.starts and self._plan.inner is not None else hop.index % 2
+
+    def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """Keys and values at `hop`."""
+        if hop.index == 0:
+            return self._own
+        return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))
+
+    def _message(self, hop: Hop, owner: int) -> Tensor:
+        """The buffer in use at `hop`, as long as the KV of `owner`."""
+        return self._buffers[self._slot(hop)].message(self._plan.layout.length(owner))
+
+    def start(self, hop: Hop) -> object:
+        """Sends this hop's KV on and receives the next hop's."""
+        messages = []
+        if hop.send_kv:
+            buffer = self._message(hop, hop.owner)
+            messages.append(Message(self._plan.next_rank, buffer, KV, sends=True, hop=hop.index))
+        if hop.receive_kv:
+            following = self._plan.hops[hop.index + 1]
+            buffer, mirror = (self._message(at, following.owner) for at in (following, hop))
+            source = self._plan.previous_rank
+            messages.append(Message(source, buffer, KV, sends=False, hop=hop.index, mirror=mirror))
+        moving = self._transport.start(messages)
+        far = []
+        if hop.far_to is not None:
+            far.append(Message(hop.far_to, self._message(hop, hop.owner), _FAR_KV, sends=True, hop=hop.index))
+        if hop.far_from is not None:
+            following = self._plan.next_revolution(hop)
+            buffer = self._message(following, following.owner)
+            far.append(Message(hop.far_from, buffer, _FAR_KV, sends=False, hop=hop.index))
+        if far:
+            self._moving_far = self._transport.start(far)
+        return moving
+
+    def finish(self, hop: Hop, moving: object) -> None:
+        """Waits for what `start` gave at `hop`, and where a revolution ends for what was sent far when it began."""
+        self._transport.finish(moving)
+        if self._moving_far is not None and self._plan.ends_revolution(hop):
+            self._transport.finish(self._moving_far)
+            self._moving_far = None
+
+
+class _GradientRing:
+    """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop.
+
+    In a double ring they do so in each revolution, and are added up at home.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
+        rows = max(plan.layout.lengths)
+        count = 2 if plan.world_size > 1 else 0
+        self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (GRADIENT, i)) for i in range(count)]
+        self._far = FarGradients(transport)
+        self._own: tuple[Tensor, Tensor] | None = None
+        if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
+            self._own = self._empty(k.shape[1])
+
+    def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
+        dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=self._dtype) for x in self._like)
+        return dk, dv
+
+    def _message(self, hop: Hop, owner: int) -> Tensor:
+        """The buffer in use at `hop`, as long as the gradient of the KV of `owner`."""
+        return self._travelling[hop.index % 2].message(self._plan.layout.length(owner))
+
+    def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """dK and dV of the KV at `hop`: not written yet where it starts, else what the ranks before have added."""
+        if hop.index == 0 and self._own is not None:
+            return self._own
+        return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
+
+    def beside(self, hop: Hop) -> tuple[Tensor, Tensor]:
+        """Where this rank may write its share at `hop` before what others have added: `visiting` where KV starts."""
+        return self.visiting(hop) if hop.starts else self._empty(self._plan.layout.length(hop.owner))
+
+    def start_after(self, done: Hop) -> object:
+        """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
+        plan, messages, h = self._plan, [], done.index
+        if done.send_kv:
+            messages.append(Message(plan.next_rank, self._message(done, done.owner), GRADIENT, sends=True, hop=h))
+        if done.receive_kv:
+            following = plan.hops[h + 1]
+            buffer, mirror = (self._message(at, following.owner) for at in (following, done))
+            messages.append(Message(plan.previous_rank, buffer, GRADIENT, sends=False, hop=h, mirror=mirror))
+        far = done.revolution > 0
+        channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
+        if done.send_grad_home:
+            homewards.append(Message(done.owner, self._message(done, done.owner), channel, sends=True, hop=h))
+        arriving = None
+        if done.grad_comes_home is not None:
+            rows = self._like[0].shape[1]
+            home = _PairBuffer(self._like, rows, self._dtype)
+            arriving = home.pair(rows)
+            buffer, mirror = home.message(rows), self._message(done, plan.rank)
+            homewards.append(Message(done.grad_comes_home, buffer, channel, sends=False, hop=h, mirror=mirror))
+        if far and homewards:
+            self._far.start(done.revolution, homewards, arriving)
+        if far and done.send_grad_home:  # the buffer is on its way for longer than it would be left alone
+            self._travelling[done.index % 2] = _PairBuffer(self._like, max(plan.layout.lengths), self._dtype)
+        elif arriving is not None and not far:
+            self._own = arriving
+        return self._transport.start(messages)
+
+    def finish(self, at: Hop | None, moving: object) -> None:
+        """Waits, at hop `at` or after the last one, for what `start_after` gave, and for what must be home by now."""
+        self._transport.finish(moving)
+        if at is None or (self._plan.inner is not None and self._plan.ends_revolution(at)):
+            for arrived in self._far.finish(None if at is None else at.revolution):
+                assert self._own is not None
+                for total, share in zip(self._own, arrived, strict=True):
+                    total += share
+
+    def own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The finished gradient of this rank's keys and values in `dtype`, each in storage of its own."""
+        assert self._own is not None
+        dk, dv = (gradient.to(dtype) for gradient in self._own)
+        return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """Attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        q: (batch, seqlen_local, nheads, headdim).
+        k: (batch, seqlen_local, nheads_kv, headdim).
+        v: (batch, seqlen_local, nheads_kv, headdim_v).
+        plan: this rank's hops.
+        tiles: kernels and scoring.
+        transport: joins this rank to the others of the plan.
+
+    Returns:
+        out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
+        logarithm, in `lse_dtype`.
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
+    """
+    batch, seqlen, nheads, _ = q.shape
+    out, lse = empty_results(q, v)
+    computed = [hop.index for hop in plan.hops if hop.meets]
+    if not computed:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    state = None
+    if len(computed) > 1:
+        dtype = tiles.kernels.state_dtype(q.dtype)
+        state = AttentionState.allocate(batch, seqlen, nheads, v.shape[3], device=q.device, dtype=dtype)
+    kv = _KVRing(k, v, plan, transport)
+    for hop in plan.hops:
+        moving_kv = kv.start(hop)
+        if hop.meets:
+            tiles.kernels.forward(
+                q,
+                *kv.visiting(hop),
+                tiles.meeting(plan, hop),
+                state=state,
+                out=out,
+                lse=lse,
+                first=hop.index == computed[0],
+                last=hop.index == computed[-1],
+            )
+        yield
+        kv.finish(hop, moving_kv)
+    return out, lse
+
+
+def backward_from_delta(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+    wide_kv: bool = False,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """Gradients of `forward`, with `lse` of the whole ring: dq, dk and dv as q, k and v.
+
+    delta = rowsum(dout * out) - dlse; it and `lse` are contiguous, and rows of `dout` dense. With `wide_kv` dk and dv
+    are in the state's dtype.
+
+    dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
+    KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
+    dk and dv are then added to it.
+    """
+    kernels = tiles.kernels
+    wide = kernels.state_dtype(q.dtype)
+    hops = len(plan.hops)
+    single_pass = tiles.single_pass(q, v, plan, hops=hops)
+    dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
+    dq_sum, dq = tiles.new_dq(q, hops=hops) if single_pass else None, None
+    kv = _KVRing(k, v, plan, transport)
+    gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
+    moving_gradients = None
+    for hop in plan.hops:
+        if hop.index > 0:
+            moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
+        moving_kv = kv.start(hop)
+        inputs, meeting = (dout, q, *kv.visiting(hop), lse, delta), tiles.meeting(plan, hop)
+        shares: tuple[Tensor, ...] = ()
+        if hop.meets and not single_pass:
+            accumulate = dq is not None
+            if dq is None:
+                dq = q.new_empty(q.shape, dtype=dtype)
+            kernels.backward_dq(*inputs, dq, meeting, accumulate=accumulate)
+        elif hop.meets:
+            shares = gradients.beside(hop)
+            kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq_sum)
+        if hop.index > 0:
+            yield
+            gradients.finish(hop, moving_gradients)
+        if hop.meets and not single_pass:
+            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), meeting, accumulate=not hop.starts)
+        elif hop.meets and not hop.starts:
+            for total, share in zip(gradients.visiting(hop), shares, strict=True):
+                total += share
+        elif hop.starts and hop.present and not hop.meets:
+            for gradient in gradients.visiting(hop):
+                gradient.zero_()
+        yield
+        kv.finish(hop, moving_kv)
+    moving_gradients = gradients.start_after(plan.hops[-1])
+    if dq_sum is not None:
+        dq = dq_sum.finish()
+    elif dq is not None:
+        dq = dq.to(q.dtype)
+    else:
+        dq = q.new_zeros(q.shape)
+    yield
+    gradients.finish(None, moving_gradients)
+    return dq, *gradients.own(wide if wide_kv else k.dtype)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Storage for what `forward` returns."""
+    batch, seqlen, nheads, _ = q.shape
+    lse = q.new_empty((batch, nheads, seqlen), dtype=lse_dtype(q.dtype))
+    return q.new_empty((batch, seqlen, nheads, v.shape[3])), lse
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink's weight exp(sink - lse) times dS of a key without a value, -delta; rows that saw nothing have no sink."""
+    if sinks is None:
+        return lse.new_empty(0)
+    weights = torch.exp(sinks[:, None].double() - lse.double()).masked_fill(lse == -torch.inf, 0.0)
+    return (weights * -delta).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(lse.dtype)

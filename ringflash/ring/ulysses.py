@@ -1,0 +1,272 @@
+"""Runs a ring whose ranks are groups: rows are exchanged for heads within the group, and back after the ring.
+
+Before the exchange a rank holds some rows of all heads, after it all rows of the group's shard for its heads. Every
+exchange is one message to each rank of the group, all tensors of one dtype and headdim in it.
+
+Shapes: what a rank stores is (batch, rows, heads, headdim); shard_rows are those of its whole group.
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from ringflash.ring import gathered
+from ringflash.ring import schedule as ring
+from ringflash.ring.plan import Plan
+from ringflash.ring.schedule import Tiles
+from ringflash.transport.all_to_all import HeadsTransport
+from ringflash.transport.base import Transport
+
+_HeadsOf = Callable[[int], range]  # of a rank of the group
+
+
+@dataclass(frozen=True)
+class Group:
+    """One rank's view of the ranks that it splits heads with.
+
+    Args:
+        rank: this rank's index in the group.
+        rows: tokens that each rank of it stores.
+        transport: joins them.
+    """
+
+    rank: int
+    rows: tuple[int, ...]
+    transport: HeadsTransport
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each of `ranks` ranks computes: consecutive query heads, and the KV heads that these share.
+
+    A KV head goes to every rank that has a query head of it, so with fewer KV heads than ranks each has but one.
+    """
+
+    nheads: int
+    nheads_kv: int
+    ranks: int
+
+    def queries(self, rank: int) -> range:
+        """Query heads of `rank`."""
+        count = self.nheads // self.ranks
+        return range(rank * count, (rank + 1) * count)
+
+    def keys(self, rank: int) -> range:
+        """KV heads of `rank`."""
+        group, queries = self.nheads // self.nheads_kv, self.queries(rank)
+        return range(queries.start // group, (queries.stop - 1) // group + 1)
+
+    def copies(self, rank: int) -> list[int]:
+        """How often `rank` stores each of its KV heads: more than once only where its query heads share them unevenly.
+
+        Kernels take query heads that share KV heads in groups of one size.
+        """
+        group, queries = self.nheads // self.nheads_kv, self.queries(rank)
+        edges = [max(queries.start, head * group) for head in self.keys(rank)] + [queries.stop]
+        runs = [after - before for before, after in pairwise(edges)]
+        return [run // gcd(*runs) for run in runs]
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether a KV head goes to several ranks, whose gradients of it are then summed."""
+        return sum(len(self.keys(rank)) for rank in range(self.ranks)) > self.nheads_kv
+
+
+@lru_cache
+def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
+    """KV heads of the rank that has most; looked up at each call."""
+    split = HeadSplit(nheads, nheads_kv, ranks)
+    return max(len(split.keys(rank)) for rank in range(ranks))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport, group: Group | None
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """`ring.forward`, or that of grouped hops, of this rank's rows, for all heads: out and lse.
+
+    Args:
+        q: (batch, rows, nheads, headdim).
+        k: (batch, rows, nheads_kv, headdim).
+        v: (batch, rows, nheads_kv, headdim_v).
+        plan: the hops of this rank's ring, over the shards of groups.
+        tiles: kernels, and the scoring of all heads.
+        transport: joins the ring.
+        group: the ranks that share heads; None is a ring alone.
+    """
+    schedule = gathered if plan.grouped else ring
+    if group is None:
+        return (yield from schedule.forward(q, k, v, plan, tiles, transport))
+    split, queries, keys, tiles = _split(q, k, tiles, group)
+    q, k, v = yield from _to_heads([q, k, v], [queries, keys, keys], group)
+    k, v = (_repeated(x, split.copies(group.rank)) for x in (k, v))
+    out, lse = yield from schedule.forward(q, k, v, plan, tiles, transport)
+    out, lse = yield from _to_rows([out, _as_heads(lse)], [queries, queries], [split.nheads] * 2, group)
+    return out, _as_numbers(lse)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    transport: Transport,
+    group: Group | None,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Gradients of `forward`: dq, dk, dv as q, k, v, and dsinks (nheads,), its rows' share, empty without sinks.
+
+    Where ranks share a KV head, each sends its share of that head's gradient to the rank that stores the row, in the
+    state's dtype, and this one adds them up in rank order and rounds once.
+    """
+    schedule = gathered if plan.grouped else ring
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
+    lse = lse.contiguous()  # kernels read it and delta as one vector a head
+    delta = tiles.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
+    dsinks = ring.sinks_gradient(tiles.scoring.sinks, lse, delta)
+    if group is None:
+        grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
+        return *grads, dsinks
+    dtype = q.dtype
+    split, queries, keys, tiles = _split(q, k, tiles, group)
+    dout, q, k, v, lse, delta = yield from _to_heads(
+        [dout, q, k, v, _as_heads(lse), _as_heads(delta)], [queries, queries, keys, keys, queries, queries], group
+    )
+    copies = split.copies(group.rank)
+    k, v = (_repeated(x, copies) for x in (k, v))
+    lse, delta = _as_numbers(lse), _as_numbers(delta)
+    grads = yield from schedule.backward_from_delta(
+        dout, q, k, v, lse, delta, plan, tiles, transport, wide_kv=split.shares_keys
+    )
+    dq, dk, dv = grads[0], *(_summed(x, copies) for x in grads[1:])
+    nheads = [split.nheads, split.nheads_kv, split.nheads_kv]
+    grads = yield from _to_rows([dq, dk, dv], [queries, keys, keys], nheads, group)
+    dq, dk, dv = (x.to(dtype) for x in grads)
+    return dq, dk, dv, dsinks
+
+
+def _split(q: Tensor, k: Tensor, tiles: Tiles, group: Group) -> tuple[HeadSplit, _HeadsOf, _HeadsOf, Tiles]:
+    split = HeadSplit(q.shape[2], k.shape[2], len(group.rows))
+    scoring = tiles.scoring.of_heads(split.queries(group.rank))
+    return split, split.queries, split.keys, replace(tiles, scoring=scoring)
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """A number a row, (batch, heads, rows), as heads of headdim 1: (batch, rows, heads, 1)."""
+    return x.transpose(1, 2)[..., None]
+
+
+def _as_numbers(x: Tensor) -> Tensor:
+    """Inverse of `_as_heads`, contiguous."""
+    return x[..., 0].transpose(1, 2).contiguous()
+
+
+def _repeated(x: Tensor, copies: list[int]) -> Tensor:
+    """Each head as often as `copies` says, next to each other."""
+    if max(copies) == 1:
+        return x
+    heads = zip(x.split(1, dim=2), copies, strict=True)
+    return torch.cat([head.expand(-1, -1, count, -1) for head, count in heads], dim=2)
+
+
+def _summed(x: Tensor, copies: list[int]) -> Tensor:
+    """The gradient of what `_repeated` takes."""
+    if max(copies) == 1:
+        return x
+    return torch.cat([part.sum(2, keepdim=True) for part in x.split(copies, dim=2)], dim=2)
+
+
+def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Which tensors travel together: those of one dtype and headdim."""
+    kinds: dict[tuple[torch.dtype, int], list[int]] = {}
+    for index, x in enumerate(tensors):
+        kinds.setdefault((x.dtype, x.shape[3]), []).append(index)
+    return list(kinds.values())
+
+
+def _to_heads(
+    tensors: Sequence[Tensor], heads_of: Sequence[_HeadsOf], group: Group
+) -> Generator[None, None, list[Tensor]]:
+    """From (batch, rows, all heads, headdim) to (batch, shard_rows, this rank's heads, headdim), views of one message.
+
+    `heads_of` says for each tensor which of its heads a rank of the group gets.
+    """
+    ranks, moving = range(len(group.rows)), []
+    for message in _messages(tensors):
+        counts = [[len(heads_of[i](rank)) for i in message] for rank in ranks]
+        batch, rows, _, headdim = tensors[message[0]].shape
+        outgoing = torch.cat(  # heads first, so that what a rank gets is contiguous
+            [_heads(tensors[i], heads_of[i](rank)).permute(2, 0, 1, 3) for rank in ranks for i in message]
+        )
+        received = [sum(counts[group.rank]) * batch * n * headdim for n in group.rows]
+        incoming = outgoing.new_empty(sum(received))
+        sent = [sum(count) * batch * rows * headdim for count in counts]
+        handle = group.transport.start(outgoing.view(-1), sent, incoming, received)
+        moving.append((message, counts[group.rank], (batch, headdim), incoming.split(received), outgoing, handle))
+    yield
+    result: dict[int, Tensor] = {}
+    for message, count, (batch, headdim), parts, _, handle in moving:
+        group.transport.finish(handle)
+        blocks = [x.view(sum(count), batch, n, headdim) for x, n in zip(parts, group.rows, strict=True)]
+        shard = torch.cat([block.permute(1, 2, 0, 3) for block in blocks], dim=1)
+        result |= zip(message, shard.split(count, dim=2), strict=True)
+    return [result[i] for i in range(len(tensors))]
+
+
+def _to_rows(
+    tensors: Sequence[Tensor], heads_of: Sequence[_HeadsOf], nheads: Sequence[int], group: Group
+) -> Generator[None, None, list[Tensor]]:
+    """From (batch, shard_rows, this rank's heads, headdim) to (batch, rows, all `nheads` heads, headdim), contiguous.
+
+    Inverse of `_to_heads`; where several ranks have a head, the sum over them.
+    """
+    ranks, moving = range(len(group.rows)), []
+    for message in _messages(tensors):
+        counts = [[len(heads_of[i](rank)) for i in message] for rank in ranks]
+        batch, _, _, headdim = tensors[message[0]].shape
+        # Rows first, so that what a rank gets is contiguous.
+        outgoing = torch.cat([tensors[i].transpose(0, 1) for i in message], dim=2).contiguous()
+        own_rows = group.rows[group.rank]
+        received = [own_rows * batch * sum(count) * headdim for count in counts]
+        incoming = outgoing.new_empty(sum(received))
+        sent = [n * batch * sum(counts[group.rank]) * headdim for n in group.rows]
+        handle = group.transport.start(outgoing.view(-1), sent, incoming, received)
+        moving.append((message, counts, (own_rows, batch, headdim), incoming.split(received), outgoing, handle))
+    yield
+    result: dict[int, Tensor] = {}
+    for message, counts, (own_rows, batch, headdim), parts, _, handle in moving:
+        group.transport.finish(handle)
+        of_ranks = [
+            part.view(own_rows, batch, sum(count), headdim).transpose(0, 1).split(count, dim=2)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        for place, i in enumerate(message):
+            blocks = [blocks[place] for blocks in of_ranks]
+            result[i] = _assembled(blocks, [heads_of[i](rank) for rank in ranks], nheads[i])
+    return [result[i] for i in range(len(tensors))]
+
+
+def _heads(x: Tensor, heads: range) -> Tensor:
+    return x[:, :, heads.start : heads.stop]
+
+
+def _assembled(blocks: Sequence[Tensor], heads: Sequence[range], nheads: int) -> Tensor:
+    """All heads, (batch, rows, nheads, headdim), from blocks of them in rising order, which may overlap by addition."""
+    if sum(map(len, heads)) == nheads:
+        return torch.cat(list(blocks), dim=2).contiguous()
+    batch, rows, _, headdim = blocks[0].shape
+    total = blocks[0].new_zeros(batch, rows, nheads, headdim)
+    for block, of in zip(blocks, heads, strict=True):
+        _heads(total, of).add_(block)
+    return total

@@ -1,0 +1,153 @@
+"""Agreement that goes on without waiting, over gloo: what GPUs have, where messages are waited for on the device."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ringflash.coordination.session import _KEPT, ControlPlane
+from ringflash.coordination.words import KEPT, GlooWords
+from ringflash.errors import RingflashError
+from ringflash.transport.connect import _introduce, _own_gloo
+from tests.distributed import run_ranks
+
+CALL = {"operation": "attention", "seqlen": 8}
+
+
+def control_of_all() -> ControlPlane:
+    """Agreement between all ranks, in which known calls do not wait."""
+    group = dist.group.WORLD
+    assert group is not None
+    gloo, faults = _own_gloo(range(dist.get_world_size()), [group], timedelta(seconds=20))
+    control = ControlPlane(group, gloo, faults, runs_ahead=True)
+    _introduce(control)
+    return control
+
+
+def _runs() -> list[str]:
+    """What each of some stories comes to on this rank."""
+    rank, stories = dist.get_rank(), []
+    control = control_of_all()
+    for _ in range(3):
+        assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    start = time.monotonic()
+    control.agree({**CALL, "rank": rank}, free="rank")
+    stories.append("went on" if time.monotonic() - start < 2 else "waited")
+    dist.barrier()
+
+    def told(*fields: dict[str, int | str]) -> str:
+        try:
+            for field in fields:
+                control.agree({**field, "rank": rank}, free="rank")
+        except RingflashError as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return "nothing"
+
+    changed = {**CALL, "operation": "backward"} if rank == 1 else CALL
+    stories.append(told(changed, CALL))  # rank 0 knows the call, and hears of it in the next
+    control = control_of_all()
+    lengths = {"operation": "attention", "seqlen": 5}
+
+    def agreed(seqlen: int) -> str:
+        try:
+            return str(control.agree({**lengths, "seqlen": seqlen}, free="seqlen"))
+        except RingflashError as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+    assert agreed(5) == "[5, 5]"
+    stories.append(agreed(5 + rank))  # rank 0 cannot know
+    stories.append(agreed(5))
+    control = control_of_all()
+    told(CALL)
+    if rank == 1:
+        control.fail(ValueError("of the arguments"))
+        stories.append("failed")
+    else:
+        stories.append(told(CALL, CALL))
+    control = control_of_all()
+    assert agreed(5) == "[5, 5]"
+    for seqlen in (5 + rank, 5):
+        if rank == 0:  # whose shard is as long as before, of another whole
+            control.forget()
+        stories.append(agreed(seqlen))
+    return stories
+
+
+def test_known_calls_do_not_wait_and_differences_come_out() -> None:
+    first, second = run_ranks(2, _runs)
+    assert first[0] == second[0] == "went on"
+    assert second[1].startswith("RankMismatch: ranks disagree on operation")
+    assert first[1].startswith(("RankMismatch: ranks disagree on operation", "PeerFailed: ranks [1]"))
+    assert first[2] == "[5, 5]"
+    assert first[3].startswith(("RankMismatch: ranks disagree on seqlen", "PeerFailed: ranks [1]"))
+    assert second[2].startswith("RankMismatch: ranks disagree on seqlen")
+    assert second[3].startswith("PeerFailed")  # the ring has broken
+    assert second[4] == "failed"
+    assert first[4].startswith("PeerFailed: ranks [1] raised")
+    assert first[5:] == second[5:] == ["[5, 6]", "[5, 5]"]
+
+
+def _between_calls() -> list[str]:
+    """Calls that go on ahead, with exchanges of other kinds before they are looked at."""
+    rank, control = dist.get_rank(), control_of_all()
+    for number in range(40):
+        assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
+        for _ in range(number % 7):
+            control.compare("plan", "the same", "the same")
+        if number % 5 == 4:
+            assert control.tell(str(rank)) == ["0", "1"]
+    return [type(control._words).__name__]
+
+
+def test_calls_ahead_are_looked_at_after_other_exchanges() -> None:
+    assert run_ranks(2, _between_calls) == [["SharedWords"]] * 2
+
+
+def _known_calls() -> list[str]:
+    """What calls of two kinds come to, of which one has a conclusion that raises."""
+    rank, control, described, told = dist.get_rank(), control_of_all(), list[str](), list[str]()
+
+    def call(kind: str) -> list[int]:
+        def fields() -> dict[str, int | str]:
+            described.append(kind)
+            return {"operation": kind, "rank": rank}
+
+        def then(ranks: list[int]) -> list[int]:
+            if kind == "bad":
+                raise ValueError(f"of ranks {ranks}")
+            return [10 * rank for rank in ranks]
+
+        return control.agree_on(kind, fields, free="rank", then=then)
+
+    for kind in ("good", "bad", "good", "bad", "good"):
+        try:
+            told.append(f"{kind} {call(kind)}")
+        except ValueError as error:
+            told.append(f"{kind} {error}")
+    return [*told, *described]
+
+
+def test_known_calls_are_not_described_again_and_raise_again() -> None:
+    good, bad = "good [0, 10]", "bad of ranks [0, 1]"
+    assert run_ranks(2, _known_calls) == [[good, bad, good, bad, good, "good", "bad"]] * 2
+
+
+def _many_calls() -> tuple[int, int]:
+    """How many calls and messages are kept after more than that."""
+    control = control_of_all()
+    for number in range(_KEPT + 3):
+        for _ in range(2):  # the second finds what the first left
+            assert control.agree({**CALL, "number": number}, free="seqlen") == [8]
+    assert isinstance(control._words, GlooWords)  # of one rank
+    return len(control._calls), len(control._words._messages)
+
+
+def test_what_is_kept_of_calls_is_bounded() -> None:
+    ((calls, messages),) = run_ranks(1, _many_calls)
+    assert 0 < calls <= _KEPT
+    assert 0 < messages <= KEPT

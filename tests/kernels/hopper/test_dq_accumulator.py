@@ -1,0 +1,168 @@
+"""dQ's sum becomes rows again, whatever was added in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.hopper import backend
+from ringflash.kernels.hopper.dq_accumulator import TILE, ArrangedSum
+from ringflash.kernels.triton.dq_accumulator import DqSum
+from ringflash.layouts.layout import Chunk
+from ringflash.masks import Full
+from tests.accuracy import Problem
+from tests.kernels.backends import GPU_BACKENDS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = "hopper" in GPU_BACKENDS
+SHAPES = [(2, 128, 3, 64), (1, 300, 2, 64), (2, 131, 2, 128), (1, 64, 1, 96), (1, 1, 2, 40)]
+
+
+def arrange(rows: Tensor) -> Tensor:
+    """(batch, nheads, tokens, columns) in rows as the kernel's sum has it: by definition, a number at a time."""
+    batch, nheads, tokens, columns = rows.shape
+    block_m = 8192 // columns
+    halves = (slice(0, 64), slice(64, 128))
+    tiles = []
+    for tile in rows.reshape(-1, block_m, columns):
+        for half in halves:
+            x = tile[half, :] if columns == 64 else tile[:, half]
+            flat = x.new_empty(4096)
+            for row in range(64):
+                warp, second, thread = row // 16, row % 16 // 8, row % 8
+                at = torch.arange(64, device=x.device)
+                group, pair, which = at // 8, at % 8 // 2, at % 2
+                flat[(((warp * 8 + group) * 8 + thread) * 4 + pair) * 4 + second * 2 + which] = x[row]
+            tiles.append(flat)
+    return torch.stack(tiles).reshape(batch, nheads, tokens, columns)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_rows", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: bool) -> None:
+    seqlen, headdim = shape[1], shape[3]
+    q = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
+    total = ArrangedSum(q, hops=1, ordered=ordered)
+    tiles = total.tiles(0.5, in_turns=False)
+    rows = torch.randn(tiles.shape, device=DEVICE)
+    tiles.copy_(arrange(rows))
+    if ordered:  # all but one tile are begun; memory of that one holds anything
+        assert total.counters is not None
+        total.counters[1:] = 1
+        tiles.view(-1, TILE)[0] = torch.nan
+        rows[0, 0, : TILE // tiles.shape[3]] = 0.0
+    expected = 0.5 * rows[:, :, :seqlen, :headdim].transpose(1, 2)
+    if with_rows:  # of kernels that take what these do not
+        more = torch.randn(shape, device=DEVICE)
+        total.rows().add_(more)
+        expected = expected + more
+    result = total.finish()
+    assert torch.equal(result, expected.half())
+    assert result.is_contiguous()
+
+
+def test_nothing_added_is_contiguous_zeros() -> None:
+    q = torch.full((1, 2, 5, 64), torch.nan, dtype=torch.float16, device=DEVICE).transpose(1, 2)
+    for total in (
+        ArrangedSum(q, hops=1, ordered=False),
+        ArrangedSum(q, hops=1, ordered=True),
+        DqSum(q, torch.float32, ordered=False),
+    ):
+        dq = total.finish()
+        assert torch.equal(dq, torch.zeros_like(q))
+        assert dq.is_contiguous()  # as the operator's fake kernel says
+
+
+def test_only_rows_added() -> None:
+    q = torch.zeros(1, 5, 2, 64, dtype=torch.float16, device=DEVICE)
+    total = ArrangedSum(q, hops=1, ordered=False)
+    total.rows().add_(3.0)
+    assert torch.equal(total.finish(), torch.full_like(q, 3.0))
+    assert torch.equal(total.finish(), q)  # the sum is given once
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> None:
+    """A hop whose keys the copy engine cannot read as they lie is added in rows, beside the others' tiles."""
+    shape, halves = (2, 1024, 4, headdim), (Chunk(0, 512), Chunk(512, 512))
+    q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    scoring = Scoring(headdim**-0.5)
+    whole = (Chunk(0, 1024),)
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 1024, device=DEVICE)
+    everything = Meeting(whole, whole, Full(), scoring)
+    backend.forward(q, k, v, everything, state=None, out=out, lse=lse, first=True, last=True)
+    delta = backend.delta(out, dout, None)
+
+    def gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
+        total = backend.new_dq(q, hops=2, deterministic=deterministic)
+        for chunk, keep in zip(halves, (change, Tensor.contiguous), strict=True):
+            keys, values = (keep(x[:, chunk.start : chunk.stop]) for x in (k, v))
+            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
+            meeting = Meeting(whole, (chunk,), Full(), scoring)
+            backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, meeting, accumulate=False, dq=total)
+        return total.finish().float()
+
+    def misaligned(x: Tensor) -> Tensor:
+        storage = x.new_empty(x.numel() + 1)
+        return storage[1:].view(x.shape).copy_(x)
+
+    same, mixed = gradient(Tensor.contiguous), gradient(misaligned)
+    assert (mixed - same).norm() < 5e-3 * same.norm()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
+    """Counters are ones again after every launch, and the sum is that of any order."""
+    q, dout = (torch.randn(2, 1000, 8, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, 1000, 2, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    whole = (Chunk(0, 1000),)
+    totals = [backend.new_dq(q, hops=2, deterministic=deterministic) for deterministic in (True, False)]
+    documents = rf.Documents([0, 300, 310, 1000])
+    for mask in (Full(), rf.Causal(), rf.SlidingWindow(200, 50), documents, rf.KeyPadding([5, 0])):
+        meeting = Meeting(whole, whole, mask, Scoring(headdim**-0.5))
+        out, lse = torch.empty_like(q), torch.empty(2, 8, 1000, device=DEVICE)
+        backend.forward(q, k, v, meeting, state=None, out=out, lse=lse, first=True, last=True)
+        given = dout, q, k, v, lse, backend.delta(out, dout, None)
+        for total in totals:
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
+            backend.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=total)
+        assert isinstance(totals[0], ArrangedSum)
+        assert totals[0].counters is not None
+        assert (totals[0].counters == 1).all()
+    ordered, expected = (total.finish().float() for total in totals)
+    assert (ordered - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_the_first_turn_stores(headdim: int) -> None:
+    """Tiles that the first hop begins, those that the second adds to or begins, and those that nobody comes to."""
+    given = Problem.random(
+        seqlen=(1000, 700), heads=(4, 4), headdim=headdim, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE
+    )
+    q, k, v, dout = given.q, given.k, given.v, given.dout
+    queries, scoring = (Chunk(0, 1000),), Scoring(headdim**-0.5)
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 1000, device=DEVICE)
+    both = Meeting(queries, (Chunk(300, 700),), rf.Causal(), scoring)
+    backend.forward(q, k, v, both, state=None, out=out, lse=lse, first=True, last=True)
+    delta = backend.delta(out, dout, None)
+    total = backend.new_dq(q, hops=2, deterministic=True)
+    assert isinstance(total, ArrangedSum)
+    total.tiles(scoring.softmax_scale, in_turns=False).fill_(torch.nan)
+    for begin, end in ((300, 700), (0, 300)):
+        keys, values = k[:, begin:end], v[:, begin:end]
+        dk, dv = torch.empty_like(keys), torch.empty_like(values)
+        hop = Meeting(queries, (Chunk(300 + begin, end - begin),), rf.Causal(), scoring)
+        backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, hop, accumulate=False, dq=total)
+    dq, expected = total.finish(), given.exact[1]
+    assert not dq[:, :300].any()
+    assert (dq - expected).norm() < 5e-3 * expected.norm()

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.kernels import device_tables as tables
+from ringflash.kernels.device_tables import device_tables
+from ringflash.masks import Mask
+from tests.accuracy import Problem
+from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
+from tests.kernels.triton.test_backend import DEVICE, GPU
+
+MASKS = [None, rf.Causal(), rf.Causal() & rf.Documents([0, 100, 160, 500]), rf.Causal() & rf.SlidingWindow(64)]
+
+
+def test_recent_tables_are_kept() -> None:
+    made: list[int] = []
+
+    @device_tables(maxsize=2)
+    def table(n: int) -> int:
+        made.append(n)
+        return n
+
+    assert [table(n) for n in (0, 0, 1, 2, 0)] == [0, 0, 1, 2, 0]
+    assert made == [0, 1, 2, 0]
+
+
+def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory would be the next table's, while kernels that read them may still be queued."""
+    through, capturing = [False], [False]
+
+    class Event:
+        def record(self, stream: object) -> None:
+            assert not capturing[0]
+
+        def query(self) -> bool:
+            return through[0]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(tables, "_capturing", lambda: capturing[0])
+    retired: deque[tables._Retired] = deque()
+    monkeypatch.setattr(tables, "_retired", lambda device: retired)
+    for capturing[0], kept in ((True, 1), (False, 2), (True, 3)):
+        tables._retire(torch.zeros(1))
+        assert len(retired) == kept
+    capturing[0], through[0] = False, True
+    tables._retire(torch.zeros(1))
+    assert not retired
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_cuda_graph_gives_the_same_bits(backend: str, mask: Mask | None) -> None:
+    """Also when many other calls have come between, whose tables take the place of those that it reads."""
+    given = Problem.random(seqlen=500, headdim=64, dtype=DTYPE_OF[backend], mask=mask, device=DEVICE)
+    expected = given.flash(backend=backend, deterministic=True)  # compiles, and uploads tables
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        given.flash(backend=backend, deterministic=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = given.flash(backend=backend, deterministic=True)
+    for seqlen in range(128, 128 + 300):
+        other = Problem.random(seqlen=seqlen, headdim=64, dtype=DTYPE_OF[backend], mask=mask, device=DEVICE)
+        rf.flash_attention(other.q, other.k, other.v, mask=None if mask is None else rf.Causal())
+    for result in results:
+        result.fill_(float("nan"))
+    graph.replay()
+    for result, before in zip(results, expected, strict=True):
+        assert torch.equal(result, before)
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # of the capture that was broken off
+def test_tables_are_made_before_a_capture() -> None:
+    given = Problem.random(seqlen=333, headdim=64, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE)
+    given.flash()
+    mask = rf.Causal() & rf.SlidingWindow(17)
+    with pytest.raises(ArgumentError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        rf.flash_attention(given.q, given.k, given.v, mask=mask)

@@ -1,0 +1,120 @@
+"""Errors outside of the hops: the peers of the rank that raises do not wait for it until the deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringflash as rf
+from ringflash.coordination.session import ControlPlane
+from ringflash.errors import ArgumentError
+from ringflash.ops import autograd, decode_op
+from ringflash.ring import schedule
+from tests.distributed import run_ranks
+from tests.faults import Outcome, call_ring, outcome_of, usual_seconds
+
+WORLD = 3
+DEADLINE = 25.0
+Fault = tuple[Any, str, int, Callable[[], None]]  # what is replaced, its name, at which call, by what
+
+
+def _raise() -> None:
+    raise RuntimeError("planted: outside of the hops")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt("planted: by the user")
+
+
+def _refuse() -> None:
+    raise ArgumentError("q", expected="nothing", got="a planted error", remedy="Remove it.")
+
+
+@contextmanager
+def _planted(fault: Fault) -> Iterator[None]:
+    """Rank 1 fails where it calls a function of the library."""
+    owner, name, at, action = fault
+    original, calls = getattr(owner, name), iter(range(100))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            action()
+        return original(*args, **kwargs)
+
+    if dist.get_rank() == 1:
+        setattr(owner, name, wrapped)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+FORWARD, BACKWARD = 0, 1
+FAULTS: list[Fault] = [
+    *((autograd, name, at, _raise) for name in ("_tiles", "mask_from_spec") for at in (FORWARD, BACKWARD)),
+    *((autograd, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
+    *((autograd, "_joined", at, _raise) for at in (0, 2)),  # out; dq
+    (autograd, "_tiles", FORWARD, _interrupt),
+    *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
+    *((schedule.Tiles, "meeting", at, _refuse) for at in (1, 4)),  # an argument that only the kernel of a hop refuses
+]
+
+
+def _ring_calls() -> list[Outcome]:
+    usual, outcomes = usual_seconds(), []
+    for fault in FAULTS:
+        context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
+        with _planted(fault):
+            outcome = outcome_of(call_ring, context)
+            if not outcome.kind:  # the peers had all that they needed of this call: the next one tells them
+                outcome = outcome_of(call_ring, context)
+        outcomes.append(replace(outcome, usual=usual))
+        dist.barrier()
+    call_ring(rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE))
+    return outcomes
+
+
+def _decode(context: rf.ContextParallel) -> None:
+    q, cache = torch.ones(1, 1, 2, 16), torch.ones(1, 4, 2, 16)
+    rf.flash_decode(q, cache, cache, cache_seqlens=4, context=context)
+
+
+DECODE_FAULTS: list[Fault] = [
+    (decode_op, "sight_of", 0, _raise),
+    (decode_op, "_agree", 0, _interrupt),
+    (decode_op, "_of_all_ranks", 0, _raise),
+]
+
+
+def _decode_calls() -> list[Outcome]:
+    _decode(rf.ContextParallel.local(1))
+    outcomes = []
+    for fault in DECODE_FAULTS:
+        context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
+        _decode(context)
+        dist.barrier()
+        with _planted(fault):
+            outcomes.append(outcome_of(_decode, context))
+        dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize(("calls", "faults"), [(_ring_calls, FAULTS), (_decode_calls, DECODE_FAULTS)])
+def test_peers_of_a_rank_that_raises_outside_of_the_hops(
+    calls: Callable[[], list[Outcome]], faults: list[Fault]
+) -> None:
+    kinds = {_raise: "RuntimeError", _interrupt: "KeyboardInterrupt", _refuse: "ArgumentError"}
+    for (owner, name, at, action), *outcomes in zip(faults, *run_ranks(WORLD, calls), strict=True):
+        place = f"{name} of {owner.__name__}, call {at}"
+        assert outcomes[1].kind == kinds[action], place
+        for outcome in (outcomes[0], outcomes[2]):
+            assert outcome.kind == "PeerFailed", (place, outcome)
+            assert outcome.fields["ranks"] == [1]
+            assert f"rank 1: {kinds[action]}: " in outcome.text
+            assert outcome.seconds - outcome.usual < 4, (place, outcome)

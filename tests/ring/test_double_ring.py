@@ -1,0 +1,190 @@
+"""A ring of rings: every pair is computed once, nothing useless moves, and messages may arrive as late as is due."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.layouts.layout import LAYOUTS
+from ringflash.masks import Full, Mask
+from ringflash.ops import autograd
+from ringflash.ring.plan import Plan
+from ringflash.transport.base import FAR, Message
+from ringflash.transport.local import LocalNetwork, LocalTransport
+from tests.accuracy import Problem, assert_accurate
+from tests.strategies import masks, modes
+
+SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # ring, inner ring
+MASKS = [
+    Full(),
+    rf.Causal(),
+    rf.SlidingWindow(9, 0),
+    rf.Documents([0, 8, 20, 37]),
+    rf.Causal() & rf.Documents([0, 20, 37]),
+]
+
+sizes, layouts = st.sampled_from(SIZES), st.sampled_from(LAYOUTS)
+
+
+def plans_of(size: tuple[int, int], layout: str, mask: Mask, seqlen: int = 37) -> list[Plan]:
+    context = rf.ContextParallel.local(size[0], layout, inner_ring=size[1])
+    return [context.plan(mask, seqlen, rank) for rank in range(size[0])]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_plans(size: tuple[int, int], layout: str, mask: Mask) -> None:
+    world, inner = size
+    plans = plans_of(size, layout, mask)
+    chunks = plans[0].layout.chunks
+    computed = [(plan.rank, hop.owner) for plan in plans for hop in plan.hops if hop.meets]
+    assert sorted(computed) == [(q, k) for q in range(world) for k in range(world) if mask.meets(chunks[q], chunks[k])]
+
+    for step in zip(*(plan.hops for plan in plans), strict=True):
+        for plan, hop in zip(plans, step, strict=True):
+            assert plan.next_rank // inner == plan.rank // inner
+            assert hop.send_kv == step[plan.next_rank].receive_kv
+            if hop.send_kv:
+                assert plans[plan.next_rank].hops[hop.index + 1].owner == hop.owner
+                assert plans[plan.next_rank].hops[hop.index + 1].present
+            if hop.far_to is not None:
+                assert (hop.far_to - plan.rank) % world == inner
+                assert step[hop.far_to].far_from == plan.rank
+                following = plans[hop.far_to].next_revolution(step[hop.far_to])
+                assert (following.owner, following.revolution) == (hop.owner, hop.revolution + 1)
+                assert following.present
+            if hop.send_grad_home:
+                assert step[hop.owner].grad_comes_home == plan.rank
+        for sends, receives in (("far_to", "far_from"), ("send_grad_home", "grad_comes_home")):
+            ends = [[getattr(hop, name) for hop in step] for name in (sends, receives)]
+            assert len({sum(end is not None and end is not False for end in of) for of in ends}) == 1
+    for plan in plans:  # every revolution in which KV is seen brings its gradient home, but from its own rank
+        groups = {q // inner for q in range(world) if mask.meets(chunks[q], chunks[plan.rank])}
+        away = groups - {plan.rank // inner}
+        assert sum(hop.grad_comes_home is not None and hop.revolution > 0 for hop in plan.hops) == len(away)
+
+
+def test_far_links_carry_what_a_ring_of_groups_would() -> None:
+    for plan in plans_of((8, 4), "zigzag", Full(), 64):
+        assert [hop.index for hop in plan.hops if hop.far_to is not None] == [0]
+        assert len(plan.hops) == 8
+        assert sum(hop.send_kv for hop in plan.hops) == 2 * 3
+        assert plan.rows_sent == 7 * 8
+
+
+def test_a_plan_prints_its_hops() -> None:
+    text = str(plans_of((4, 2), "contiguous", Full(), 8)[1])
+    assert text.splitlines()[2:] == [
+        "  hop 0: KV of rank 1 [2, 4): compute 4 pairs  send 2 -> 0  receive 2 <- 0  send far 2 -> 3  receive far <- 3",
+        "  hop 1: KV of rank 0 [0, 2): compute 4 pairs",
+        "  hop 2: KV of rank 3 [6, 8): compute 4 pairs  send 2 -> 0  receive 2 <- 0",
+        "  hop 3: KV of rank 2 [4, 6): compute 4 pairs",
+    ]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES[:4])
+def test_accuracy(size: tuple[int, int], layout: str, mask: Mask, deterministic: bool) -> None:
+    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=mask, batch=1)
+    context = rf.ContextParallel.local(size[0], layout, inner_ring=size[1])
+    assert_accurate(given.ring(context, deterministic=deterministic), given)
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), size=sizes, heads=st.sampled_from([1, 2]), layout=layouts, extra=st.integers(0, 40))
+def test_any_mask_and_mode(data: Any, size: tuple[int, int], heads: int, layout: str, extra: int) -> None:
+    context = rf.ContextParallel.local(size[0] * heads, layout, heads=heads, inner_ring=size[1])
+    seqlen = context.world_size + extra
+    mask, mode = data.draw(masks(seqlen)), data.draw(modes())
+    given = Problem.random(seqlen=seqlen, heads=(4, 2), dtype=torch.float64, mask=mask, **mode)
+    assert_accurate(given.ring(context, deterministic=data.draw(st.booleans())), given)
+
+
+class _LateNetwork(LocalNetwork):
+    """Delivers a message when one of its ends waits for it, no sooner, and shows what is read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes: dict[tuple[int, int, int], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        self.open: set[tuple[tuple[int, int, int], int, bool]] = set()
+
+    def transport(self, rank: int, members: Sequence[int] | None = None) -> LocalTransport:
+        return _LateTransport(self, rank, members)
+
+    def deliver(self) -> None:
+        """Not when all have yielded."""
+
+    def check_drained(self) -> None:
+        assert not self.open, f"nobody waits for {self.open}"
+
+    def settle(self, route: tuple[int, int, int], index: int, sends: bool) -> None:
+        sent, awaited = self.routes[route]
+        self.open.remove((route, index, sends))
+        assert index < len(sent), f"{route} is waited for before it is sent"
+        if sends:  # the sender may write its buffer again
+            sent[index] = sent[index].clone()
+        else:
+            awaited[index].copy_(sent[index])
+
+
+class _LateTransport(LocalTransport):
+    def start(self, messages: Sequence[Message]) -> Any:
+        network, handle = self._network, []
+        assert isinstance(network, _LateNetwork)
+        assert len({message.channel >= FAR for message in messages}) <= 1
+        for message in messages:
+            peer = message.peer if self._members is None else self._members[message.peer]
+            route = (self._rank, peer, message.channel) if message.sends else (peer, self._rank, message.channel)
+            if not message.sends:
+                message.buffer.fill_(torch.nan)
+            ends = network.routes[route][0 if message.sends else 1]
+            ends.append(message.buffer)
+            handle.append((route, len(ends) - 1, message.sends))
+        network.open |= set(handle)
+        return handle
+
+    def finish(self, handle: Any) -> None:
+        network = self._network
+        assert isinstance(network, _LateNetwork)
+        for end in handle:
+            network.settle(*end)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("size", [*SIZES, (4, None)])
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
+def test_messages_may_arrive_as_late_as_they_are_due(
+    hops: str, size: tuple[int, int | None], mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=mask, batch=1)
+    context = rf.ContextParallel.local(size[0], inner_ring=size[1] if hops == "ring" else None, hops=hops)
+    for deterministic in (True, False):
+        expected = given.ring(context, deterministic=deterministic)
+        with monkeypatch.context() as patched:
+            patched.setattr(autograd, "LocalNetwork", _LateNetwork)
+            got = given.ring(context, deterministic=deterministic)
+        assert all(map(torch.equal, got, expected))
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    given = Problem.random(seqlen=70, mask=rf.Causal())
+    context = rf.ContextParallel.local(6, inner_ring=3)
+    first = given.ring(context, deterministic=True)
+    for _ in range(5):
+        assert all(map(torch.equal, given.ring(context, deterministic=True), first))
+
+
+@pytest.mark.parametrize("inner", [0, 3, 8, -2])
+def test_a_ring_that_is_no_multiple(inner: int) -> None:
+    with pytest.raises(ArgumentError, match=f"inner_ring: expected a divisor of the ring's 4 ranks, got {inner}"):
+        rf.ContextParallel.local(8, heads=2, inner_ring=inner)

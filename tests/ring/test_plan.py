@@ -1,0 +1,179 @@
+"""Plans: every pair that meets is computed once, sends match receives, nothing useless moves, counts are exact."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.layouts.layout import LAYOUTS
+from ringflash.masks import Full, Mask
+from ringflash.ring.plan import Plan, single_device_plan
+from tests.strategies import block_sparse, masks
+
+SEQLEN = 37
+MASKS = [
+    Full(),
+    rf.Causal(),
+    rf.Causal() & rf.SlidingWindow(5),
+    rf.Causal() & rf.Documents([0, 3, 20, 29, 37]),
+    rf.Documents([0, 20, 20, 37]),
+    block_sparse(37, 7, seed=1, density=0.3),
+]
+everywhere = pytest.mark.parametrize(("layout", "mask"), [(layout, mask) for layout in LAYOUTS for mask in MASKS])
+
+
+def plans_of(world: int, layout: str, mask: Mask, seqlen: int = SEQLEN) -> list[Plan]:
+    context = rf.ContextParallel.local(world, layout)
+    return [context.plan(mask, seqlen, rank) for rank in range(world)]
+
+
+@everywhere
+@pytest.mark.parametrize("world", range(1, 8))
+def test_every_pair_that_meets_is_computed_once(world: int, layout: str, mask: Mask) -> None:
+    plans = plans_of(world, layout, mask)
+    computed = [(plan.rank, hop.owner) for plan in plans for hop in plan.hops if hop.meets]
+    chunks = plans[0].layout.chunks
+    needed = [(q, k) for q in range(world) for k in range(world) if mask.meets(chunks[q], chunks[k])]
+    assert sorted(computed) == needed
+
+
+@everywhere
+@pytest.mark.parametrize("world", range(1, 8))
+def test_sends_match_receives(world: int, layout: str, mask: Mask) -> None:
+    plans = plans_of(world, layout, mask)
+    assert len({len(plan.hops) for plan in plans}) == 1
+    for step in zip(*(plan.hops for plan in plans), strict=True):
+        for rank, hop in enumerate(step):
+            assert hop.send_kv == step[(rank + 1) % world].receive_kv
+            if hop.receive_kv:
+                assert plans[rank].hops[hop.index + 1].rows == step[(rank - 1) % world].rows_sent
+            if hop.send_grad_home:
+                assert step[hop.owner].grad_comes_home == rank
+        assert sum(hop.send_grad_home for hop in step) == sum(hop.grad_comes_home is not None for hop in step)
+
+
+@settings(deadline=None)
+@given(layout=st.sampled_from(LAYOUTS), mask=masks(SEQLEN), world=st.integers(1, 7))
+def test_the_last_stop_of_keys_reads_them(layout: str, mask: Mask, world: int) -> None:
+    """KV is on no rank past the last that sees any of it, and in every rank before."""
+    plans = plans_of(world, layout, mask)
+    for owner in range(world):
+        stops = [plans[(owner + h) % world].hops[h] for h in range(len(plans[0].hops))]
+        assert all(hop.owner == owner for hop in stops)
+        last = max((hop.index for hop in stops if hop.meets), default=0)
+        assert [hop.present for hop in stops] == [h <= last for h in range(len(stops))]
+        assert [hop.send_kv for hop in stops] == [h < last for h in range(len(stops))]
+        assert [hop.passes_on for hop in stops] == [0 < h < last and not hop.meets for h, hop in enumerate(stops)]
+
+
+@settings(deadline=None)
+@given(layout=st.sampled_from(LAYOUTS), mask=masks(SEQLEN), world=st.integers(1, 7))
+def test_pairs_are_counted_exactly(layout: str, mask: Mask, world: int) -> None:
+    context = rf.ContextParallel.local(world, layout)
+    plans = plans_of(world, layout, mask)
+    positions = context.positions(SEQLEN, mask=mask).split(list(plans[0].layout.lengths))
+    dense = mask.dense(torch.arange(SEQLEN), torch.arange(SEQLEN)).sum(0)
+    for plan in plans:
+        for hop in plan.hops:
+            assert hop.pairs == int(dense[positions[plan.rank]][:, positions[hop.owner]].sum())
+            met = [
+                (q, k)
+                for q in plan.q_chunks
+                for k in plan.owner_chunks(hop)
+                if dense[q.start : q.stop, k.start : k.stop].any()
+            ]
+            assert plan.meetings(hop) == tuple(met)
+        assert sum(hop.pairs for hop in plan.hops) == sum(plan.pairs[plan.rank])
+
+
+def test_kv_goes_no_further_than_it_is_needed() -> None:
+    for world in range(2, 8):
+        causal = plans_of(world, "contiguous", rf.Causal())
+        assert not any(hop.send_kv for hop in causal[-1].hops)
+        sent = sum(plan.rows_sent for plan in causal)
+        assert sent < sum(plan.rows_sent for plan in plans_of(world, "contiguous", Full()))
+
+
+def test_windows_and_documents_cut_hops_short() -> None:
+    window = plans_of(4, "contiguous", rf.Causal() & rf.SlidingWindow(8), seqlen=64)
+    assert [len(plan.hops) for plan in window] == [2] * 4
+    assert [plan.rows_sent for plan in window] == [16, 16, 16, 0]
+    documents = plans_of(4, "contiguous", rf.Causal() & rf.Documents([0, 16, 48, 64]), seqlen=64)
+    assert [plan.hops[1].meets for plan in documents] == [False, False, True, False]
+    assert [plan.rows_sent for plan in documents] == [0, 16, 0, 0]
+    assert all(plan.rows_passed_on == 0 for plan in documents)
+
+
+def test_keys_pass_through_ranks_that_see_none_of_them() -> None:
+    """Rows 48 to 63 see the first 16 keys alone: they pass ranks 1 and 2."""
+    blocks = torch.eye(4, dtype=torch.bool)
+    blocks[3, 0] = True
+    plans = plans_of(4, "contiguous", rf.BlockSparse(blocks, 16), seqlen=64)
+    assert [plan.rows_passed_on for plan in plans] == [0, 16, 16, 0]
+    assert [plan.rows_sent for plan in plans] == [16, 16, 16, 0]
+
+
+def test_bytes_count_keys_and_values() -> None:
+    plan = plans_of(4, "zigzag", rf.Causal(), seqlen=64)[0]
+    assert plan.rows_sent == 48
+    assert plan.bytes_sent(batch=2, nheads_kv=8, headdim=128, itemsize=2) == 2 * 2 * 48 * 8 * 128 * 2
+
+
+def test_gradients_follow_their_keys_and_return_home() -> None:
+    """Three hops carry on what three hops brought, and one brings it home."""
+    plan = plans_of(4, "zigzag", rf.Causal(), seqlen=64)[0]
+    assert plan.gradient_rows_sent == 48 + 16
+    row = 2 * 8 * 128
+    assert plan.bytes_sent_backward(1, 8, 128, itemsize=2) == row * (48 * 2 + 64 * 4)
+    assert plan.bytes_sent_backward(1, 8, 128, itemsize=8, gradient_itemsize=8) == row * (48 + 64) * 8
+
+
+def test_flops_are_those_of_visible_pairs() -> None:
+    plan, *_ = plans = plans_of(4, "contiguous", rf.Causal(), seqlen=64)
+    assert plan.flops(batch=2, nheads=3, headdim=16) == 4 * 136 * 2 * 3 * 16
+    assert plan.flops(batch=2, nheads=3, headdim=16, backward=True) == 10 * 136 * 2 * 3 * 16
+    assert [plans[3].flops(1, 1, 1, hop=hop) for hop in plans[3].hops] == [4 * 136, 4 * 256, 4 * 256, 4 * 256]
+    assert plan.share == 136 / (64 * 65 / 2)
+    assert plan.balance == pytest.approx(4 * (136 + 3 * 256) / (64 * 65 / 2))
+
+
+def test_flops_of_a_mask_of_several_sequences_are_theirs() -> None:
+    plan = plans_of(2, "contiguous", rf.KeyPadding([64, 10]), seqlen=64)[0]
+    assert plan.flops(batch=2, nheads=1, headdim=1) == 4 * 32 * (64 + 10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_seen(layout: str) -> None:
+    for plan in plans_of(3, layout, rf.KeyPadding([0, 0])):
+        assert (plan.rows_sent, plan.balance, plan.share, plan.flops(2, 1, 1)) == (0, 1, 1 / 3, 0)
+        assert [hop.meets for hop in plan.hops] == [False]
+
+
+@pytest.mark.parametrize(
+    "mask", [rf.Documents([0, 5]), rf.KeyPadding([38]), block_sparse(64, 8, seed=0, density=1.0), rf.Tree([-1] * 38)]
+)
+def test_a_mask_of_another_sequence(mask: Mask) -> None:
+    with pytest.raises(ArgumentError, match="37"):
+        rf.ContextParallel.local(2).plan(mask, SEQLEN)
+
+
+def test_a_plan_prints_its_hops() -> None:
+    text = str(plans_of(3, "contiguous", rf.Causal(), seqlen=12)[1])
+    assert text.splitlines() == [
+        "rank 1 of 3, contiguous, Causal(), 12 tokens",
+        "  26 visible pairs, 33.3% of all; the busiest rank has 1.62 of the mean; sends 8 rows, and 8 of gradients",
+        "  hop 0: KV of rank 1 [4, 8): compute 10 pairs  send 4 -> 2  receive 4 <- 0",
+        "  hop 1: KV of rank 0 [0, 4): compute 16 pairs  send 4 -> 2",
+        "  hop 2: KV of rank 2 [8, 12): idle",
+    ]
+    text = str(plans_of(3, "striped", Full(), 30)[0])
+    assert "KV of rank 1 [2, 4), [8, 10), [14, 16), [20, 22), ... 5 in all: compute 100 pairs" in text
+
+
+def test_a_single_device_is_a_ring_of_one() -> None:
+    plan = single_device_plan(3, 8, rf.Causal())
+    assert plan.q_chunks[0].start == 5
+    assert [hop.meets for hop in plan.hops] == [True]
+    assert plan.pairs == ((6 + 7 + 8,),)

@@ -1,0 +1,55 @@
+"""What the configurations of GPUs need fits into an H200, by the estimate that is said before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ringflash
+from ringflash.train.lightning.strategy import resolve_sizes
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.memory import TrainingShape, estimate_memory
+
+CONFIGS = Path(ringflash.__file__).parents[1] / "configs"
+H200 = 141e9  # bytes
+LEFT_OUT = 0.2  # of it, for what the estimate leaves out: buffers, temporaries, caches, the CUDA context
+
+
+def sizes(trainer: dict[str, Any]) -> tuple[int, int, int]:
+    """Data-parallel and context-parallel sizes, and the ranks that share one copy of the weights."""
+    strategy = trainer.get("strategy")
+    options = strategy["init_args"] if isinstance(strategy, dict) else {}
+    world_size = trainer["devices"] * trainer.get("num_nodes", 1)
+    data, context = resolve_sizes(
+        options.get("data_parallel_size", "auto"), options.get("context_parallel_size", "auto"), world_size
+    )
+    return data, context, world_size // options.get("replicate_size", 1)
+
+
+GPU_CONFIGS = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.endswith("-cpu")]
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda p: p.stem)
+def test_it_fits(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    model, trainer = config["model"], config["trainer"]
+    data, context, shard_size = sizes(trainer)
+    assert trainer["accelerator"] == "gpu"
+    assert config["data"]["batch_size"] % data == 0
+    shape = TrainingShape(
+        tokens=config["data"]["context_length"] // context * (config["data"]["batch_size"] // data),
+        shard_size=shard_size,
+        checkpointing=model.get("activation_checkpointing", "none"),
+        reshard_after_forward=model.get("reshard_after_forward", True),
+        in_pieces=model.get("compile_blocks", False),
+    )
+    estimate = estimate_memory(ModelConfig(**model["model"]), shape)
+    assert estimate.total < (1 - LEFT_OUT) * H200, str(estimate)
+
+
+def test_two_hosts_keep_rings_and_weights_apart() -> None:
+    trainer = yaml.safe_load((CONFIGS / "two-hosts.yaml").read_text())["trainer"]
+    assert sizes(trainer) == (2, trainer["devices"], trainer["devices"])

@@ -1,0 +1,113 @@
+"""Exported folders: transformers generates and stops as the run does, for both kinds of models."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.commands import main
+from ringflash.errors import CheckpointError
+from ringflash.train.checkpoint.load import load_decoder
+from ringflash.train.checkpoint.save import save
+from ringflash.train.data.tokenizer import Tokenizer
+from ringflash.train.lightning.transformers_model import TransformersModel
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.generate import generate
+from tests.distributed import run_ranks
+from tests.train.data.corpora import write_tokenizer
+
+transformers = pytest.importorskip("transformers")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PROMPT = "the ring turns"
+
+
+def _save(folder: str, checkpoint: dict[str, Any]) -> None:
+    save(checkpoint, Path(folder))
+
+
+def own_generation(path: Path, tokenizer: Tokenizer) -> list[int]:
+    decoder, prompt = load_decoder(path), torch.tensor(tokenizer.encode(PROMPT))
+    return generate(decoder, prompt, 12, temperature=0, vocab_size=tokenizer.vocab_size).tolist()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with a tokenizer of its own and a chat template."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "made"))
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "run"
+
+
+def test_an_exported_decoder_generates_and_stops_as_the_run_does(run: Path, tmp_path: Path) -> None:
+    tokenizer, path = Tokenizer.load(run / "tokenizer"), run / "checkpoints" / "last"
+    end = tokenizer.end_of_document
+    config = ModelConfig(tokenizer.vocab_size + 3, 32, 2, 2, 1, 48, max_position_embeddings=64)
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, 1 if parameter.ndim == 1 else 0, 0.3)
+    head = decoder.state_dict()["lm_head.weight"]
+    new: list[int] = []
+    for _ in range(2):  # the second save has a head that ends the text at the fifth token, or before
+        state = {f"_decoder.{name}": value for name, value in decoder.state_dict().items()}
+        run_ranks(1, _save, str(path), {"state_dict": state, "model_config": asdict(config)})
+        new = own_generation(path, tokenizer)
+        if end not in new:
+            head[[end, new[4]]] = head[[new[4], end]]
+    assert end in new
+    umask = os.umask(0o022)
+    try:
+        assert main.main(["export", "--checkpoint", str(path), "--to", str(tmp_path / "out")]) == 0
+    finally:
+        os.umask(umask)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = loaded(PROMPT, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == tokenizer.encode(PROMPT)
+    assert loaded.eos_token_id == end
+    assert loaded.chat_template == TEMPLATE
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.eos_token_id == end
+    assert model.generation_config.pad_token_id == end
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    out = model.generate(**given, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    assert out == new[: new.index(end) + 1]
+    for file in (tmp_path / "out").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644, file
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_transformers_model_exports_with_equal_logits(
+    run: Path, tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, end = run / "checkpoints" / "last", Tokenizer.load(run / "tokenizer").end_of_document
+    config = transformers.Qwen2Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    module = TransformersModel(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = {f"_decoder.{name}": value for name, value in model.state_dict().items()}
+    run_ranks(1, _save, str(path), {"state_dict": state, "model_config": module.model_fields()})
+    assert main.main(["export", "--checkpoint", str(path), "--to", str(tmp_path / "out")]) == 0
+    assert "qwen2" in capsys.readouterr().out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    x = torch.arange(40)[None] % 61
+    with torch.no_grad():
+        assert torch.equal(loaded(x).logits, model(x).logits)
+    assert loaded.generation_config.eos_token_id == end
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == end
+    with pytest.raises(CheckpointError, match=r"got one of TransformersModel \(qwen2\)\. `ringflash export` writes"):
+        load_decoder(path)

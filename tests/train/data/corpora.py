@@ -1,0 +1,60 @@
+"""Text and tokenizers for tests of data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from ringflash.train.data.prepare import Recipe, prepare
+from ringflash.train.data.tokenizer import Tokenizer
+from ringflash.train.data.tokens import TokenFiles
+
+
+def write(folder: Path, **documents: str) -> Path:
+    """A folder with a .txt file a document."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, text in documents.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def write_lines(path: Path, texts: list[str], field: str = "text") -> Path:
+    """A file of JSON lines."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns and turns around the ring\n") -> Path:
+    """A small byte-pair tokenizer of bytes, so that any text comes back, with the pairs of `text`."""
+    folder.mkdir(exist_ok=True, parents=True)
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text] * 10, trainer)
+    made.enable_truncation(4)  # what a file asks for must not cut documents
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def prepared(
+    folder: Path, sources: Path | list[Path], tokenizer: Tokenizer | None = None, **options: Any
+) -> TokenFiles:
+    """`prepare` with bytes, or another tokenizer."""
+    names = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
+    return prepare(names, folder, Recipe(tokenizer or Tokenizer()), **options)
+
+
+def documents(files: TokenFiles) -> list[list[int]]:
+    """The ids of each document in order."""
+    return [files.read(i, 0, int(n)).tolist() for i, n in enumerate(files.lengths)]

@@ -1,0 +1,143 @@
+"""Documents in a line, cut into samples."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ringflash.errors import ConfigError, DataError
+from ringflash.train.data.packing import fit
+from ringflash.train.data.samples import Line, TokenSamples, train_and_held_out
+from tests.train.data.corpora import documents, prepared, write_lines
+
+END = 256
+
+
+def line_of(folder: Path, lengths: list[int], shard_bytes: int = 200) -> Line:
+    """A line of documents of these lengths, end included, none but their own byte in each."""
+    texts = [chr(33 + i % 90) * max(length - 1, 0) for i, length in enumerate(lengths)]
+    return Line(prepared(folder / "to", write_lines(folder / "in.jsonl", texts), shard_bytes=shard_bytes))
+
+
+def spread(line: Line) -> list[int]:
+    whole = documents(line.tokens)
+    return [token for document in line.order for token in whole[document]]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.sampled_from([0, 0, 2, 3, 5, 17]), min_size=1, max_size=20), data=st.data())
+def test_packed_samples_keep_documents_apart(tmp_path: Path, lengths: list[int], data: st.DataObject) -> None:
+    total = sum(lengths)
+    if total < 2:
+        return
+    seqlen, first = data.draw(st.integers(1, total - 1)), data.draw(st.integers(0, total - 1))
+    line = line_of(tmp_path, lengths)
+    tokens = spread(line)
+    packed, joined = (TokenSamples(line, seqlen, first, total, how) for how in ("packed", "joined"))
+    assert len(packed) == len(joined) == (total - 1 - first) // seqlen
+    for index in range(len(packed)):
+        row, plain = packed[index], joined[index]
+        start = first + index * seqlen
+        assert plain.keys() == {"input_ids", "labels"}
+        assert plain["input_ids"].tolist() == row["input_ids"].tolist() == tokens[start : start + seqlen]
+        assert plain["labels"].tolist() == tokens[start + 1 : start + seqlen + 1]
+        ends = row["cu_seqlens"].tolist()
+        assert (ends[0], ends[-1]) == (0, seqlen)
+        for begin, end in pairwise(ends):
+            ids, labels = row["input_ids"][begin:end].tolist(), row["labels"][begin:end].tolist()
+            assert end > begin
+            assert END not in ids[:-1]
+            assert labels[:-1] == ids[1:]
+            assert labels[-1] == (-100 if ids[-1] == END else tokens[start + end])
+            assert end == seqlen or ids[-1] == END
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.sampled_from([0, 2, 3, 5, 17]), min_size=2, max_size=20), seqlen=st.integers(1, 20))
+def test_whole_documents_are_cut_only_where_they_must(tmp_path: Path, lengths: list[int], seqlen: int) -> None:
+    if sum(lengths) <= seqlen:
+        return
+    line = line_of(tmp_path, lengths)
+    samples, _ = train_and_held_out(line, seqlen, 0.0, "whole")
+    pieces, labels = [], 0
+    for i in range(len(samples)):
+        row = samples[i]
+        for begin, end in pairwise(row["cu_seqlens"].tolist()):
+            ids, targets = row["input_ids"][begin:end].tolist(), row["labels"][begin:end].tolist()
+            if set(ids) == {END} and end == seqlen:  # what fills a sample up, or one that cannot be told from it
+                assert set(targets) == {-100}
+                continue
+            assert targets[:-1] == ids[1:]
+            assert (targets[-1] == -100) == (ids[-1] == END)
+            labels += sum(target != -100 for target in targets)
+            pieces.append(ids)
+    expected = []
+    for document in documents(line.tokens):
+        expected += [document[i : i + seqlen] for i in range(0, len(document), seqlen)]
+    lone = [piece for piece in expected if piece == [END]]
+    assert sorted(pieces + lone[: len(expected) - len(pieces)]) == sorted(expected)
+    assert labels == sum(max(n - 1, 0) for n in lengths)
+    assert len(samples) <= max(2 * -(-sum(lengths) // seqlen), 1)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=200), capacity=st.integers(30, 60))
+def test_fitting(lengths: list[int], capacity: int) -> None:
+    order, begins = fit(np.array(lengths), capacity)
+    assert sorted(order.tolist()) == [*range(len(lengths))]
+    loads = [sum(lengths[i] for i in order[a:b]) for a, b in pairwise(begins.tolist())]
+    assert all(0 < load <= capacity for load in loads)
+    assert sum(2 * load <= capacity for load in loads) <= 1
+    assert len(fit(np.array([20] * 90 + [10] * 90), 60)[1]) == 45 + 1
+
+
+def test_batches_have_few_shapes(tmp_path: Path) -> None:
+    samples = TokenSamples(line_of(tmp_path, [3] * 20), 12, 0, 60, "packed")
+    batch = samples[[0, -1, 2]]
+    assert batch["input_ids"].shape == (3, 12)
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 6, 9, 12, 12, 12, 12], [0] + [12] * 7, [0, 3, 6, 9] + [12] * 4]
+    assert (batch["labels"][1] == -100).all()
+    assert batch["labels"][0].tolist().count(-100) == 4
+    assert all(value.dtype == torch.int64 for value in batch.values())
+    with pytest.raises(IndexError):
+        samples[4]
+
+
+def test_the_order_is_fixed_and_mixes(tmp_path: Path) -> None:
+    line = line_of(tmp_path, [4] * 50)
+    again = line_of(tmp_path / "again", [4] * 50, shard_bytes=10**6)
+    assert len(line.tokens.header.shards) > len(again.tokens.header.shards)
+    assert line.order.tolist() == again.order.tolist() != [*range(50)]
+    assert line.read(0, 200)[0].tolist() == spread(line)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "held_out"),
+    [([10] * 20, 0.1, 20), ([10] * 20, 0.12, 30), ([10] * 20, 0.0, 0), ([500, 500], 0.1, 100), ([1000], 0.1, 100)],
+)
+def test_whole_documents_are_held_out(tmp_path: Path, lengths: list[int], fraction: float, held_out: int) -> None:
+    line = line_of(tmp_path, lengths)
+    assert len(line) - line.split(fraction) == held_out
+    train, val = train_and_held_out(line, 10, fraction, "packed")
+    assert (len(train), len(val)) == ((sum(lengths) - max(held_out, 1)) // 10, max(held_out - 1, 0) // 10)
+
+
+def test_too_few_tokens(tmp_path: Path) -> None:
+    line = line_of(tmp_path, [14])
+    assert [len(part) for part in train_and_held_out(line, 13, 0.0, "joined")] == [1, 0]
+    assert [len(part) for part in train_and_held_out(line, 6, 0.1, "joined")] == [1, 1]
+    with pytest.raises(DataError, match="more than 14 tokens: 2 samples"):
+        train_and_held_out(line, 7, 0.1, "joined")
+    with pytest.raises(DataError, match="more than 14 tokens: a sample .* lower the context length"):
+        train_and_held_out(line, 14, 0.0, "joined")
+    with pytest.raises(ConfigError, match="context_length"):
+        train_and_held_out(line, 0, 0.0, "joined")
+    with pytest.raises(ConfigError, match="val_fraction"):
+        train_and_held_out(line, 1, 1.0, "joined")
+    with pytest.raises(ConfigError, match="documents: expected one of"):
+        train_and_held_out(line, 1, 0.0, "apart")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,176 @@
+"""Training on a ring of ranks is training on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringflash.train.lightning.ring_module import ComputeDtype
+from ringflash.train.models.config import ModelConfig
+from tests.distributed import run_ranks
+from tests.train.conftest import RUNS, Worlds
+from tests.train.runs import Outcome, Run, attempt, reference_gradients, sequences, train, train_alone
+
+WINDOWS = [
+    "uneven",
+    "accumulate",
+    "accumulate after nothing",
+    "short window",
+    "tied",
+    "activation checkpointing",
+]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) -> None:
+    """The whole gradient within `bar`, each weight's, where rounding weighs more, within three times that."""
+    assert outcome.gradients.keys() == expected.keys()
+    errors = {name: relative_error(outcome.gradients[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= 3 * bar, errors
+    whole, reference = (torch.cat([g[name].flatten() for name in expected]) for g in (outcome.gradients, expected))
+    assert relative_error(whole, reference) <= bar
+
+
+# Steps that cost messages and little else, of windows of two micro-batches of two sequences, each of four documents.
+CURVE = Run(
+    steps=200,
+    micro_batches=2,
+    epoch_batches=40,
+    model=ModelConfig(vocab_size=61, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32),
+    packed=True,
+    masked="some",
+    max_norm=1.0,
+)
+
+
+def _curves(runs: list[Run]) -> list[list[float]]:
+    outcomes = [train(run) for run in runs]
+    norms = [norm for outcome in outcomes for norm in outcome.logged["train/grad_norm"]]
+    assert sum(norm > 1.0 for norm in norms) > 20 * len(runs), "too few steps are clipped"
+    return [outcome.logged["train/loss"] for outcome in outcomes]
+
+
+BARS: dict[ComputeDtype, float] = {"float64": 1e-8, "float32": 1e-4}
+
+
+@pytest.mark.timeout(3600)  # four processes take their time on two cores
+def test_loss_curves_do_not_depend_on_the_number_of_ranks() -> None:
+    runs = [replace(CURVE, dtype=dtype) for dtype in BARS]
+    one, two = (run_ranks(world_size, _curves, runs)[0] for world_size in (1, 2))
+    four = run_ranks(4, _curves, [*runs, *(replace(run, data_parallel=2) for run in runs)])[0]
+    for bar, alone, *curves in zip(BARS.values(), one, two, four[:2], four[2:], strict=True):
+        assert len(alone) == 200
+        assert sum(alone[-10:]) < 0.8 * sum(alone[:10])
+        for curve in curves:
+            assert max(abs(a - b) / b for a, b in zip(curve, alone, strict=True)) <= bar
+
+
+def test_ranks_and_micro_batches_of_the_curve_have_unequal_valid_tokens() -> None:
+    valid = torch.tensor([int((row["labels"] >= 0).sum()) for row in sequences(CURVE)])
+    of_ranks, of_micro_batches = valid.view(-1, 2), valid.view(-1, 2, 2).sum(2)
+    for pairs in (of_ranks, of_micro_batches):
+        assert (pairs[:, 0] != pairs[:, 1]).double().mean() > 0.8
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_gradients_are_an_unsharded_model_s(worlds: Worlds, world_size: int, name: str) -> None:
+    loss, gradients = reference_gradients(RUNS[name])
+    outcome = worlds[world_size][name]
+    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-6)
+    assert_gradients(outcome, gradients, 1e-6)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert outcome.logged["train/grad_norm"][0] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_float64(worlds: Worlds, world_size: int) -> None:
+    name = "uneven float64"
+    assert_gradients(worlds[world_size][name], worlds[1][name].gradients, 1e-13)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_window_without_valid_tokens(worlds: Worlds, world_size: int) -> None:
+    outcome = worlds[world_size]["all masked"]
+    assert outcome.logged["train/loss"] == [0.0]
+    assert all((gradient == 0).all() for gradient in outcome.gradients.values())
+    assert all(weight.isfinite().all() for weight in outcome.weights.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping(worlds: Worlds, world_size: int) -> None:
+    _, gradients = reference_gradients(RUNS["clip norm"])
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert norm > 0.3
+    assert_gradients(worlds[world_size]["clip norm"], {n: g * 0.3 / norm for n, g in gradients.items()}, 1e-6)
+    clipped = {n: g.clamp(-1e-3, 1e-3) for n, g in gradients.items()}
+    assert_gradients(worlds[world_size]["clip value"], clipped, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_validation_and_test_loss(worlds: Worlds, world_size: int) -> None:
+    one, many = (worlds[n]["evaluate"].logged for n in (1, world_size))
+    assert len(many["val/loss"]) == 3  # after both epochs of fit, and in validate
+    assert many["val/loss"] == pytest.approx(one["val/loss"], rel=1e-12)
+    assert many["test/loss"] == pytest.approx([one["val/loss"][-1]], rel=1e-12)
+    assert many["train/loss"] == pytest.approx(train_alone(RUNS["evaluate"]), rel=1e-10)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_packed_documents_are_documents_alone(worlds: Worlds, world_size: int) -> None:
+    logged = worlds[world_size]["packed"].logged
+    assert logged["train/loss"] == pytest.approx(train_alone(RUNS["packed"]), rel=1e-10)
+    assert logged["val/loss"] == pytest.approx(worlds[1]["packed"].logged["val/loss"], rel=1e-12)
+
+
+def test_compiled_blocks_on_a_ring(worlds: Worlds) -> None:
+    loss, gradients = reference_gradients(Run())
+    assert worlds[2]["compiled"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert_gradients(worlds[2]["compiled"], gradients, 1e-6)
+
+
+def test_data_parallel_ranks(worlds: Worlds) -> None:
+    loss, gradients = reference_gradients(Run(masked="tail"))
+    assert worlds[2]["data parallel"].logged["train/loss"] == [pytest.approx(loss, rel=1e-6)]
+    assert_gradients(worlds[2]["data parallel"], gradients, 1e-6)
+
+
+TWO_BY_TWO = Run(
+    steps=3, data_parallel=2, micro_batches=2, epoch_batches=3, masked="tail", dtype="float64", packed=True
+)
+
+
+def _two_by_two() -> dict[str, Any]:
+    copies = replace(TWO_BY_TWO, replicate=2, checkpointing="block")
+    return {
+        "sharded": train(TWO_BY_TWO),
+        "replicated": train(copies),
+        "clipped": train(replace(copies, steps=1, max_norm=0.3)),
+        "misfit": attempt(replace(copies, replicate=3)),
+    }
+
+
+def test_two_by_two_sharded_over_all_and_over_halves() -> None:
+    ranks = run_ranks(4, _two_by_two)
+    reference, one = train_alone(TWO_BY_TWO), ranks[0]
+    for name in ("sharded", "replicated"):
+        assert one[name].logged["train/loss"] == pytest.approx(reference, rel=1e-10)
+    gradients = one["sharded"].gradients
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert norm > 0.3
+    for rank in ranks:
+        assert_gradients(rank["replicated"], gradients, 1e-13)
+        assert_gradients(rank["clipped"], {name: g * (0.3 / norm) for name, g in gradients.items()}, 1e-6)
+        assert rank["replicated"].logged["train/grad_norm"][0] == pytest.approx(norm, rel=1e-12)
+        for name, weight in rank["replicated"].weights.items():
+            torch.testing.assert_close(weight, one["sharded"].weights[name], atol=1e-12, rtol=0)
+        kind, text = rank["misfit"]
+        assert kind == "ConfigError"
+        assert text.startswith("replicate_size: expected a divisor of 4 ranks, got 3.")

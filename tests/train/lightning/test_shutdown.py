@@ -1,0 +1,95 @@
+"""Ranks that leave their process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE
+
+pytestmark = pytest.mark.xdist_group("departure")
+
+# One process imports torch, and is forked into the ranks, which end as processes of their own do.
+SCRIPT = """
+import json
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from ringflash.train.departure import Departure
+
+
+def fork(case):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks, ends = {}, [None] * 3
+    for rank in range(3):
+        if not (process := os.fork()):
+            return case, rank, port
+        ranks[process] = rank
+    while ranks:
+        process, status = os.wait()
+        ends[ranks.pop(process)] = os.waitstatus_to_exitcode(status), time.monotonic()
+    print(json.dumps([case, ends]), flush=True)
+    return None
+
+
+case, rank, port = fork("slow") or fork("failed") or fork("late") or exit()
+signal.alarm(120)  # none is left over
+file = os.open(f"{case} {rank}", os.O_CREAT | os.O_WRONLY)
+os.dup2(file, 1)
+os.dup2(file, 2)
+dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}")
+departure = Departure(timedelta(seconds=0.5)) if case == "late" else Departure()
+dist.barrier()
+if case == "failed" and rank == 1:
+    departure.fail()
+    raise SystemExit(3)
+if case != "failed":
+    time.sleep(3 * rank if case == "slow" else 5 * (rank == 2))
+print("end")
+"""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Exit codes, outputs and ends, in seconds from the first, of three ranks, of which rank 0 serves the store."""
+
+    codes: list[int]
+    outputs: list[str]
+    seconds: list[float]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
+    folder = tmp_path_factory.mktemp("departure")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
+    found = {}
+    for case, ranks in map(json.loads, done.stdout.splitlines()):
+        codes, times = zip(*ranks, strict=True)
+        outputs = [(folder / f"{case} {rank}").read_text() for rank in range(3)]
+        found[case] = Ends([*codes], outputs, [time - min(times) for time in times])
+    return found
+
+
+def test_a_slow_rank_is_waited_for(ends: dict[str, Ends]) -> None:
+    slow = ends["slow"]
+    assert (slow.codes, slow.outputs) == ([0, 0, 0], ["end\n"] * 3)
+    assert max(slow.seconds) < 3  # though they came to their ends three seconds apart
+
+
+@pytest.mark.parametrize(("case", "code"), [("failed", 3), ("late", 0)])
+def test_none_is_waited_for_that_does_not_come(ends: dict[str, Ends], case: str, code: int) -> None:
+    assert ends[case].codes == [0, code, 0], ends[case]
+    assert max(ends[case].seconds[:2]) < 4, ends[case]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import ringflash as rf
+from ringflash.train.lightning.batch import document_positions
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Decoder, Head, Linear
+from ringflash.train.models.flops import layer_windows, matmul_parameters, peak_flops, training_flops, visible_pairs
+
+CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
+
+
+def test_matmul_parameters_are_the_models() -> None:
+    matrices = {n: p.numel() for n, p in Decoder(CONFIG).named_parameters() if p.ndim == 2}
+    assert matmul_parameters(CONFIG) == sum(matrices.values()) - matrices["embed_tokens.weight"]
+
+
+def test_formula() -> None:
+    # Forward by hand for 1000 tokens that see 500 keys each: 2 a weight; q k and p v, 2 a multiply-add.
+    forward = 1000 * (2 * matmul_parameters(CONFIG) + CONFIG.n_layers * 2 * 2 * CONFIG.dim * 500)
+    assert training_flops(CONFIG, 1000, CONFIG.n_layers * 1000 * 500) == 3 * forward
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.lists(st.none() | st.integers(1, 50), min_size=1, max_size=3),
+    st.data(),
+)
+@settings(max_examples=25, deadline=None)
+def test_pairs_are_those_of_the_mask(lengths: list[int], windows: list[int | None], data: st.DataObject) -> None:
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)])
+    seqlen = sum(lengths)
+    index = torch.arange(seqlen)
+    expected = 0
+    for window in windows:
+        mask = rf.Causal() & rf.Documents(cu_seqlens)
+        if window is not None:
+            mask &= rf.SlidingWindow(window - 1)
+        expected += int(mask.dense(index, index).sum())
+    positions = document_positions(cu_seqlens[None], index)[0]
+    order = torch.tensor(data.draw(st.permutations(range(seqlen))))
+    cut = data.draw(st.integers(0, seqlen))
+    shards = positions[order[:cut]], positions[order[cut:]]
+    assert sum(int(visible_pairs(shard, windows)) for shard in shards) == expected
+
+
+def test_windows_are_the_models() -> None:
+    assert layer_windows(CONFIG) == [None] * CONFIG.n_layers
+
+
+def test_windows_and_head_widths() -> None:
+    config = replace(CONFIG, head_dim=32, sliding_window=100, sliding_layers=(1,))
+    matrices = {n: p.numel() for n, p in Decoder(config).named_parameters() if p.ndim == 2}
+    assert matmul_parameters(config) == sum(matrices.values()) - matrices["embed_tokens.weight"]
+    assert layer_windows(config) == [None, 100]
+    assert training_flops(config, 1, 1) - training_flops(config, 1, 0) == 3 * 4 * 4 * 32
+
+
+def test_products_outside_attention_are_what_torch_counts() -> None:
+    decoder, seqlen = Decoder(CONFIG), 16
+    linear = [m for m in decoder.modules() if isinstance(m, (Linear, Head))]
+    with FlopCounterMode(display=False) as counter:
+        for module in linear:
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            x = torch.zeros(seqlen, weight.shape[1], requires_grad=True)
+            torch.nn.functional.linear(x, weight).sum().backward()
+    assert counter.get_total_flops() == training_flops(CONFIG, seqlen, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989e12),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA H200", torch.float32, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+    ],
+)
+def test_peaks(name: str, dtype: torch.dtype, peak: float | None) -> None:
+    assert peak_flops(name, dtype) == peak

@@ -1,0 +1,106 @@
+"""When a run saves its state, and which of its checkpoints stay."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from ringflash.errors import ConfigError
+from ringflash.train.checkpoint.manifest import Keep, local_path
+from ringflash.train.checkpoint.save import Progress, SaveOptions
+from ringflash.train.lightning.sharded import ShardedStrategy
+
+
+def run_dir(trainer: pl.Trainer) -> Path:
+    """The folder that everything of a run goes to, the first logger's."""
+    return local_path(trainer.log_dir or trainer.default_root_dir, "default_root_dir")
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps the newest state as checkpoints/last in the run's folder, and older ones as checkpoints/step-00000500.
+
+    There is one at the end too, and one when `Preemption` ends the run. Each replaces the one before it atomically, so
+    that a run which is killed at any moment goes on from the newest complete one with `ckpt_path` the folder
+    `checkpoints`. Under another strategy than RingAttentionStrategy it is one file, of which the Trainer keeps the
+    newest and which training waits for.
+
+    Args:
+        every_n_steps: optimizer steps between saves.
+        every_n_minutes: minutes after which there is one in any case, by the first rank's clock; None: steps decide.
+        keep: how many of the newest stay; a damaged one needs another to fall back to.
+        keep_every_n_steps: those of steps that are multiples of this stay for good; None: none does.
+        asynchronous: training goes on while a checkpoint is written, from a copy in the host's memory. One at a time:
+            the next waits for it, as does the end of the run. A failure is raised on every rank after the next step.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 500,
+        every_n_minutes: float | None = None,
+        keep: int = 2,
+        keep_every_n_steps: int | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigError("every_n_steps", expected="at least 1", got=every_n_steps, remedy="Try 500.")
+        if every_n_minutes is not None and not every_n_minutes > 0:
+            raise ConfigError("every_n_minutes", expected="more than 0", got=every_n_minutes, remedy="Try 30.")
+        self.every_n_steps, self.every_n_minutes, self.asynchronous = every_n_steps, every_n_minutes, asynchronous
+        self.keep = Keep(keep, keep_every_n_steps)
+        self.path: Path | None = None  # there once training begins
+        self._step = self._saved_step = 0
+        self._saved_at = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Settles the path: ranks that started apart could name the run's folder differently."""
+        self.path = Path(trainer.strategy.broadcast(str(run_dir(trainer) / "checkpoints" / "last")))
+        self._step = self._saved_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves when it is due.
+
+        Raises:
+            CheckpointError: on every rank, when a save that was under way has failed on one.
+        """
+        if trainer.global_step == self._step:  # within an accumulation window
+            return
+        self._step = trainer.global_step
+        if self._exchange(trainer) or trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer, asynchronous=self.asynchronous)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Saves the final state."""
+        self.save(trainer)
+
+    def save(self, trainer: pl.Trainer, *, asynchronous: bool = False) -> None:
+        """Saves the state of this step, unless that is done, or does nothing in a fast_dev_run; every rank calls it."""
+        strategy = trainer.strategy
+        if trainer.global_step != self._saved_step and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+            self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            assert self.path is not None, "training has begun"
+            options = SaveOptions(asynchronous, self.keep) if isinstance(strategy, ShardedStrategy) else None
+            trainer.save_checkpoint(self.path, storage_options=options)
+        elif isinstance(strategy, ShardedStrategy) and not asynchronous:
+            strategy.saver.wait()
+
+    def _exchange(self, trainer: pl.Trainer) -> bool:
+        """Whether the first rank's clock calls for a save; also ends a save under way that has failed or is done."""
+        strategy = trainer.strategy
+        minutes = (time.monotonic() - self._saved_at) / 60
+        due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
+        if not isinstance(strategy, ShardedStrategy):
+            return self.every_n_minutes is not None and strategy.broadcast(due)
+        if self.every_n_minutes is None and strategy.saver.progress == Progress.IDLE:
+            return False
+        rows = strategy.exchange(strategy.saver.progress, due)
+        progress = {row[0] for row in rows}
+        if Progress.FAILED in progress or progress == {Progress.DONE}:
+            strategy.saver.wait()
+        return bool(rows[0][1])

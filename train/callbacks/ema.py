@@ -1,0 +1,174 @@
+"""An exponential moving average of sharded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ringflash.errors import CheckpointError, ConfigError
+from ringflash.train.checkpoint.load import FOLDER, read_tensors
+from ringflash.train.checkpoint.save import SHARDED
+from ringflash.train.lightning.strategy import reshard
+
+PREFIX = "ema"
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
+
+
+class ExponentialMovingAverage(Callback):
+    """Averages the weights, shadow = decay * shadow + (1 - decay) * weight after each optimizer step.
+
+    Each rank averages its own shards, in float32 or better, so that memory is that of the sharded weights once more.
+    Validation and test run with the averages. Checkpoints hold both; a resumed run goes on with both. Only parameters
+    that need gradients are averaged.
+
+    Args:
+        decay: the part of the average that stays at a step.
+
+    Raises:
+        ConfigError: `decay` is not from 0 to below 1.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError("decay", expected="from 0 to below 1", got=decay, remedy="Try 0.999.")
+        self.decay = decay
+        self._shadows: dict[str, Tensor] = {}
+        self._backups: dict[str, Tensor] = {}
+        self._step = 0
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averages by the parameters' names, sharded as these; empty before training."""
+        return self._shadows
+
+    @contextmanager
+    def averaged(self, pl_module: pl.LightningModule) -> Iterator[None]:
+        """Runs the body with the averages as weights, for instance to save or export them."""
+        self._swap_in(pl_module)
+        try:
+            yield
+        finally:
+            self._swap_out(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins with the weights, unless a checkpoint had averages."""
+        self._step = trainer.global_step
+        if not self._shadows:
+            self._shadows = _copies(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Updates the averages after an optimizer step."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        reshard(pl_module)
+        for name, parameter in _trained(pl_module):
+            shadow = _local(self._shadows[name])
+            shadow.lerp_(_local(parameter).to(shadow.dtype), 1 - self.decay)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the averages in place of the weights."""
+        self._swap_in(pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the weights back."""
+        self._swap_out(pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the averages in place of the weights."""
+        self._swap_in(pl_module)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the weights back."""
+        self._swap_out(pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Puts the weights back."""
+        self._swap_out(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Marks a checkpoint that holds averages."""
+        return {"decay": self.decay}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the averages, and saves the weights where the averages are in their place.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a weight that is averaged.
+        """
+        if not self._shadows:
+            return
+        checkpoint.setdefault(SHARDED, {})[PREFIX] = dict(self._shadows)
+        if missing := sorted(self._backups.keys() - checkpoint["state_dict"].keys()):
+            remedy = "Save when validation has ended."
+            raise CheckpointError("state_dict", expected="all averaged weights", got=f"no {missing[0]}", remedy=remedy)
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **self._backups}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Restores the averages; from a checkpoint without them, they begin with its weights.
+
+        Raises:
+            CheckpointError: averages of another model.
+        """
+        self._shadows = _copies(pl_module)
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            return
+        if FOLDER in checkpoint:
+            read_tensors(PREFIX, self._shadows, Path(checkpoint[FOLDER]))
+        else:
+            for name, saved in checkpoint.get(SHARDED, {}).get(PREFIX, {}).items():
+                self._shadows[name].copy_(saved)
+
+    @torch.no_grad()
+    def _swap_in(self, pl_module: pl.LightningModule) -> None:
+        if not self._shadows or self._backups:
+            return
+        reshard(pl_module)
+        for name, parameter in _trained(pl_module):
+            self._backups[name] = parameter.detach().clone()
+            _local(parameter).copy_(_local(self._shadows[name]))
+
+    @torch.no_grad()
+    def _swap_out(self, pl_module: pl.LightningModule) -> None:
+        if not self._backups:
+            return
+        reshard(pl_module)
+        for name, parameter in _trained(pl_module):
+            _local(parameter).copy_(_local(self._backups[name]))
+        self._backups = {}
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            yield name, parameter
+
+
+@torch.no_grad()
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    reshard(model)
+    return {
+        name: parameter.detach().clone().to(torch.promote_types(parameter.dtype, torch.float32))
+        for name, parameter in _trained(model)
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

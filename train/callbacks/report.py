@@ -1,0 +1,142 @@
+"""`ringflash report`: a run's log and configuration as one page of Markdown and one picture; also as a callback."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.callbacks.loss_by_position import perplexity
+from ringflash.train.callbacks.report_picture import draw
+from ringflash.train.callbacks.run_log import CONFIG, LAST_ROWS, METRICS, RunLog, read_run
+
+PAGE = "report.md"
+TRAINER_KEYS = ("devices", "num_nodes", "strategy", "max_steps", "accumulate_grad_batches", "gradient_clip_val")
+
+
+def write_report(folder: Path, page: Path) -> None:
+    """Writes the Markdown `page` on the run in `folder`, and its picture beside it.
+
+    Raises:
+        DataError: as `read_run`.
+    """
+    run, picture = read_run(folder), picture_of(page)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    draw(run, picture)
+    page.write_text(markdown(run, picture.name))
+
+
+def picture_of(page: Path) -> Path:
+    """Where the picture of a page lies."""
+    return page.with_suffix(".png")
+
+
+def markdown(run: RunLog, picture: str) -> str:
+    """The page: final figures, picture, loss by position, configuration."""
+    parts = [f"# {run.name}", _table(("", ""), figures(run)), f"![Figures over optimizer steps]({picture})"]
+    if by_position := run.by_position():
+        rows = [(f"{first}-{last}", f"{loss:.4f}", f"{perplexity(loss):.4g}") for first, last, loss in by_position]
+        parts += ["## Loss by position", _table(("position", "train loss (nats a token)", "perplexity"), rows)]
+    settings = settings_of(run.config)
+    parts += ["## Configuration", _table(("", ""), settings) if settings else f"No {CONFIG} in the run's folder."]
+    return "\n\n".join(parts) + "\n"
+
+
+def figures(run: RunLog) -> list[tuple[str, str]]:
+    """What the run came to, each with its unit; only what was logged."""
+    planned = (run.config.get("trainer") or {}).get("max_steps")
+    of = f" of {planned}" if isinstance(planned, int) and planned > 0 else ""
+    rows = [("last step logged", f"{run.steps}{of}")]
+    if train := _values(run, "train/loss"):
+        last = fmean(train[-LAST_ROWS:])
+        rows.append(("train loss, first and last", f"{train[0]:.4f}, {last:.4f} (mean of {len(train[-LAST_ROWS:])})"))
+    if held_out := _values(run, "val/loss"):
+        text = f"{held_out[-1]:.4f}, perplexity {perplexity(held_out[-1]):.4g}"
+        rows.append(("held-out loss", f"{text}; lowest {min(held_out):.4f}"))
+    for name, label, text in (
+        ("train/tokens_per_second", "tokens/s (median)", "{:,.0f}"),
+        ("train/tokens_per_second/per_rank", "tokens/s a rank (median)", "{:,.0f}"),
+        ("train/mfu", "MFU (median)", "{:.1%}"),
+        ("train/exposed_communication", "exposed communication (median of traces)", "{:.1%}"),
+        ("train/grad_norm", "gradient norm (median)", "{:.3g}"),
+    ):
+        if values := _values(run, name):
+            rows.append((label, text.format(median(values))))
+    if memory := _values(run, "train/peak_memory_gib"):
+        rows.append(("peak memory of a rank", f"{max(memory):.2f} GiB"))
+    if rates := _values(run, "train/learning_rate"):
+        rows.append(("learning rate, highest and last", f"{max(rates):.3g}, {rates[-1]:.3g}"))
+    return rows
+
+
+def settings_of(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The entries of a saved configuration that say which model, data and ranks it was."""
+    trainer = config.get("trainer") or {}
+    chosen = {
+        "model": config.get("model"),
+        "data": config.get("data"),
+        "trainer": {key: trainer.get(key) for key in TRAINER_KEYS},
+        "seed_everything": config.get("seed_everything"),
+    }
+    return [(name, f"`{value}`") for name, value in _flat(chosen)]
+
+
+class Report(Callback):
+    """Writes the report on a run into its folder at the end of fit, if there is a CSV log.
+
+    Args:
+        filename: of the page; the picture has its name with .png.
+    """
+
+    def __init__(self, filename: str = PAGE) -> None:
+        if Path(filename).suffix != ".md" or Path(filename).name != filename:
+            raise ConfigError("filename", expected="a name that ends in .md", got=filename, remedy=f"Try {PAGE}.")
+        self.filename = filename
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes it."""
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                logger.save()
+                folder = Path(logger.log_dir)
+                if (folder / METRICS).is_file():
+                    write_report(folder, folder / self.filename)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the report on the run that is named, and says where."""
+    parser = argparse.ArgumentParser("ringflash report", description="Draws a run's log, finished or not.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as in runs/tiny-cpu")
+    parser.add_argument("--to", type=Path, metavar="FILE", help=f"page to write (default: RUN/{PAGE})")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(argv)
+    page: Path = options.to or options.run / PAGE
+    if page.suffix != ".md":
+        raise ArgumentError("--to", expected="a file that ends in .md", got=page, remedy=f"Name it {PAGE}.")
+    write_report(options.run, page)
+    print(f"{page}\n{picture_of(page)}")
+    return 0
+
+
+def _values(run: RunLog, name: str) -> list[float]:
+    return [value for _, value in run.points(name)]
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [row for key, inner in value.items() for row in _flat(inner, f"{prefix}.{key}" if prefix else str(key))]
+    return [] if value is None else [(prefix, value)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

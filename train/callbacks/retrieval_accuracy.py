@@ -1,0 +1,164 @@
+"""How often the last token's answer is right, by length and depth: counted, logged and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from ringflash.train.data.retrieval import Grid, RetrievalDataModule
+from ringflash.train.models.loss import IGNORE_INDEX
+
+METRIC = "val/retrieval"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The accuracy of one length and depth.
+
+    Args:
+        length: tokens.
+        begin: where in the context, from 0 to 1, the facts asked for begin.
+        end: where they end.
+        rows: sequences.
+        accuracy: part of them whose answer is right.
+    """
+
+    length: int
+    begin: float
+    end: float
+    rows: int
+    accuracy: float
+
+
+def count(logits: Tensor, labels: Tensor, position_ids: Tensor, last: int) -> Tensor:
+    """Right answers of each sequence to the question of its last token: (batch,) int64, 0 or 1.
+
+    Args:
+        logits: (batch, seqlen_local, vocab_size).
+        labels: (batch, seqlen_local) int64.
+        position_ids: (seqlen_local,) or (batch, seqlen_local) int64; the rank that has position `last` counts.
+        last: position of the last token.
+    """
+    counts = (position_ids == last) & (labels != IGNORE_INDEX)
+    return ((logits.argmax(-1) == labels) & counts).sum(1)
+
+
+def tabulate(right: Tensor, grid: Grid) -> list[Cell]:
+    """Accuracies by length and depth of the right answers (len(grid),) of all sequences."""
+    parts = right.cpu().view(len(grid.lengths), grid.depths, grid.rows).double().mean(2).tolist()
+    return [
+        Cell(length, depth / grid.depths, (depth + 1) / grid.depths, grid.rows, accuracy)
+        for length, row in zip(grid.lengths, parts, strict=True)
+        for depth, accuracy in enumerate(row)
+    ]
+
+
+def mean(cells: Sequence[Cell]) -> float:
+    """Accuracy of all cells, which have as many sequences each."""
+    return sum(cell.accuracy for cell in cells) / len(cells)
+
+
+class RetrievalAccuracy(Callback):
+    """Logs val/retrieval and val/retrieval/LENGTH/DEPTH% after each validation, and keeps the last as JSON and picture.
+
+    Under a ring each rank looks for the answers among its own rows. Needs a `RetrievalDataModule`.
+
+    Args:
+        filename: of the picture in the run's folder, beside a .json of the same name.
+    """
+
+    def __init__(self, filename: str = "retrieval.png") -> None:
+        self.filename = filename
+        self.cells: list[Cell] = []
+        self._right = torch.empty(0)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts to count."""
+        self._right = torch.zeros(len(_data(trainer).grid), dtype=torch.int64, device=pl_module.device)
+
+    @torch.no_grad()
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: dict[str, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch's right answers."""
+        data, input_ids = _data(trainer), batch["input_ids"]
+        position_ids = batch.get("position_ids", torch.arange(input_ids.shape[1], device=input_ids.device))
+        number = max(int(batch["row"].max()), 0)
+        last = data.grid.lengths[number // (data.grid.depths * data.grid.rows)] - 1
+        # The loss makes no logits to look at.
+        logits = pl_module.decoder(input_ids, position_ids, pl_module.context)
+        right = count(logits, batch["labels"], position_ids, last)
+        self._right.index_add_(0, batch["row"].clamp(min=0), right)  # sequence -1 has no label, and adds 0
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs the accuracies over all ranks."""
+        right = trainer.strategy.reduce(self._right, reduce_op="sum")
+        assert isinstance(right, Tensor)
+        self.cells = tabulate(right, _data(trainer).grid)
+        values = {f"{METRIC}/{cell.length}/{cell.begin:.0%}": cell.accuracy for cell in self.cells}
+        # Equal on every rank already; the maximum leaves them so.
+        pl_module.log(METRIC, mean(self.cells), prog_bar=True, sync_dist=True, reduce_fx="max")
+        pl_module.log_dict(values, sync_dist=True, reduce_fx="max")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes them down, where there is a log."""
+        if trainer.loggers and not trainer.sanity_checking:
+            folder = Path(trainer.log_dir or trainer.default_root_dir)
+            if trainer.is_global_zero:
+                write(folder / f"{Path(self.filename).stem}.json", self.cells, step=trainer.global_step)
+                draw(folder / self.filename, self.cells)
+
+
+def _data(trainer: pl.Trainer) -> RetrievalDataModule:
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue] - set without being declared
+    assert isinstance(data, RetrievalDataModule), "RetrievalAccuracy needs a RetrievalDataModule"
+    return data
+
+
+def write(file: Path, cells: Sequence[Cell], **facts: Any) -> None:
+    """`facts` and the cells, as JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        json.dumps(facts | {"mean": mean(cells), "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n"
+    )
+
+
+def draw(file: Path, cells: Sequence[Cell]) -> None:
+    """The cells as a picture: depth from left to right, a row a length."""
+    # Not pyplot, which keeps figures and picks a window system; imported here because fonts take a second to load.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lengths = list(dict.fromkeys(cell.length for cell in cells))
+    depths = len(cells) // len(lengths)
+    table = [[cell.accuracy for cell in cells[i : i + depths]] for i in range(0, len(cells), depths)]
+    figure = Figure(figsize=(2.5 + 0.6 * depths, 1.6 + 0.5 * len(lengths)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    for y, row in enumerate(table):
+        for x, accuracy in enumerate(row):
+            color = "white" if accuracy > 0.6 else "black"
+            axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8, color=color)
+    ends = [f"{cell.begin:.0%}" for cell in cells[:depths]]
+    axes.set_xticks(range(depths), ends)
+    axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set(xlabel="depth of the fact in the context, from", ylabel="tokens", title="answers that are right")
+    axes.spines[:].set_visible(False)
+    figure.colorbar(image, ax=axes, format="{x:.0%}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)

@@ -1,0 +1,253 @@
+"""Loads sharded checkpoints at any world size, verified before anything is opened."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.optim import Optimizer
+
+from ringflash.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from ringflash.train.checkpoint.collective import failed, on_every_rank
+from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, complete_in, damaged, locate, verify
+from ringflash.train.checkpoint.safe_reader import SafeReader
+from ringflash.train.checkpoint.save import named_tensors, optimizer_tensors
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Decoder
+
+FOLDER = "checkpoint_folder"  # the key under which `load` says which checkpoint it took
+
+
+def load(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Fills `model` and `optimizers`, at any world size, and returns the rest; every rank calls it.
+
+    Args:
+        path: a checkpoint; or a folder of them, which stands for the newest that is undamaged. Damaged ones that are
+            newer are named on stderr.
+        model: with the parameters to fill, sharded or not.
+        optimizers: to restore too; none, to evaluate.
+        model_config: of `model`; None: not compared.
+
+    Raises:
+        CheckpointError: no such folder; incomplete; or another model or optimizer, whose tensors have other names or
+            shapes.
+        CheckpointCorrupt: a file that is not as the manifest says.
+    """
+    paths: list[Path] = on_every_rank(lambda: _candidates(path), path)[0]
+    for index, candidate in enumerate(paths):
+        try:
+            return _load(candidate, model, optimizers, model_config)
+        except CheckpointCorrupt as error:
+            if index + 1 == len(paths):
+                raise
+            if dist.get_rank() == 0:
+                print(f"ringflash: {error}\nringflash: going on from {paths[index + 1]}", file=sys.stderr, flush=True)
+    raise AssertionError("there is always a candidate")
+
+
+def _candidates(path: Path) -> list[Path]:
+    single = locate(path)
+    return [single] if (single / MANIFEST).is_file() else complete_in(path) or [single]
+
+
+def _load(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None
+) -> dict[str, Any]:
+    rest = _open(path)
+    if model_config is not None:
+        compare_model_configs(rest.get("model_config"), model_config)
+    groups = rest.pop("param_groups", [])
+    if optimizers and len(groups) != len(optimizers):
+        raise CheckpointError(
+            str(path),
+            expected=f"the state of {len(optimizers)} optimizer(s)",
+            got=f"{len(groups)}, weights only" if not groups else len(groups),
+            remedy="Resume with the optimizers it was trained with."
+            if groups
+            else "Save with save_weights_only=False to resume training.",
+        )
+    state = cast("dict[str, Any]", get_model_state_dict(model))
+    _read(named_tensors("model", state), path, "model.")
+    set_model_state_dict(model, state, options=StateDictOptions(strict=True))
+    for index, optimizer in enumerate(optimizers):
+        optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
+        _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
+        try:
+            set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise damaged(path / STATE, f"groups of parameters that do not fit: {error}") from error
+    return {**rest, FOLDER: str(path)}
+
+
+def read_tensors(prefix: str, tensors: dict[str, Any], path: Path) -> None:
+    """Fills `tensors`, sharded or not, with those that were saved under `prefix`; every rank calls it.
+
+    Raises:
+        CheckpointError: tensors of other names or shapes.
+    """
+    _read(named_tensors(prefix, tensors), path, f"{prefix}.")
+
+
+def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder that a checkpoint of `LanguageModel` holds, whole, on the CPU of this one process.
+
+    Raises:
+        CheckpointError: as `load`; or a checkpoint that holds no decoder.
+    """
+    return load_decoder_and_rest(path, dtype=dtype)[0]
+
+
+def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Decoder, dict[str, Any]]:
+    """`load_decoder`, and what the checkpoint holds beside tensors: the state of its data module by its class, say."""
+    path = locate(Path(path))
+    rest = _open(path, alone=True)
+    if not isinstance(config := rest.get("model_config"), dict):
+        raise CheckpointError(
+            str(path), expected="a checkpoint of LanguageModel", got="no model_config", remedy="Pass another folder."
+        )
+    try:
+        if "model_type" in config:
+            raise of_transformers(path, config)
+        shape = ModelConfig.from_fields(config)
+    except ConfigError as error:
+        remedy = "Pass another folder."
+        raise CheckpointError(
+            str(path), expected="a checkpoint of LanguageModel", got=f"one of another model: {error}", remedy=remedy
+        ) from error
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    decoder.to(dtype).to_empty(device="cpu")
+    prefix = "model._decoder."
+    _read({f"{prefix}{name}": value for name, value in decoder.state_dict().items()}, path, prefix, alone=True)
+    return decoder, rest
+
+
+def of_transformers(path: Path, config: dict[str, Any]) -> CheckpointError:
+    """Makes the error of a checkpoint of `TransformersModel`, where only a decoder of our own can be used."""
+    return CheckpointError(
+        str(path),
+        expected="a checkpoint of LanguageModel",
+        got=f"one of TransformersModel ({config['model_type']})",
+        remedy="`ringflash export` writes it as a folder, for use with transformers.",
+    )
+
+
+def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, Any]) -> Any:
+    """Loads the model that a checkpoint of `TransformersModel` holds, whole, on the CPU of this one process.
+
+    Raises:
+        CheckpointError: as `load`; or a configuration that transformers does not know.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        fields = {name: value for name, value in model_config.items() if name != "model_type"}
+        config = AutoConfig.for_model(model_config["model_type"], **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        remedy = "Install the version of transformers that the checkpoint was trained with."
+        raise CheckpointError(
+            str(path), expected="a model that transformers has", got=str(error), remedy=remedy
+        ) from error
+    holder = nn.Module()
+    holder._decoder = model
+    state = cast("dict[str, Any]", get_model_state_dict(holder))
+    _read(named_tensors("model", state), path, "model.", alone=True)
+    return model.to(dtype).eval()
+
+
+def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Verifies a checkpoint, and returns its folder and all content but its tensors.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    path = locate(Path(path))
+    return path, _open(path, alone=True)
+
+
+def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:
+    """Raises CheckpointError, listing the fields that differ, unless a checkpoint's model is the current one.
+
+    Fields of `ModelConfig` that a checkpoint is too old to have are at their defaults.
+    """
+    usual = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING and f.name in current}
+    before = usual | (saved or {})
+    names: list[str] = sorted({*before, *current})
+    differing = [f"{n} {before.get(n)} (now {current.get(n)})" for n in names if before.get(n) != current.get(n)]
+    if differing:
+        raise CheckpointError(
+            "model_config",
+            expected="a checkpoint of this model",
+            got="none in the checkpoint" if saved is None else ", ".join(differing),
+            remedy="Resume with the configuration that the checkpoint was trained with.",
+        )
+
+
+def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
+    if alone:
+        verify(path)
+    else:
+        on_every_rank(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()), path)
+    try:
+        rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # content with the right digest may still raise nearly anything
+        raise damaged(path / STATE, f"unreadable: {error}") from error
+    if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
+        raise damaged(path / STATE, "no dictionary of a run's state")
+    return rest
+
+
+def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
+    """Reads `tensors` in place, having compared their names and shapes with all that the index has under `prefix`."""
+    index = SafeReader(path).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        entry = index.get(name)
+        saved = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if saved != tuple(tensor.shape):
+            raise CheckpointError(
+                str(path),
+                expected=f"{name} of shape {tuple(tensor.shape)}",
+                got="no such tensor" if saved is None else saved,
+                remedy="Load it into what it was saved from.",
+            )
+    if more := sorted(name for name in index if name.startswith(prefix) and name not in tensors):
+        raise CheckpointError(
+            str(path),
+            expected=f"the {len(tensors)} tensors under {prefix}* that there is a place for",
+            got=f"{len(more)} more, the first {more[0]}",
+            remedy="Load it into what it was saved from.",
+        )
+    with warnings.catch_warnings():
+        # DCP says so whenever it is asked to load in one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            load_tensors(tensors, storage_reader=SafeReader(path), no_dist=alone)
+        except CheckpointException as error:
+            # The same failures on every rank, in rank order, so that all go on from the same earlier checkpoint.
+            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            text = f"rank {rank}: {type(cause).__name__}: {cause}"
+            if isinstance(cause, OSError | torch.OutOfMemoryError):
+                raise failed(path, text) from error
+            raise damaged(path / TENSOR_INDEX, f"an index that does not fit the files: {text}") from error

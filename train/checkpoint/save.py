@@ -1,0 +1,310 @@
+"""Saves checkpoints: the shards of all ranks into one folder, at once or while training goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import shutil
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from ringflash.errors import CheckpointError
+from ringflash.train.checkpoint.collective import among_ranks, failed, on_every_rank
+from ringflash.train.checkpoint.manifest import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
+from ringflash.train.checkpoint.tensor_index import to_json
+
+# The key of a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
+SHARDED = "sharded_tensors"
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved: `trainer.save_checkpoint(path, storage_options=SaveOptions(...))`.
+
+    Args:
+        asynchronous: return as soon as the state is copied to the host's memory, and write it while training goes on.
+            One that is under way is waited for first. What a writer fails with is raised by the next save, by
+            `Saver.wait`, or at the end of the run; `LastCheckpoint` raises it at the next step boundary.
+        keep: which earlier checkpoints stay beside it; None: the folder's others are left alone.
+    """
+
+    asynchronous: bool = False
+    keep: Keep | None = None
+
+
+class Progress(IntEnum):
+    """What a rank's writer is doing."""
+
+    IDLE, WRITING, DONE, FAILED = range(4)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be written: tensors on every rank, `state` by the first alone."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    state: bytes
+    step: int | None
+    keep: Keep | None
+
+
+def save(
+    checkpoint: dict[str, Any], path: Path, *, keep: Keep | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Writes Lightning's `checkpoint` to the folder `path`; every rank of `group`, the default one, calls it.
+
+    Tensors of the model and of the optimizers go to one file a rank, the rest to `state.pt`, which weights_only
+    loading can read. All of it is written to a folder beside `path`, with a manifest of sizes and SHA-256 digests, and
+    renamed when complete: a run that dies while saving leaves the previous checkpoint for `load` to find.
+
+    Raises:
+        CheckpointError: on every rank, when one of them could not write, naming it; when `path` is there and is no
+            checkpoint; or for an entry that weights_only loading refuses, or of a state_dict and no tensor.
+    """
+    _write(_begin(checkpoint, path, keep, group), None, group)
+
+
+class Saver:
+    """Saves one checkpoint at a time, at once or in a thread; every rank makes one, and the same calls to it.
+
+    Its ranks speak over a gloo group of its own: a thread's collectives on the group that trains would meet those of
+    the main thread. Copies of the shards are made at the call, and the memory for them, pinned where they come from a
+    GPU, is kept for the next time.
+
+    Args:
+        timeout: how long a rank waits for the others to have written their parts.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._writing: Future[None] | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """What this rank's writer is doing; IDLE is the same on all ranks, the others may come a little later."""
+        if self._writing is None:
+            return Progress.IDLE
+        if not self._writing.done():
+            return Progress.WRITING
+        return Progress.DONE if self._writing.exception() is None else Progress.FAILED
+
+    def save(self, checkpoint: dict[str, Any], path: Path, options: SaveOptions) -> None:
+        """As the function `save`; asynchronously, only what is wrong with the call is raised at once.
+
+        Raises:
+            CheckpointError: also the failure of the save before this one.
+        """
+        self.wait()
+        if self._group is None:
+            group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="ringflash checkpoints")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+        job = _begin(checkpoint, path, options.keep, self._group)
+        if not options.asynchronous:
+            _write(job, None, self._group)
+            return
+        device = self._stage(job.tensors)
+        self._writing = Future()
+        # A daemon: a process that is to end does not wait for a writer that waits for a rank which is gone.
+        threading.Thread(
+            target=self._run, args=(job, device, self._writing), name="ringflash checkpoint", daemon=True
+        ).start()
+
+    def wait(self) -> None:
+        """Returns when no save is under way; raises, once and on every rank, what the last one failed with."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def give_up(self, patience: float) -> None:
+        """Lets a save that is under way finish within `patience` seconds; says so when it does not, raises nothing."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result(patience)
+            except TimeoutError:
+                print(f"ringflash: a checkpoint was not complete after {patience:g} s, and is lost", file=sys.stderr)
+            except Exception as error:  # something else is being raised already
+                print(f"ringflash: a checkpoint is lost: {error}", file=sys.stderr)
+
+    @torch.no_grad()
+    def _stage(self, tensors: dict[str, Tensor]) -> torch.device | None:
+        """Copies this rank's shards to the host; returns the GPU that they come from."""
+        before, self._copies, device = self._copies, {}, None
+        for name, tensor in tensors.items():
+            local = _local(tensor)
+            copy = before.pop(name, None)
+            if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
+                copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._copies[name] = copy.copy_(local, non_blocking=True)
+            device = local.device if local.is_cuda else device
+        if device is not None:
+            torch.cuda.current_stream(device).synchronize()
+        return device
+
+    @torch.no_grad()  # which is by thread
+    def _run(self, job: _Job, device: torch.device | None, writing: Future[None]) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on the first GPU, and DCP would take memory there
+            _write(job, _CopiesPlanner(self._copies), self._group)
+        except CheckpointError as error:  # for the main thread to raise
+            writing.set_exception(error)
+        except BaseException as error:
+            what = f"rank {dist.get_rank(self._group)}, while it wrote with the others: {error}"
+            writing.set_exception(failed(job.path, what))
+        else:
+            writing.set_result(None)
+
+
+class _CopiesPlanner(DefaultSavePlanner):
+    """Plans with the tensors themselves, of which it reads no data, and has the copies of their shards written."""
+
+    def __init__(self, copies: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
+
+
+class _Writer(FileSystemWriter):
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of all ranks' tensors."""
+        with (Path(self.path) / TENSOR_INDEX).open("w") as stream:
+            stream.write(to_json(metadata, results))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Writes this rank's file.
+
+        Raises:
+            OSError: naming the folder and the space on its disk, where torch names a position in its own file format.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if not re.search("inline_container|PytorchStreamWriter", str(error)):
+                raise
+            free = shutil.disk_usage(self.path).free
+            text = f"the disk of {self.path} is full, or a limit on sizes is reached ({free >> 20} MiB are free)"
+            raise OSError(text) from error
+
+
+def named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
+    """`values` with `prefix` before their names; other values than tensors would be lost, or pickled."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{prefix}.{name}",
+                expected="a tensor",
+                got=type(value).__name__,
+                remedy="Keep numbers in 0-dim tensors, as torch.optim.AdamW does its step, and the rest elsewhere.",
+            )
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the `index`-th optimizer's state, by the names that they have in a checkpoint."""
+    parameters: dict[str, dict[str, Any]] = state["state"]
+    named = {f"{parameter}.{name}": value for parameter, own in parameters.items() for name, value in own.items()}
+    return named_tensors(f"optimizer.{index}", named)
+
+
+def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dist.ProcessGroup | None) -> _Job:
+    """Takes `checkpoint` apart, and makes the folder that it is written to."""
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", SHARDED)}
+    optimizers = checkpoint.get("optimizer_states", [])
+    rest["param_groups"] = [state["param_groups"] for state in optimizers]
+
+    tensors: dict[str, Tensor] = {}
+    state = io.BytesIO()
+
+    def begin() -> None:
+        tensors.update(named_tensors("model", checkpoint["state_dict"]))
+        for index, optimizer in enumerate(optimizers):
+            tensors.update(optimizer_tensors(index, optimizer))
+        for prefix, named in checkpoint.get(SHARDED, {}).items():
+            tensors.update(named_tensors(prefix, named))
+        if dist.get_rank(group) == 0:
+            state.write(_pack(rest))
+            prepare(path)
+
+    on_every_rank(begin, path, group)
+    return _Job(path, tensors, state.getvalue(), checkpoint.get("global_step"), keep)
+
+
+def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGroup | None) -> None:
+    """Fills the folder and puts it in place."""
+    partial, rank = partial_of(job.path), dist.get_rank(group)
+    try:
+        with among_ranks(job.path, group):
+            save_tensors({**job.tensors}, storage_writer=_Writer(partial), planner=planner, process_group=group)
+    except CheckpointException as error:
+        texts = [f"rank {rank}: {type(e).__name__}: {e}".strip() for rank, (e, _) in error.failures.items()]
+        raise failed(job.path, "; ".join(texts)) from error
+
+    def write_rest() -> dict[str, dict[str, Any]]:
+        mine = sorted(partial.glob(f"__{rank}_*"))
+        if rank == 0:
+            (partial / STATE).write_bytes(job.state)
+            mine += [partial / STATE, partial / TENSOR_INDEX]
+        return {file.name: entry_of(file) for file in mine}
+
+    files: dict[str, dict[str, Any]] = {}
+    for part in on_every_rank(write_rest, job.path, group):
+        files |= part
+
+    def finish() -> None:
+        if rank == 0:
+            publish(job.path, files, step=job.step, keep=job.keep)
+
+    on_every_rank(finish, job.path, group)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _pack(rest: dict[str, Any]) -> bytes:
+    """`rest` as torch.save writes it, after a trial of loading it with weights_only."""
+    for key, value in rest.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint[{key!r}]",
+                expected="numbers, strings, tensors, and lists and dicts of them",
+                got=named[1] if (named := re.search(r"GLOBAL (\S+)", str(error))) else str(error).splitlines()[0],
+                remedy="Save plain values in the hook that adds it: asdict(config), str(path).",
+            ) from error
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,1 @@
+"""Subcommands of `ringflash` that train or use a trained model."""

@@ -1,0 +1,284 @@
+"""`ringflash export`: a trained decoder as a folder that transformers loads: config.json and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ringflash.errors import CheckpointError, ConfigError, DataError
+from ringflash.train.checkpoint.load import load_decoder, load_transformers, read_state
+from ringflash.train.checkpoint.manifest import partial_of, sync
+from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
+from ringflash.train.models.config import Family, ModelConfig
+from ringflash.train.models.huggingface import CONFIG, FAMILIES, FULL, SLIDING
+from ringflash.train.models.weights import MAX_FILE_BYTES, write
+
+CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs `ringflash export ...` and returns its exit code."""
+    parser = argparse.ArgumentParser("ringflash export", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    parser.add_argument("--to", required=True, help="the new folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(args)
+    to = Path(options.to)
+    check_new(to)
+    tokenizer = tokenizer_of(options.checkpoint)
+    path, rest = read_state(options.checkpoint)
+    model_config = rest.get("model_config")
+    if isinstance(model_config, dict) and "model_type" in model_config:
+        model = load_transformers(path, DTYPES[options.dtype], model_config)
+        save_transformers(model, to, tokenizer)
+        count = sum(p.numel() for p in model.parameters())
+        print(f"{to}: {model_config['model_type']}, {count:,} parameters in {options.dtype}")
+        return 0
+    decoder = load_decoder(options.checkpoint, dtype=DTYPES[options.dtype])
+    config = decoder.config
+    if options.max_position_embeddings is not None:
+        config = replace(config, max_position_embeddings=options.max_position_embeddings)
+    save(dict(decoder.named_parameters()), config, to, options.dtype, tokenizer=tokenizer)
+    print(f"{to}: {family_of(config)}, {sum(p.numel() for p in decoder.parameters()):,} parameters in {options.dtype}")
+    return 0
+
+
+def save(
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: Path,
+    dtype: str = "float32",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer: RunTokenizer | None = None,
+) -> None:
+    """Writes `tensors`, a decoder's by name, and `config` to the new `folder`, which is complete or not there.
+
+    With `tokenizer`, the folder has its files too, and transformers stops where the run's own generation stops.
+
+    Raises:
+        ConfigError: transformers has no model of this shape.
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
+    values = to_transformers(config, dtype)
+    if tokenizer is not None:
+        values["eos_token_id"] = tokenizer.tokenizer.end_of_document
+
+    def fill(partial: Path) -> None:
+        write(tensors, partial, DTYPES[dtype], max_file_bytes)
+        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, partial, config.vocab_size)
+
+    write_folder(folder, fill)
+
+
+def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None = None) -> None:
+    """Writes a model of transformers to the new `folder`, which is complete or not there.
+
+    Raises:
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
+
+    def fill(partial: Path) -> None:
+        if tokenizer is not None:
+            model.config.eos_token_id = tokenizer.tokenizer.end_of_document
+        model.save_pretrained(partial)
+        mode = (partial / CONFIG).stat().st_mode
+        for file in partial.glob("*.safetensors"):
+            file.chmod(mode)  # safetensors makes files private
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, partial, model.config.get_text_config().vocab_size)
+
+    write_folder(folder, fill)
+
+
+@dataclass(frozen=True)
+class RunTokenizer:
+    """The tokenizer of a run, and the chat template in the same folder.
+
+    Args:
+        tokenizer: encodes the run's text.
+        chat_template: of transformers; None where the run has none.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+
+
+def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
+    """Finds the tokenizer of the run that a checkpoint is of; None, with a line that says so, where there is none."""
+    try:
+        tokenizer = Tokenizer.of_run(checkpoint)
+    except DataError:
+        print("ringflash: no tokenizer in the run's folder: the exported folder has no token ids", file=sys.stderr)
+        return None
+    start = Path(checkpoint).expanduser().absolute()
+    for folder in (start, *start.parents[:3]):
+        if (template := folder / RUN_FOLDER / CHAT_TEMPLATE).is_file():
+            return RunTokenizer(tokenizer, template.read_text(encoding="utf-8"))
+    return RunTokenizer(tokenizer)
+
+
+def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
+    """Writes tokenizer files and generation_config.json, so that transformers encodes and stops as the run does.
+
+    Training adds no special tokens around a document, so the exported tokenizer adds none. Padding is named for
+    generation alone: in config.json it would exclude the end-of-document token from later training.
+
+    Args:
+        run: the tokenizer.
+        folder: of the exported model.
+        vocab_size: ids that the model has, which may be more than those of the tokenizer.
+    """
+    tokenizer = run.tokenizer
+    if tokenizer.model is not None:
+        content = json.loads(tokenizer.model) | {"post_processor": None}
+        replace(tokenizer, model=json.dumps(content, ensure_ascii=False)).save(folder)
+    else:
+        tokenizer.save(folder)
+    if run.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(run.chat_template, encoding="utf-8")
+    end = tokenizer.end_of_document
+    values: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
+    if unused := [*range(tokenizer.vocab_size, vocab_size)]:
+        values["suppress_tokens"] = unused
+    (folder / GENERATION).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Has `fill` write a temporary folder, and renames that to the new `folder` when it is complete.
+
+    Raises:
+        CheckpointError: `folder` is there already, or it cannot be written.
+    """
+    check_new(folder)
+    partial = partial_of(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        partial.mkdir()
+        fill(partial)
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        remedy = "Look at the space and rights on its file system; nothing is left there."
+        raise CheckpointError(str(folder), expected="a place to write to", got=str(error), remedy=remedy) from error
+
+
+def check_new(folder: Path) -> None:
+    """Raises CheckpointError if there is something at `folder`."""
+    if folder.exists() or folder.is_symlink():
+        remedy = "Name a new folder; nothing was changed."
+        raise CheckpointError(str(folder), expected="nothing there yet", got="a file or folder", remedy=remedy)
+
+
+def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of `config`, which transformers 4 and 5 read; no token ids, which are the tokenizer's.
+
+    Args:
+        config: the shape.
+        dtype: of the weights, as "bfloat16".
+
+    Raises:
+        ConfigError: no family has this shape, or not the one that `config.family` names; or no length is known.
+    """
+    family = family_of(config)
+    if config.max_position_embeddings is None:
+        expected = "the longest sequence that the model is meant for"
+        remedy = "Pass --max-position-embeddings, or set it."
+        raise ConfigError("max_position_embeddings", expected=expected, got=None, remedy=remedy)
+    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
+    rope = {name: value for name, value in scaling.items() if value is not None}
+    if rope.get("rope_type") == "dynamic":
+        del rope["original_max_position_embeddings"]  # transformers takes max_position_embeddings
+    values: dict[str, Any] = {
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.headdim,
+        "intermediate_size": config.ffn_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        # transformers 4 reads the first two, transformers 5 all three
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope or None,
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": config.rope_theta},
+        "attention_dropout": 0.0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if family in ("llama", "qwen3"):
+        values["attention_bias"] = config.qkv_bias
+    if family == "mistral":
+        values["sliding_window"] = config.sliding_window
+    if family in ("qwen2", "qwen3"):
+        windows = [config.window(layer) for layer in range(config.n_layers)]
+        values |= {
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": next((i for i, w in enumerate(windows) if w is not None), config.n_layers),
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+        }
+    return values
+
+
+def family_of(config: ModelConfig) -> Family:
+    """transformers' model_type for `config`: the one that it names, or the first that fits.
+
+    Raises:
+        ConfigError: none fits, or not that one.
+    """
+    every_layer = config.sliding_layers is None or len(config.sliding_layers) == config.n_layers
+    no_window, biases = config.sliding_window is None, (config.qkv_bias, config.o_bias)
+    fits: dict[Family, bool] = {
+        "llama": no_window and not config.qk_norm and biases[0] == biases[1] and config.dim % config.n_heads == 0,
+        "mistral": every_layer and not config.qk_norm and biases == (False, False),
+        "qwen2": not config.qk_norm and biases == (True, False),
+        "qwen3": config.qk_norm and biases[0] == biases[1],
+    }
+    wanted = get_args(Family) if config.family is None else (config.family,)
+    for family in wanted:
+        scaling = config.rope_scaling
+        original = None if scaling is None else scaling.original_max_position_embeddings
+        dynamic = scaling is not None and scaling.rope_type == "dynamic"
+        if fits[family] and dynamic and original != config.max_position_embeddings:
+            expected, remedy = (
+                f"max_position_embeddings={original} with dynamic scaling",
+                "transformers keeps one length.",
+            )
+            raise ConfigError(
+                "max_position_embeddings", expected=expected, got=config.max_position_embeddings, remedy=remedy
+            )
+        if fits[family]:
+            return family
+    named = ("qk_norm", "qkv_bias", "o_bias", "sliding_window", "sliding_layers", "dim", "n_heads")
+    raise ConfigError(
+        "family",
+        expected=f"a shape that {' or '.join(wanted)} can have",
+        got=", ".join(f"{name}={getattr(config, name)}" for name in named),
+        remedy="Leave family out for one that fits, or train a shape that transformers has.",
+    )

@@ -1,0 +1,79 @@
+"""`ringflash generate`: continues prompts with a trained model, on one device or, under torchrun, over a ring.
+
+ringflash generate --checkpoint runs/tiny-cpu/checkpoints/last --prompt "def "
+torchrun --nproc-per-node 4 -m ringflash generate --checkpoint ... --prompt-file book.txt --top-p 0.9
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ringflash.errors import ArgumentError
+from ringflash.train.checkpoint.load import load_decoder
+from ringflash.train.commands.launch import inference_dtype, is_first, ranks
+from ringflash.train.data.tokenizer import Tokenizer
+from ringflash.train.models.generate import Sampling, continue_prompts
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints each prompt, unless it came from a file, and what follows it."""
+    options = _parser().parse_args(argv)
+    prompts = _prompts(options)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    with ranks(options.device) as (device, context):
+        decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
+        named = options.tokenizer
+        tokenizer = Tokenizer.of_run(options.checkpoint) if named is None else Tokenizer.load(named)
+        new = continue_prompts(
+            decoder,
+            [torch.tensor(tokenizer.encode(prompt)) for prompt in prompts],
+            options.max_new_tokens,
+            replace(sampling, stop_token=tokenizer.end_of_document, vocab_size=tokenizer.vocab_size),
+            context=context,
+            generator=torch.Generator().manual_seed(options.seed),
+        )
+        if is_first(context):
+            before = [""] if options.prompt_file is not None else prompts
+            print(*(prompt + tokenizer.decode(tokens) for prompt, tokens in zip(before, new, strict=True)), sep="\n\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash generate", description="Continues prompts with a trained model.")
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    parser.add_argument("--tokenizer", metavar="FILE", help='tokenizer.json or "bytes" (default: the run\'s own)')
+    parser.add_argument("--prompt", nargs="+", help='texts to continue, all at once (default: "def ")')
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue; it is not printed")
+    parser.add_argument("--max-new-tokens", type=int, default=400, help="tokens to add, at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that come to P")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    """The texts to continue.
+
+    Raises:
+        ArgumentError: both ways of giving them, an empty one, or a file that cannot be read.
+    """
+    if options.prompt and options.prompt_file is not None:
+        raise ArgumentError("--prompt", expected="none with --prompt-file", got=options.prompt, remedy="Give one.")
+    prompts = options.prompt or ["def "]
+    if options.prompt_file is not None:
+        try:
+            prompts = [options.prompt_file.read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            got, remedy = f"{options.prompt_file}: {error}", "Give a text file."
+            raise ArgumentError("--prompt-file", expected="UTF-8 text", got=got, remedy=remedy) from error
+    if not all(prompts):
+        raise ArgumentError("--prompt", expected="at least one character", got="none", remedy='Try "def ".')
+    return prompts

@@ -1,0 +1,69 @@
+"""`ringflash prepare`: its arguments, and what it says when it is done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ringflash.errors import DataError
+from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare
+from ringflash.train.data.tokenizer import BYTES, Tokenizer
+
+DESCRIPTION = """Turns text into token files, which `ringflash train` reads with --data.corpus=FOLDER.
+
+SOURCES are files, folders and globs: .jsonl and .ndjson (a document a line), .parquet (a document a row), folders of
+datasets' save_to_disk, and any other file, which is a document of UTF-8 text. Run it again when it was interrupted:
+what is finished is checked and kept."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `ringflash prepare ...` and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        "ringflash prepare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="+", metavar="SOURCES", help='see above; "stdlib" is Python\'s own sources')
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="where the token files go")
+    parser.add_argument(
+        "--tokenizer", default=BYTES, metavar="FILE", help="a tokenizer.json, a folder with one, or bytes (the default)"
+    )
+    parser.add_argument("--end-of-document", metavar="TOKEN", help="the token after each document (default: its EOS)")
+    parser.add_argument("--text-field", default="text", help="field or column of the text (default: %(default)s)")
+    parser.add_argument("--val-fraction", type=float, help="part of the tokens to hold out when training")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=cores, help="that encode (default: the %(default)s cores)")
+    parser.add_argument(
+        "--shard-mib", type=int, default=SHARD_BYTES >> 20, help="of text a file (default: %(default)s)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(argv)
+
+    console = Console(stderr=True)
+    tokenizer = Tokenizer.load(options.tokenizer, options.end_of_document)
+    try:
+        files = prepare(
+            options.sources,
+            options.to.expanduser(),
+            Recipe(tokenizer, options.text_field),
+            processes=options.processes,
+            val_fraction=options.val_fraction,
+            shard_bytes=options.shard_mib << 20,
+            console=console,
+        )
+    except OSError as error:
+        remedy = "Make room or name another folder, and run it again: finished files are kept."
+        expected = "a folder that can be written, with room in it"
+        raise DataError("--to", expected=expected, got=str(error), remedy=remedy) from error
+    except KeyboardInterrupt:
+        print("ringflash: interrupted. Run it again to go on: finished files are kept.", file=sys.stderr)
+        return 130
+    header = files.header
+    print(
+        f"{options.to}: {header.num_tokens:,} tokens in {header.num_documents:,} documents and {len(header.shards)} "
+        f"files, of {tokenizer.name}\n  --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}"
+    )
+    return 0

@@ -1,0 +1,96 @@
+"""`ringflash retrieval`: how far back a trained model finds things, by depth and length, as table, JSON and picture.
+
+ringflash retrieval fit --config configs/retrieval-cpu.yaml
+ringflash retrieval --checkpoint runs/retrieval-cpu/checkpoints/last --lengths 512 1024 --png retrieval.png
+torchrun --nproc-per-node 4 -m ringflash retrieval --checkpoint ... --lengths 16384 65536 --depths 10
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ringflash as rf
+from ringflash.train.callbacks.retrieval_accuracy import Cell, count, draw, mean, tabulate, write
+from ringflash.train.checkpoint.load import load_decoder
+from ringflash.train.commands.launch import inference_dtype, is_first, ranks
+from ringflash.train.data.retrieval import Grid, RetrievalTask
+from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.kv_cache import over_ranks
+
+BATCH_TOKENS = 2**16
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains with `fit`, `validate` or `test`, as `ringflash train` does; else measures a checkpoint."""
+    if argv and not argv[0].startswith("-"):
+        from ringflash.train.commands.retrieval_fit import RetrievalCLI
+        from ringflash.train.commands.train import main as train
+
+        return train(argv, RetrievalCLI)
+    options = _parser().parse_args(argv)
+    grid = Grid(tuple(options.lengths), options.depths, options.rows, options.seed)
+    with ranks(options.device) as (device, context):
+        decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
+        cells = measure(decoder, grid, context)
+        if is_first(context):
+            _show(cells, options, context, RetrievalTask(decoder.config.vocab_size))
+    return 0
+
+
+@torch.no_grad()
+def measure(decoder: Decoder, grid: Grid, context: rf.ContextParallel | None = None) -> list[Cell]:
+    """The accuracies of `decoder` on the sequences of `grid`, over the ring of `context`; a collective of its ranks."""
+    task, device = RetrievalTask(decoder.config.vocab_size), decoder.embed_tokens.weight.device
+    right = torch.zeros(len(grid), dtype=torch.int64, device=device)
+    for numbers in grid.batches(BATCH_TOKENS):
+        batch = {name: x.to(device) for name, x in grid.batch(task, numbers).items()}
+        seqlen = batch["input_ids"].shape[1]
+        position_ids = torch.arange(seqlen, device=device) if context is None else context.positions(seqlen, device)
+        input_ids, labels = (x if context is None else context.shard(x) for x in (batch["input_ids"], batch["labels"]))
+        logits = decoder(input_ids, position_ids, context)
+        right[batch["row"]] = count(logits, labels, position_ids, seqlen - 1)
+    return tabulate(right if context is None else over_ranks(right[None], context)[0], grid)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringflash retrieval",
+        description="Measures how far back a trained model finds things; `retrieval fit --config FILE` trains one.",
+    )
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/retrieval-cpu/checkpoints/last")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens (default: 1024)")
+    parser.add_argument("--depths", type=int, default=10, help="parts of the context (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=int, default=10, help="sequences of each length and depth (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the sequences (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the accuracies there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _show(
+    cells: Sequence[Cell], options: argparse.Namespace, context: rf.ContextParallel | None, task: RetrievalTask
+) -> None:
+    ring = 1 if context is None else context.world_size
+    table = Table(title=f"right answers by depth, {options.rows} sequences each; {1 / task.num_keys:.0%} by chance")
+    table.add_column("tokens", justify="right")
+    for cell in cells[: options.depths]:
+        table.add_column(f"{cell.begin:.0%}", justify="right")
+    for i in range(0, len(cells), options.depths):
+        row = cells[i : i + options.depths]
+        table.add_row(f"{row[0].length:,}", *(f"{cell.accuracy:.0%}" for cell in row))
+    console = Console()
+    console.print(table, f"mean {mean(cells):.1%}, a ring of {ring}", sep="\n")
+    if options.json is not None:
+        write(options.json, cells, checkpoint=str(options.checkpoint), ranks=ring, chance=1 / task.num_keys)
+    if options.png is not None:
+        draw(options.png, cells)

@@ -1,0 +1,448 @@
+"""`ringflash train`: LightningCLI over LanguageModel and TextDataModule on a ring of ranks."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+from argparse import ArgumentError as ParserError
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+import ringflash
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
+from ringflash.train.callbacks.checkpointing import LastCheckpoint
+from ringflash.train.callbacks.loss_by_position import LossByPosition
+from ringflash.train.callbacks.profiler import Profile
+from ringflash.train.callbacks.progress import RingProgressBar
+from ringflash.train.callbacks.report import Report
+from ringflash.train.callbacks.summary import RunSummary
+from ringflash.train.callbacks.throughput import Throughput
+from ringflash.train.checkpoint.manifest import MANIFEST, complete_in, locate, read_manifest
+from ringflash.train.commands.class_paths import check_arguments
+from ringflash.train.data.module import TextDataModule
+from ringflash.train.lightning.interrupt import Interrupt
+from ringflash.train.lightning.language_model import LanguageModel
+from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.preemption import Preempted, Preemption
+from ringflash.train.lightning.ring_module import refused_precision
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+
+CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
+STRATEGY = "ring_attention"
+LAST = "last"  # as --ckpt_path: the newest complete checkpoint of the runs in run_dir
+CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
+# A child that fails waits this long before it says so: rank 0 fails with the same error and speaks for all.
+CHILD_GRACE_SECONDS = 3.0
+CHILD_EXIT_SECONDS = 20.0
+HELP = "See `ringflash train fit --help`."
+RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder, once it has trained
+PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # there from the start
+LogName = Literal["csv", "tensorboard", "wandb"]
+
+
+class RingCLI(LightningCLI):
+    """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts.
+
+    Raises:
+        ConfigError: before anything is imported, for a class or function that configurations may not name.
+    """
+
+    data: type[pl.LightningDataModule] = TextDataModule
+    run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
+
+    def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
+        check_arguments(args)
+        self._trainers = trainers
+        self._folder: Path | None = None
+        # Errors come back as exceptions instead of a usage text of two hundred options.
+        options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+        super().__init__(
+            LanguageModel,
+            self.data,
+            args=list(args),
+            # Children of one run must draw the same seed, so there is a fixed default.
+            seed_everything_default=0,
+            trainer_defaults={"strategy": STRATEGY, "use_distributed_sampler": False},
+            parser_kwargs=options | {name: dict(options) for name in self.subcommands()},
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            # Checkpoints hold no pickled arguments to rebuild a module from.
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that this module and data have a use for."""
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if name != "predict"}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the run's folder and the callbacks that every run has."""
+        parser.add_argument(
+            "--run_dir",
+            default="runs/ringflash",
+            help="Folder of the run's logs, checkpoint and report; a number is appended if there is a run in it.",
+        )
+        parser.add_class_arguments(LastCheckpoint, "checkpoint")
+        parser.add_argument(
+            "--loggers",
+            type=list[LogName] | None,
+            default=None,
+            help="Logs to keep: csv, which the report is drawn from, tensorboard, wandb (default: csv, and tensorboard "
+            "where it is installed).",
+        )
+        for name, callback in self.run_callbacks.items():
+            parser.add_class_arguments(callback, name)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses `args`; not Lightning's own, which warns when there is a sys.argv beside them.
+
+        Raises:
+            ConfigError: a name that nothing accepts, with the nearest one, or a value that does not fit.
+        """
+        try:
+            self.config = parser.parse_args(args)
+            given = parser.parse_args(args, defaults=False)
+        except ParserError as error:
+            raise explain(str(error), self._known_names(args)) from error
+        optimizer = f"{self.config.subcommand}.model.optimizer"
+        if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
+            del self.config[f"{optimizer}.max_steps"]  # OptimizerConfig's own default, which knows no Trainer
+
+    def before_instantiate_classes(self) -> None:
+        """Saves the configuration beside the logs of a run, if it has them."""
+        if self.subcommand != "fit" or self._get(self.config, "trainer.logger") is False:
+            self.save_config_callback = None
+
+    def instantiate_classes(self) -> None:
+        """Builds module, data and Trainer; the learning rate ends with the run, unless the configuration says when."""
+        self._written, self.config = self.config, self.config.clone()
+        end_schedule(self.config[str(self.subcommand)], fit=self.subcommand == "fit")
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # What a component has to say of its values, in an error of the parser's where they are optional.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, RingflashError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them.
+
+        Raises:
+            ConfigError: loggers beside trainer.logger, or a precision that the ring's strategy refuses.
+        """
+        # The saved configuration leaves open what was left open, and so serves runs of other lengths too.
+        self.config = self._written
+        config = self._get(self.config_init, "trainer")
+        check_precision(config)
+        fit = self.subcommand == "fit"
+        callbacks = config.get("callbacks") or []
+        callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
+        callbacks += [self._get(self.config_init, name) for name in self.run_callbacks]
+        if config.get("enable_checkpointing") is not False:
+            callbacks.append(self._get(self.config_init, "checkpoint"))
+        if config.get("enable_progress_bar") is not False:
+            callbacks.append(RingProgressBar())
+        kwargs["callbacks"] = [*callbacks, LossByPosition(), Interrupt(), Preemption()]
+        loggers = self._get(self.config_init, "loggers")
+        if config.get("logger") in (None, True):
+            self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
+            kwargs["logger"] = make_loggers(self._folder, loggers) if self._folder else False
+        elif loggers is not None:
+            remedy = "Leave one of the two out."
+            raise ConfigError("loggers", expected="nothing beside trainer.logger", got=loggers, remedy=remedy)
+        # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
+        kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
+        return super().instantiate_trainer(**kwargs)
+
+    def after_instantiate_classes(self) -> None:
+        """Hands the trainer out, and looks at the checkpoint to start from before there are other processes."""
+        self._trainers.append(self.trainer)
+        if (path := self._get(self.config_init, "ckpt_path")) is not None:
+            sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
+            if path == LAST and sharded:
+                path = self._newest_checkpoints()
+            if path is not None:
+                check_checkpoint(str(path), sharded=sharded)
+
+    def _newest_checkpoints(self) -> Path | None:
+        """Puts what `LAST` stands for into the configuration; a run that fits begins anew when it is nothing yet."""
+        folder = Path(self._get(self.config_init, "run_dir"))
+        path = newest_checkpoints(folder)
+        if path is None and self.subcommand != "fit":
+            path = folder / "checkpoints"  # which is not there
+        elif path is None and local_rank() == 0:
+            print(f"ringflash: no checkpoint in {folder} yet; starting from the beginning", file=sys.stderr, flush=True)
+        self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
+        return path
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        finally:
+            # Not by a run that failed before its first step, nor by one that was at its end already.
+            trained = self._get(self.config_init, "summary").trained and self.trainer.global_step
+            if self._folder is not None and self.trainer.is_global_zero and not trained:
+                discard(self._folder)
+
+    def _parse_ckpt_path(self) -> None:
+        """Does nothing: Lightning would unpickle a file to look for arguments, and LanguageModel saves none."""
+
+    def _known_names(self, args: Sequence[str]) -> list[str]:
+        parsers = self._subcommand_parsers
+        used = parsers.get(args[0], None) if args else None
+        return [action.dest for action in used._actions] if used else [*parsers]
+
+
+def end_schedule(config: Any, *, fit: bool) -> None:
+    """Fills in an optimizer.max_steps that was left open with the Trainer's, or the end of the warmup if that is later.
+
+    Raises:
+        ConfigError: the Trainer has none either, and is to fit.
+    """
+    optimizer = config.model.optimizer
+    if optimizer is not None and "max_steps" in optimizer:
+        return
+    steps = config.trainer.max_steps
+    if fit and steps < 0:
+        raise ConfigError(
+            "trainer.max_steps",
+            expected="a number of steps, at the last of which the learning rate is at its lowest",
+            got=steps,
+            remedy="Set it, or model.optimizer.max_steps.",
+        )
+    warmup_steps = OptimizerConfig.warmup_steps if optimizer is None else optimizer.warmup_steps
+    config["model.optimizer.max_steps"] = max(steps, warmup_steps + 1)
+
+
+def check_precision(trainer: Any) -> None:
+    """Raises ConfigError for one that RingAttentionStrategy refuses, before the Trainer takes another for it."""
+    precision, strategy = trainer.get("precision"), trainer.get("strategy")
+    sharded = strategy == STRATEGY or isinstance(strategy, RingAttentionStrategy)
+    if sharded and precision not in (None, 32, "32", "32-true"):
+        raise refused_precision(precision)
+
+
+def check_checkpoint(path: str, *, sharded: bool) -> None:
+    """Raises CheckpointError unless `path` is a folder of RingAttentionStrategy, or of such, or another one's file.
+
+    What is in it is compared with its manifest when it is loaded.
+    """
+    found, named = locate(Path(path)), path in ("best", "hpc", LAST)  # which Lightning takes to mean other files
+    there = (found / MANIFEST).is_file() or complete_in(found) if sharded else zipfile.is_zipfile(found)
+    if there and not named:
+        return
+    got = "no such file or folder"
+    if found.exists() and not named:
+        got = f"a folder without {MANIFEST}" if found.is_dir() else "a file"
+    raise CheckpointError(
+        f"ckpt_path {path}",
+        expected="a checkpoint folder, as in runs/tiny-cpu/checkpoints/last" if sharded else "a file of Lightning's",
+        got=got,
+        remedy="Pass a checkpoint that was saved with this strategy.",
+    )
+
+
+def newest_checkpoints(folder: Path) -> Path | None:
+    """The checkpoints folder that holds the newest complete one of the runs `folder`, folder-2, ...; None for none."""
+    name = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
+    runs = [run for run in folder.parent.glob("*") if name.fullmatch(run.name)]
+    newest = [found[0] for run in runs if (found := complete_in(run / "checkpoints"))]
+    return max(newest, key=lambda path: read_manifest(path).written).parent if newest else None
+
+
+def free_folder(folder: Path) -> Path:
+    """`folder`, or the first of folder-2, folder-3, ... without a run in it."""
+    number, candidate = 1, folder
+    while any((candidate / name).exists() for name in (*RESULTS, *PREPARATIONS)):
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def discard(folder: Path) -> None:
+    """Removes what a run that never trained has put into `folder`, and the folder, if there is nothing else in it."""
+    if not folder.is_dir() or any((folder / name).exists() for name in RESULTS):
+        return
+    for name in PREPARATIONS:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[Logger]:
+    """The logs `names` in `folder`, the CSV first; by default that and TensorBoard's where it is installed.
+
+    Raises:
+        ConfigError: no CSV log among them, or one whose package is not installed.
+    """
+    # Empty names: Lightning's versions would nest a run's files three folders deep. Each row is written at once, so
+    # that a run can be reported on while it goes on.
+    loggers: list[Logger] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)]
+    if names is None:
+        names = ["csv"]
+        if importlib.util.find_spec("tensorboard") is not None:
+            names = ["csv", "tensorboard"]
+        elif local_rank() == 0:
+            text = "No TensorBoard log: install ringflash[logging] to have one. The CSV log is complete."
+            print(text, file=sys.stderr)
+    if "csv" not in names:
+        raise ConfigError("loggers", expected="csv among them", got=names, remedy="Reports are drawn from it: add csv.")
+    for name, extra in (("tensorboard", "logging"), ("wandb", "wandb")):
+        if name in names and importlib.util.find_spec(name) is None:
+            remedy = f"Install it with `pip install 'ringflash[{extra}]'`, or leave {name} out."
+            raise ConfigError("loggers", expected=f"{name} installed", got="no such package", remedy=remedy)
+    if "tensorboard" in names:
+        loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))
+    if "wandb" in names:
+        loggers.append(WandbLogger(folder.name, folder, project="ringflash"))
+    return loggers
+
+
+def explain(message: str, known: Iterable[str]) -> ConfigError:
+    """An error of jsonargparse as the library's own, naming what an unknown name was perhaps meant to be."""
+    accepted = {name.replace("-", "_") for name in known}
+    if match := re.search(r"given class_path '([\w.]+)':\s+Option '([^']+)' is not accepted", message):
+        name, accepted = match[2], {*_parameters(match[1])}
+    elif match := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.-]+)", message):
+        name = match[1].replace("-", "_")
+    elif match := re.search(r"argument subcommand: invalid choice: '([^']+)'", message):
+        name = match[1]
+    else:
+        return ConfigError(
+            "configuration",
+            expected="names and values that the components accept",
+            got=message.rstrip("."),
+            remedy=HELP,
+        )
+    few, names = len(accepted) <= 12, ", ".join(sorted(accepted))
+    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
+    return ConfigError(
+        name,
+        expected="a known name",
+        got="one that nothing accepts",
+        remedy=f"Did you mean {near[0]}?" if near else f"Known are {names}." if few else HELP,
+    )
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+
+
+def auto_arguments() -> list[str]:
+    """Arguments of `ringflash train auto`: all GPUs of this machine, or two processes on its CPU.
+
+    Raises:
+        ConfigError: the configurations are not there.
+    """
+    gpus = torch.cuda.device_count()
+    name = CONFIGS["cpu" if gpus == 0 else "one gpu" if gpus == 1 else "gpus"]
+    package = Path(ringflash.__file__).parent
+    folders = (package / "configs", package.parent / "configs", Path("configs"))
+    for folder in folders:
+        if (folder / name).is_file():
+            return ["fit", "--config", str(folder / name), *([f"--trainer.devices={gpus}"] if gpus else [])]
+    raise ConfigError(
+        "auto",
+        expected=f"{name} in one of {[str(f) for f in folders]}",
+        got="no such file",
+        remedy="Run it in the repository, or pass a file: `ringflash train fit --config FILE`.",
+    )
+
+
+def local_rank() -> int:
+    """0 in the process that the user started, and in torchrun's first one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
+    """Runs `ringflash train ...`; returns its exit code: 2 after an error of usage, 1 of the run, 143 after SIGTERM."""
+    args = [arg for arg in argv if arg != "--debug"]
+    debug = len(args) < len(argv)
+    if not debug:
+        quieten()
+    trainers: list[pl.Trainer] = []
+    # Ranks meet once more when they exit. This one waits for its children after that: the first registered runs last.
+    children: list[subprocess.Popen[bytes]] = []
+    atexit.register(stop_children, children, at_once=False)
+    failed = True
+    try:
+        cli([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
+        failed = False
+    except Preempted as ended:
+        failed = False  # the other processes have come to the same end
+        return int(ended.code or 0)
+    except (RingflashError, MisconfigurationException) as error:
+        if debug:
+            raise
+        rank = local_rank()
+        if rank:
+            time.sleep(CHILD_GRACE_SECONDS)
+        print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ArgumentError | MisconfigurationException) else 1
+    finally:
+        children += take_children(trainers)
+        if failed:
+            stop_children(children, at_once=True)
+    return 0
+
+
+def take_children(trainers: Sequence[pl.Trainer]) -> list[subprocess.Popen[bytes]]:
+    """The processes that Lightning launched, which it does not watch any more.
+
+    When one of them has ended with a code, the thread that watches them kills this process, which may be about to end
+    with the same.
+    """
+    taken: list[subprocess.Popen[bytes]] = []
+    for trainer in trainers:
+        launched = getattr(trainer.strategy.launcher, "procs", [])  # the thread looks at the same list
+        taken += launched
+        launched.clear()
+    return taken
+
+
+def stop_children(children: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """Waits until they have ended, or ends them."""
+    deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
+    for process in children:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def quieten() -> None:
+    """Silences what Lightning says about itself at every start."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Advice on loader workers: slices of a memory-mapped file need none.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning's own use of a name that PyTorch has moved.
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)

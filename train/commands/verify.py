@@ -1,0 +1,37 @@
+"""`ringflash checkpoint verify`: compares checkpoints with what was saved, without opening them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringflash.errors import CheckpointCorrupt
+from ringflash.train.checkpoint.manifest import complete_in, locate, verify
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line a checkpoint; returns 1 when one of them is damaged.
+
+    Raises:
+        CheckpointError: a folder that neither is a complete checkpoint nor holds one.
+    """
+    parser = argparse.ArgumentParser(
+        "ringflash checkpoint verify", description="Compares checkpoints with what was saved."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="checkpoints, or folders of them, as runs/x/checkpoints")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    damaged = False
+    for folder in parser.parse_args(argv).folders:
+        for path in complete_in(folder) or [locate(folder)]:
+            try:
+                manifest = verify(path)
+            except CheckpointCorrupt as error:
+                print(f"ringflash: {error}", file=sys.stderr)
+                damaged = True
+                continue
+            size = sum(size for size, _ in manifest.files.values())
+            step = "no step" if manifest.step is None else f"step {manifest.step}"
+            print(f"{path}: {step}, {len(manifest.files)} files, {size:,} bytes, as saved")
+    return 1 if damaged else 0

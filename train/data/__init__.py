@@ -1,0 +1,1 @@
+"""Token files, samples of them, and the data module."""

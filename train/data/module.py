@@ -1,0 +1,166 @@
+"""LightningDataModule over token files or text: samples of the context length, a held-out end, batches by rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ringflash.errors import ConfigError, DataError
+from ringflash.train.data.corpus import CACHE, load_corpus
+from ringflash.train.data.sampler import BatchSampler, ResumableLoader
+from ringflash.train.data.samples import Line, Packing, TokenSamples, train_and_held_out
+from ringflash.train.data.sources import STDLIB
+from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
+from ringflash.train.data.tokens import TokenFiles
+
+VAL_FRACTION = 0.01  # of text, of which nobody has said it
+
+
+class TextDataModule(pl.LightningDataModule):
+    """Next-token samples of documents, `context_length` tokens each.
+
+    All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only. What
+    is held out for val/loss, and for test/loss, is the same documents whatever the seed. The order of samples is a pure
+    function of seed and epoch.
+
+    Args:
+        corpus: a folder that `ringflash prepare` made; or text to train on byte by byte: files, folders or globs, or
+            "stdlib", the sources of Python's standard library.
+        context_length: tokens a sample.
+        batch_size: samples a micro-batch, over all data-parallel ranks.
+        documents: "packed": no token sees another document's, positions restart at each, and none is to predict what
+            follows its end; a document that a sample ends in goes on in the next. "whole": so too, but those that fit
+            into a sample are not cut. "joined": a sample is one text, whatever documents are in it.
+        val_fraction: part of the tokens to hold out, rounded to whole documents; 0 for none. None is what a prepared
+            folder says, and 0.01 of text.
+        seed: of the order of samples.
+        cache_dir: folder of the token files that text becomes.
+    """
+
+    def __init__(
+        self,
+        corpus: str | list[str] = STDLIB,
+        context_length: int = 4096,
+        batch_size: int = 1,
+        documents: Packing = "packed",
+        val_fraction: float | None = None,
+        seed: int = 0,
+        cache_dir: str = CACHE,
+    ) -> None:
+        super().__init__()
+        if context_length < 1:
+            raise ConfigError("context_length", expected="at least 1", got=context_length, remedy="Try 4096.")
+        if batch_size < 1:
+            raise ConfigError("batch_size", expected="at least 1", got=batch_size, remedy="Try 1.")
+        if val_fraction is not None and not 0 <= val_fraction < 1:
+            raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
+        self.sources, self.context_length, self.batch_size = corpus, context_length, batch_size
+        self.documents: Packing = documents
+        self.seed, self.cache_dir, self._asked_val_fraction = seed, Path(cache_dir), val_fraction
+        self._samples: tuple[TokenSamples, TokenSamples] | None = None
+
+    def prepare_data(self) -> None:
+        """Encodes text, on one process of a machine."""
+        load_corpus(self.sources, self.cache_dir)
+
+    def setup(self, stage: str) -> None:
+        """Maps the token files, and leaves their tokenizer in the folder of a run that is logged.
+
+        Raises:
+            DataError: fewer tokens than one sample, or than two with a held-out part; the model has fewer token ids, or
+                begins with a folder of another tokenizer.
+        """
+        tokens = load_corpus(self.sources, self.cache_dir)
+        begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
+        if begins_with is not None and not tokens.tokenizer.agrees_with(Path(begins_with)):
+            raise DataError(
+                "tokenizer",
+                expected=f"that of {begins_with}, whose weights training begins with",
+                got=f"{tokens.tokenizer.name}, as {tokens.folder} has",
+                remedy=f"Prepare the text with `ringflash prepare --tokenizer {begins_with}`; to have the model learn "
+                f"other ids all the same, take {MODEL_FILE} out of its folder.",
+            )
+        known = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
+        if known is not None and known < tokens.vocab_size:
+            raise DataError(
+                "vocab_size",
+                expected=f"at least {tokens.vocab_size}, the ids of {tokens.tokenizer.name}, as {tokens.folder} has",
+                got=known,
+                remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
+            )
+        fraction = self._val_fraction(tokens)
+        self._samples = train_and_held_out(Line(tokens), self.context_length, fraction, self.documents)
+        if stage == "fit" and self.trainer is not None and self.trainer.loggers:
+            folder = self.trainer.log_dir  # a collective
+            if folder is not None and self.trainer.is_global_zero:
+                tokens.tokenizer.save(Path(folder) / RUN_FOLDER)
+
+    @property
+    def tokens(self) -> TokenFiles:
+        """What is trained on; there once `setup` has run."""
+        return self.train_samples().line.tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the tokens."""
+        return self.tokens.tokenizer
+
+    def train_samples(self) -> TokenSamples:
+        """All samples before the held-out ones."""
+        assert self._samples is not None, "setup comes first"
+        return self._samples[0]
+
+    def val_samples(self) -> TokenSamples:
+        """The held-out samples."""
+        assert self._samples is not None, "setup comes first"
+        return self._samples[1]
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Shuffled, every epoch anew."""
+        return self._loader(self.train_samples(), shuffle=True)
+
+    def val_dataloader(self) -> ResumableLoader | list[Any]:
+        """In order; nothing when nothing is held out."""
+        samples = self.val_samples()
+        return self._loader(samples, shuffle=False) if len(samples) else []
+
+    def test_dataloader(self) -> ResumableLoader | list[Any]:
+        """As `val_dataloader`."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the position in an epoch means."""
+        return self._identity()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises DataError when the checkpoint's position is one in other samples."""
+        now = self._identity()
+        differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
+        if differing:
+            raise DataError(
+                "data",
+                expected="the corpus and samples that the checkpoint was trained on",
+                got=", ".join(differing),
+                remedy="Resume with the same data section; batch_size and the number of ranks may change.",
+            )
+
+    def _val_fraction(self, tokens: TokenFiles) -> float:
+        if self._asked_val_fraction is not None:
+            return self._asked_val_fraction
+        return VAL_FRACTION if tokens.header.val_fraction is None else tokens.header.val_fraction
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "corpus": self.tokens.header.digest,
+            "context_length": self.context_length,
+            "documents": self.documents,
+            "val_fraction": self._val_fraction(self.tokens),
+            "seed": self.seed,
+        }
+
+    def _loader(self, samples: TokenSamples, *, shuffle: bool) -> ResumableLoader:
+        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+        sampler = BatchSampler(len(samples), self.batch_size, **ranks, seed=self.seed, shuffle=shuffle)
+        return ResumableLoader(samples, sampler)

@@ -1,0 +1,282 @@
+"""`ringflash prepare`: text to token files, in several processes, going on where an interrupted run has stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from ringflash.errors import ArgumentError, ConfigError, DataError
+from ringflash.train.data.sources import Part, divide, find_sources, read
+from ringflash.train.data.tokenizer import Tokenizer
+from ringflash.train.data.tokens import (
+    DATASET,
+    FORMAT_VERSION,
+    Header,
+    Ids,
+    ShardHeader,
+    TokenFiles,
+    read_header,
+    shard_path,
+    verify_shard,
+    write_dataset,
+    write_shard,
+)
+
+SHARD_BYTES = 64 << 20
+BATCH_CHARACTERS = 1 << 22  # encoded at once: enough documents for all threads of a tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the ids of a source depend on besides its content.
+
+    Args:
+        tokenizer: from text to ids.
+        text_field: of JSON lines and tables.
+    """
+
+    tokenizer: Tokenizer
+    text_field: str = "text"
+
+    def key(self, parts: Sequence[Part]) -> str:
+        """Digest of all that a shard of `parts` is made from: files are known by path, size and time."""
+        key = hashlib.sha256(f"{FORMAT_VERSION}\0{self.tokenizer.digest}\0{self.text_field}".encode())
+        for part in parts:
+            s = part.source
+            key.update(os.fsencode(s.path) + f"\0{s.kind} {s.size} {s.modified} {part.begin} {part.end}\n".encode())
+        return key.hexdigest()
+
+
+def prepare(
+    sources: str | Sequence[str],
+    folder: Path,
+    recipe: Recipe,
+    *,
+    processes: int = 1,
+    val_fraction: float | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    console: Console | None = None,
+) -> TokenFiles:
+    """Writes the documents of `sources` to `folder` as token files, the same whatever the number of processes.
+
+    Shards that are there already and are what they would be made to are kept, after their digest was compared; so a
+    preparation that was interrupted goes on where it stopped. Others wait while one prepares the same folder.
+
+    Args:
+        sources: see `find_sources`; what lies in `folder` is none.
+        folder: new, or of an earlier preparation.
+        recipe: tokenizer and field of the text.
+        processes: that encode.
+        val_fraction: see `Header`.
+        shard_bytes: of sources that become a shard.
+        console: where a progress bar is drawn; None is nowhere.
+
+    Raises:
+        DataError: no documents, only empty ones, some that cannot be read, or a folder with other files in it.
+        OSError: the folder cannot be written.
+    """
+    if processes < 1:
+        raise ConfigError("processes", expected="at least 1", got=processes, remedy="Pass the number of CPU cores.")
+    if shard_bytes < 1:
+        raise ConfigError("shard_bytes", expected="at least 1", got=shard_bytes, remedy=f"Try {SHARD_BYTES}.")
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
+    found = [s for s in find_sources(sources) if not Path(s.path).is_relative_to(folder.absolute())]
+    shards = divide(found, shard_bytes)
+    _check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256("".join(map(recipe.key, shards)).encode()).hexdigest()
+    with _lock(folder):
+        if _key_of(folder) != key:
+            (folder / DATASET).unlink(missing_ok=True)  # its shards are about to be replaced
+        headers = _shards(folder, shards, recipe, processes, console)
+        if not sum(header.num_tokens for header in headers):
+            raise DataError(
+                "corpus",
+                expected="text",
+                got=f"{len(found)} file(s), all of them empty",
+                remedy="Name files with text in them.",
+            )
+        for index in range(len(shards), len(shards) + sum(1 for _ in folder.glob("tokens-*.bin"))):
+            shard_path(folder, index).unlink(missing_ok=True)  # of an earlier preparation of more
+        recipe.tokenizer.save(folder / "tokenizer")
+        write_dataset(folder, Header(key, tuple(headers), val_fraction))
+    return TokenFiles(folder)
+
+
+def _key_of(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / DATASET).read_text())["key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises DataError where a folder holds something else: nothing of others is deleted or mixed with."""
+    if folder.is_file():
+        raise DataError("--to", expected="a folder", got=f"the file {folder}", remedy="Name a new folder.")
+    if not folder.is_dir():
+        return
+    others = [p.name for p in folder.iterdir() if p.name not in (DATASET, "tokenizer", ".lock")]
+    if strange := sorted(name for name in others if not name.startswith(("tokens-", ".tokens-", f".{DATASET}"))):
+        raise DataError(
+            "--to",
+            expected="a new folder, or one of an earlier preparation",
+            got=f"{folder}, with {strange[0]} in it",
+            remedy="Name a folder of its own.",
+        )
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Waits until no other process prepares `folder`; one that dies lets go."""
+    with (folder / ".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for left in (*folder.glob(".tokens-*"), *folder.glob(f".{DATASET}.*")):  # by processes that were killed
+            left.unlink()
+        yield
+
+
+def _shards(
+    folder: Path, shards: Sequence[tuple[Part, ...]], recipe: Recipe, processes: int, console: Console | None
+) -> list[ShardHeader]:
+    headers: dict[int, ShardHeader] = {}
+    with _progress(console) as bar:
+        sizes = [sum(part.size for part in parts) for parts in shards]
+        task = bar.add_task("encoding", total=sum(sizes), tokens="0", kept="")
+        tokens = kept = 0
+
+        def note(index: int, made: tuple[ShardHeader, bool]) -> None:
+            nonlocal tokens, kept
+            headers[index], was_there = made
+            tokens, kept = tokens + made[0].num_tokens, kept + was_there
+            also = f", {kept} shards kept" if kept else ""
+            bar.update(task, advance=sizes[index], tokens=f"{tokens:,}", kept=also)
+
+        if min(processes, len(shards)) <= 1:
+            for index, parts in enumerate(shards):
+                note(index, make_shard(shard_path(folder, index), parts, recipe))
+        else:
+            for index, made in _in_processes(folder, shards, recipe, processes):
+                note(index, made)
+    return [headers[index] for index in range(len(shards))]
+
+
+def _in_processes(
+    folder: Path, shards: Sequence[tuple[Part, ...]], recipe: Recipe, processes: int
+) -> Iterator[tuple[int, tuple[ShardHeader, bool]]]:
+    """Makes all shards, and yields each as it is done."""
+    # Not forked: the threads of torch or of a tokenizer would not come along, but their locks would.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(shards)), context, initializer=_enter_worker)
+    waiting: dict[Future[tuple[ShardHeader, bool] | dict[str, Any]], int] = {}
+    try:
+        for index, parts in enumerate(shards):
+            waiting[pool.submit(_make_shard_in_worker, shard_path(folder, index), parts, recipe)] = index
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                made = future.result()
+                if isinstance(made, dict):
+                    raise DataError(**made)
+                yield waiting.pop(future), made
+    except BrokenProcessPool as error:
+        raise DataError(
+            "processes",
+            expected="processes that live until all is encoded",
+            got="one that was killed, perhaps for want of memory",
+            remedy="Run it again with fewer: finished shards are kept.",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[ShardHeader, bool]:
+    """The shard of `parts` at `path`, and whether it was there already and had the right digest."""
+    key = recipe.key(parts)
+    if path.exists():
+        try:
+            header = read_header(path)
+            if header.key == key and verify_shard(path, header):
+                return header, True
+        except DataError:
+            pass  # damaged: it is made anew
+    return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer), False
+
+
+def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]]:
+    """Pieces of documents as ids, many encoded at once."""
+    texts: list[str] = []
+    lasts: list[bool] = []
+    characters = 0
+    for part in parts:
+        for text, last in read(part, recipe.text_field):
+            texts.append(text)
+            lasts.append(last)
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
+                texts, lasts, characters = [], [], 0
+    yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
+
+
+def _enter_worker() -> None:
+    # An interrupt ends it without a word: the first process has one. That one's death is noticed below.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # One thread each: the processes are as many as there are to be. The library has no other switch.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def leave() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
+
+
+def _make_shard_in_worker(
+    path: Path, parts: Sequence[Part], recipe: Recipe
+) -> tuple[ShardHeader, bool] | dict[str, Any]:
+    """As `make_shard`; an error of the library's as its arguments, because it takes them by keyword."""
+    try:
+        return make_shard(path, parts, recipe)
+    except ArgumentError as error:
+        return {"argument": error.argument, "expected": error.expected, "got": str(error.got), "remedy": error.remedy}
+
+
+def _progress(console: Console | None) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[tokens]} tokens{task.fields[kept]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console or Console(quiet=True), disable=console is None)

@@ -1,0 +1,289 @@
+"""Retrieval: keys planted with values anywhere in a long context of distractors, and asked for after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringflash.errors import ConfigError, DataError
+from ringflash.train.models.loss import IGNORE_INDEX
+
+FEWEST_TOKENS, SMALLEST_VOCAB = 16, 16
+TOKENS_A_QUESTION = 4
+MOST_BATCHES = 2**31 - 1
+TRAINING, MEASURING = range(2)  # which sequences: a measure is of none that was trained on
+
+
+@dataclass(frozen=True)
+class RetrievalTask:
+    """Associative recall: which value a key was planted with, anywhere in the context.
+
+    With n = isqrt(vocab_size / 2) keys and as many values, a token is one of n^2 facts "key k has value v", n questions
+    for a key, n answers, or a filler. A sequence holds one fact of every key, the values drawn anew, and fillers; every
+    fourth token, and the last, asks for a key that was planted before, and the value is its label. Nothing else has a
+    label, and no input says an answer. So a model has to find the one fact of the key that is asked for, among n facts
+    and all fillers, wherever it stands; without it, one answer in n is right.
+
+    A pure function of its seeds, read from no file.
+
+    Args:
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: a vocabulary of fewer than 16 tokens.
+
+    Source: Arora et al. 2023, "Zoology", multi-query associative recall, with a token a fact.
+    """
+
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < SMALLEST_VOCAB:
+            expected = f"at least {SMALLEST_VOCAB}: facts, questions, answers and fillers"
+            raise ConfigError("vocab_size", expected=expected, got=self.vocab_size, remedy="Try 128.")
+
+    @property
+    def num_keys(self) -> int:
+        """Keys, and as many values; one answer in so many is right by chance."""
+        return math.isqrt(self.vocab_size // 2)
+
+    def row(self, seqlen: int, seeds: tuple[int, ...], depth: tuple[float, float] = (0.0, 1.0)) -> dict[str, Tensor]:
+        """{"input_ids", "labels"}, (seqlen,) int64 each, labels -100 where nothing is asked.
+
+        Args:
+            seqlen: tokens, at least 16.
+            seeds: numbers that make this sequence another than others.
+            depth: where the fact that the last token asks for is planted: anywhere between these parts of the context,
+                0 being its beginning and 1 its end.
+
+        Raises:
+            ConfigError: fewer than 16 tokens.
+        """
+        if seqlen < FEWEST_TOKENS:
+            raise ConfigError("context_length", expected=f"at least {FEWEST_TOKENS}", got=seqlen, remedy="Try 1024.")
+        random = np.random.Generator(np.random.PCG64(seeds))
+        n, last = self.num_keys, seqlen - 1
+        first, stop = (int(part * last) for part in depth)
+        places = random.permutation(last)
+        tested = random.integers(first, max(stop, first + 1))
+        places = np.append(tested, places[places != tested])
+        planted = min(n, seqlen // 8)
+        keys, values = random.permutation(n)[:planted], random.integers(0, n, planted)
+        tokens = random.integers(n * n + 2 * n, self.vocab_size, seqlen)
+        tokens[places[:planted]] = keys * n + values
+        asked = np.append(places[planted : planted + seqlen // TOKENS_A_QUESTION], last)
+        which = np.append(random.integers(0, planted, len(asked) - 1), 0)
+        known = places[which] < asked
+        asked, which = asked[known], which[known]
+        tokens[asked] = n * n + keys[which]
+        labels = np.full(seqlen, IGNORE_INDEX)
+        labels[asked] = n * n + n + values[which]
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sequences that a measure is taken on: `rows` of every length and depth, numbered in this order.
+
+    Args:
+        lengths: tokens.
+        depths: parts of equal size that each length is divided into; the last token asks for a fact in one of them.
+        rows: sequences of each length and depth.
+        seed: of the sequences.
+
+    Raises:
+        ConfigError: no length, depth or row.
+    """
+
+    lengths: tuple[int, ...]
+    depths: int
+    rows: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("lengths", min(self.lengths, default=0)), ("depths", self.depths), ("rows", self.rows)):
+            if value < 1:
+                raise ConfigError(name, expected="at least one, and positive", got=value, remedy="Try 10.")
+
+    def __len__(self) -> int:
+        return len(self.lengths) * self.depths * self.rows
+
+    def batches(self, tokens: int, ranks: int = 1) -> list[list[int]]:
+        """Numbers of sequences of one length each, of about `tokens` together; -1 fills up multiples of `ranks`."""
+        result: list[list[int]] = []
+        each = self.depths * self.rows
+        for index, length in enumerate(self.lengths):
+            size = rows_of(tokens, length, ranks)
+            numbers = [*range(index * each, (index + 1) * each)]
+            numbers += [-1] * (-each % size if each > size else -each % ranks)
+            result += [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        return result
+
+    def batch(self, task: RetrievalTask, numbers: list[int]) -> dict[str, Tensor]:
+        """{"input_ids", "labels"} (len(numbers), seqlen), and "row", the numbers; -1 is a sequence without labels."""
+        length = self.lengths[max(numbers) // (self.depths * self.rows)] if max(numbers) >= 0 else FEWEST_TOKENS
+        rows = []
+        for number in numbers:
+            depth = max(number, 0) // self.rows % self.depths
+            seeds = (self.seed, MEASURING, length, max(number, 0))
+            rows.append(task.row(length, seeds, (depth / self.depths, (depth + 1) / self.depths)))
+            if number < 0:
+                rows[-1]["labels"].fill_(IGNORE_INDEX)
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | {"row": torch.tensor(numbers)}
+
+
+def rows_of(tokens: int, length: int, ranks: int) -> int:
+    """Sequences of `length` that come to about `tokens`: a positive multiple of `ranks`."""
+    return max(1, tokens // (length * ranks)) * ranks
+
+
+class TrainingLoader:
+    """Batches without end, of a number of tokens that stays the same as sequences grow longer.
+
+    A batch is a pure function of (seed, its number); data-parallel rank r takes its sequences r, r + ranks, ...
+    """
+
+    def __init__(self, data: RetrievalDataModule, task: RetrievalTask, rank: int, ranks: int, length: int) -> None:
+        self.data, self.task, self.rank, self.ranks, self.length = data, task, rank, ranks, length
+        self.number = 0
+
+    def __len__(self) -> int:
+        """Batches of the whole run: of a loader without a length Lightning asks for one batch ahead."""
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            data, number = self.data, self.number
+            length = data.length_of(number)
+            size = rows_of(data.batch_size * data.context_length, length, self.ranks)
+            rows = [self.task.row(length, (data.seed, TRAINING, number, i)) for i in range(self.rank, size, self.ranks)]
+            self.number += 1
+            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches were handed out."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on after them."""
+        self.number = state["number"]
+
+
+class MeasuringLoader:
+    """The batches of a grid whose sequences are numbered in `batches`."""
+
+    def __init__(self, grid: Grid, task: RetrievalTask, batches: list[list[int]]) -> None:
+        self.grid, self.task, self.batches = grid, task, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.grid.batch(self.task, numbers) for numbers in self.batches)
+
+
+class RetrievalDataModule(pl.LightningDataModule):
+    """Sequences of `RetrievalTask`, for the model's vocabulary; those of a `Grid` are held out.
+
+    Training may begin with short sequences and double them: a model that has to find one token among very many learns
+    to look for it much sooner among few. A batch has the same number of tokens all the while.
+
+    Args:
+        context_length: tokens of a sequence.
+        batch_size: sequences of that length a micro-batch, over all data-parallel ranks.
+        first_length: tokens of the first sequences; None for `context_length`.
+        double_every: micro-batches after which the length doubles, until it is `context_length`.
+        val_lengths: of the held-out sequences; None for `context_length`.
+        val_depths: parts of the context in each of which facts are planted that are asked for at its end.
+        val_rows: held-out sequences of each length and depth.
+        seed: of all sequences.
+
+    Raises:
+        ConfigError: numbers that make no sequence.
+    """
+
+    def __init__(
+        self,
+        context_length: int = 1024,
+        batch_size: int = 4,
+        first_length: int | None = None,
+        double_every: int = 200,
+        val_lengths: list[int] | None = None,
+        val_depths: int = 10,
+        val_rows: int = 4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        first_length = context_length if first_length is None else first_length
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("first_length", first_length, FEWEST_TOKENS),
+            ("context_length", context_length, first_length),
+            ("double_every", double_every, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ConfigError(name, expected=f"at least {least}", got=value, remedy="Raise it.")
+        self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
+        self.first_length, self.double_every = first_length, double_every
+        self.grid = Grid(tuple(val_lengths or (context_length,)), val_depths, val_rows, seed)
+        self._task: RetrievalTask | None = None
+
+    @property
+    def task(self) -> RetrievalTask:
+        """The task, in the model's vocabulary; there once `setup` has run."""
+        assert self._task is not None, "setup comes first"
+        return self._task
+
+    def length_of(self, number: int) -> int:
+        """Tokens of a sequence in training's micro-batch `number`."""
+        doublings = min(number // self.double_every, 64)
+        return min(self.first_length << doublings, self.context_length)
+
+    def setup(self, stage: str) -> None:
+        """Looks up the model's vocabulary."""
+        vocab_size = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
+        if vocab_size is None:
+            expected, got = "a LanguageModel, whose vocabulary the task is made for", "another module"
+            raise ConfigError("model", expected=expected, got=got, remedy="Train a LanguageModel.")
+        self._task = RetrievalTask(vocab_size)
+
+    def train_dataloader(self) -> TrainingLoader:
+        """Batches without end, as many as the Trainer's max_steps need an epoch."""
+        rank, ranks = self._ranks()
+        steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
+        return TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
+
+    def val_dataloader(self) -> MeasuringLoader:
+        """The held-out sequences, length by length and depth by depth."""
+        rank, ranks = self._ranks()
+        batches = self.grid.batches(self.batch_size * self.context_length, ranks)
+        return MeasuringLoader(self.grid, self.task, [numbers[rank::ranks] for numbers in batches])
+
+    def test_dataloader(self) -> MeasuringLoader:
+        """As `val_dataloader`."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the number of a batch means."""
+        names = ("context_length", "batch_size", "first_length", "double_every", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises DataError when the checkpoint's batches were others."""
+        now = self.state_dict()
+        differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
+        if differing:
+            expected, remedy = "the sequences that the checkpoint was trained on", "Resume with the same data section."
+            raise DataError("data", expected=expected, got=", ".join(differing), remedy=remedy)
+
+    def _ranks(self) -> tuple[int, int]:
+        given = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+        return given["rank"], given["num_replicas"]

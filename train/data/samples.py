@@ -1,0 +1,201 @@
+"""Samples of equal length: documents in a line, cut into pieces, or whole ones fitted together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ringflash.errors import ConfigError, DataError
+from ringflash.train.data.packing import fit
+from ringflash.train.data.tokens import TokenFiles
+from ringflash.train.models.loss import IGNORE_INDEX
+
+Packing = Literal["packed", "whole", "joined"]
+PACKINGS = ("packed", "whole", "joined")
+ORDER_SEED = 0  # fixed: what is held out must not be trained on by a run of another seed
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Line:
+    """All documents of token files one after another, in an order that is a pure function of their number.
+
+    Neighbours in a folder are often alike; neighbours in the line are not.
+    """
+
+    tokens: TokenFiles
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def order(self) -> Positions:
+        """The document at each place."""
+        return np.random.Generator(np.random.PCG64(ORDER_SEED)).permutation(len(self.tokens.lengths))
+
+    @cached_property
+    def ends(self) -> Positions:
+        """Where in the line the document at each place ends."""
+        return np.cumsum(self.tokens.lengths[self.order])
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Positions]:
+        """The tokens [start, stop), int64, and where in the line documents end that have one of them as their last.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        out = np.empty(stop - start, np.int64)
+        place, found = int(np.searchsorted(self.ends, start, side="right")), []
+        position = start
+        while position < stop:
+            document, end = int(self.order[place]), int(self.ends[place])
+            begin = end - int(self.tokens.lengths[document])
+            until = min(end, stop)
+            out[position - start : until - start] = self.tokens.read(document, position - begin, until - begin)
+            if until == end and end > begin:
+                found.append(end)
+            position, place = until, place + 1
+        return torch.from_numpy(out), np.array(found, np.int64)
+
+    def split(self, val_fraction: float) -> int:
+        """Where the held-out end of the line begins: whole documents, of at least `val_fraction` of the tokens.
+
+        A document that would make it more than twice as large is cut instead.
+        """
+        wanted = round(len(self) * val_fraction)
+        cut = len(self) - wanted
+        place = int(np.searchsorted(self.ends, cut, side="right"))
+        begin = int(self.ends[place - 1]) if place else 0
+        return begin if 0 < cut - begin <= wanted and begin else cut
+
+
+class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples of `seqlen` inputs of the part [first, last) of a line, in order, and their labels.
+
+    Sample i holds {"input_ids", "labels"}, (seqlen,) int64 each: the tokens from first + i * seqlen on, and after each
+    the next one. A document that a sample ends in goes on in the next sample.
+
+    Joined, a sample is one text. Packed, it also has "cu_seqlens", int64: 0, where in the sample each document ends,
+    and seqlen; the last token of a document, its end-of-document token, has the label -100, since what follows is not
+    its own, and is itself the label of the token before.
+
+    A list of indices gives a batch (len(list), seqlen), whose cu_seqlens are filled up with seqlen to a power of two,
+    so that they have few shapes. Index -1 in it is a row that counts for nothing: all its labels are -100.
+    """
+
+    def __init__(self, line: Line, seqlen: int, first: int, last: int, documents: Packing = "joined") -> None:
+        self.line, self.seqlen, self.first, self.last, self.documents = line, seqlen, first, last, documents
+
+    def __len__(self) -> int:
+        return max(min(self.last, len(self.line) - 1) - self.first, 0) // self.seqlen
+
+    def __getitem__(self, index: int | list[int]) -> dict[str, Tensor]:
+        if not isinstance(index, list):
+            return self._row(index)
+        rows = [self._row(i) for i in index]
+        if self.documents != "joined":
+            width = 1 << max(len(row["cu_seqlens"]) - 1 for row in rows).bit_length()
+            for row in rows:
+                row["cu_seqlens"] = torch.nn.functional.pad(
+                    row["cu_seqlens"], (0, width - len(row["cu_seqlens"])), value=self.seqlen
+                )
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        if index < 0:
+            ids = torch.zeros(self.seqlen, dtype=torch.int64)
+            labels, ends = torch.full((self.seqlen,), IGNORE_INDEX), np.empty(0, np.int64)
+        else:
+            ids, labels, ends = self._sample(index)
+        row = {"input_ids": ids, "labels": labels}
+        if self.documents != "joined":
+            row["cu_seqlens"] = torch.from_numpy(np.concatenate([[0], ends[ends < self.seqlen], [self.seqlen]]))
+        return row
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
+        """Inputs, labels, and where in the sample documents end."""
+        start = self.first + index * self.seqlen
+        window, ends = self.line.read(start, start + self.seqlen + 1)
+        ids, labels, ends = window[:-1], window[1:].clone(), ends[ends <= start + self.seqlen] - start
+        if self.documents != "joined":
+            labels[torch.from_numpy(ends) - 1] = IGNORE_INDEX
+        return ids, labels, ends
+
+
+class WholeSamples(TokenSamples):
+    """As packed samples, but of whole documents, fitted together so that little room is left.
+
+    Documents longer than a sample are cut into pieces of its length. What room is left is a document of end-of-document
+    tokens without labels.
+    """
+
+    def __init__(self, line: Line, seqlen: int, first: int, last: int) -> None:
+        super().__init__(line, seqlen, first, last, "whole")
+        ends = line.ends.clip(first, last)
+        starts = np.concatenate([[first], ends[:-1]])
+        pieces = -(-(ends - starts) // seqlen)  # of each document, none of an empty one
+        which = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = np.repeat(starts, pieces) + which * seqlen
+        stops = np.minimum(starts + seqlen, np.repeat(ends, pieces))
+        order, self._begins = fit(stops - starts, seqlen)
+        self._starts, self._stops = starts[order], stops[order]
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
+        ids = torch.full((self.seqlen,), self.line.tokens.header.shards[0].end_of_document)
+        labels = torch.full((self.seqlen,), IGNORE_INDEX)
+        inside = slice(int(self._begins[index]), int(self._begins[index + 1]))
+        ends = np.cumsum(self._stops[inside] - self._starts[inside])
+        for start, stop, end in zip(self._starts[inside], self._stops[inside], ends, strict=True):
+            window, over = self.line.read(int(start), min(int(stop) + 1, len(self.line)))
+            here = slice(int(end - stop + start), int(end))
+            ids[here] = window[: stop - start]
+            known = window[1:] if stop not in over else window[1 : stop - start]
+            labels[here][: len(known)] = known
+        return ids, labels, ends
+
+
+def train_and_held_out(
+    line: Line, seqlen: int, val_fraction: float, documents: Packing
+) -> tuple[TokenSamples, TokenSamples]:
+    """Samples of all but the end of a line, and of its end, which holds `val_fraction` of the tokens.
+
+    Raises:
+        ConfigError: an argument that cannot be.
+        DataError: fewer than one sample, or than one of each when a part is held out.
+    """
+    if seqlen < 1:
+        raise ConfigError("context_length", expected="at least 1", got=seqlen, remedy="Try 4096.")
+    if not 0 <= val_fraction < 1:
+        raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
+    if documents not in PACKINGS:
+        raise ConfigError("documents", expected=f"one of {PACKINGS}", got=repr(documents), remedy="Choose one of them.")
+    total = len(line)
+    if total <= seqlen:
+        raise _too_short(f"more than {seqlen} tokens: a sample of the context length", f"{total} tokens")
+    split = line.split(val_fraction)
+    if val_fraction:  # at least a sample, and not all
+        split = max(min(split, total - 1 - seqlen), seqlen)
+    parts = (0, split), (split, total if val_fraction else split)
+    if documents == "whole":
+        train, held_out = (WholeSamples(line, seqlen, first, last) for first, last in parts)
+    else:
+        train, held_out = (TokenSamples(line, seqlen, first, last, documents) for first, last in parts)
+    if val_fraction and not (len(train) and len(held_out)):
+        raise _too_short(f"more than {2 * seqlen} tokens: 2 samples, one of them held out", f"{total} tokens")
+    return train, held_out
+
+
+def _too_short(expected: str, got: str) -> DataError:
+    return DataError("corpus", expected=expected, got=got, remedy="Add text, or lower the context length.")

@@ -1,0 +1,345 @@
+"""Token files: documents as ids, read from disk as they are used, in a folder of shards with a header.
+
+    FOLDER/
+      dataset.json            what is in it; written last, so a folder without one is not complete
+      tokenizer/              that the ids are of
+      tokens-00000.bin        a shard: a header of 4096 bytes, the ids, and where each document ends
+
+A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 where the vocabulary is larger than
+65536; each document that is not empty ends with the end-of-document id. Ends are int64, counted in the shard's ids, as
+many as documents, and begin at a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ringflash.errors import CorpusError
+from ringflash.train.data.tokenizer import Tokenizer
+
+DATASET = "dataset.json"
+FORMAT_VERSION = 2
+HEADER_BYTES = 4096
+BLOCK = 1 << 20
+MAX_VOCAB_SIZE = 1 << 32  # of ids that uint32 holds
+
+Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a shard says about itself.
+
+    Args:
+        key: digest of what it was made from and how; another key means other content.
+        num_tokens: ids in it.
+        num_documents: ends in it.
+        digest: SHA-256 of all that follows the header.
+        dtype: numpy's name of an id's type.
+        vocab_size: of the tokenizer.
+        end_of_document: the id that ends a document.
+        tokenizer: digest of the tokenizer.
+        version: of this format.
+    """
+
+    key: str
+    num_tokens: int
+    num_documents: int
+    digest: str
+    dtype: str
+    vocab_size: int
+    end_of_document: int
+    tokenizer: str
+    version: int = FORMAT_VERSION
+
+    @property
+    def ends_at(self) -> int:
+        """Byte of the file where the ends begin."""
+        return -(-(HEADER_BYTES + self.num_tokens * np.dtype(self.dtype).itemsize) // 8) * 8
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.ends_at + 8 * self.num_documents
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a folder says about itself.
+
+    Args:
+        key: digest of what it was made from and how.
+        shards: headers of its shards, in order.
+        val_fraction: part of the tokens that those who train on it are to hold out; None leaves that to them.
+        version: of this format.
+    """
+
+    key: str
+    shards: tuple[ShardHeader, ...]
+    val_fraction: float | None
+    version: int = FORMAT_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids in all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards, empty ones included."""
+        return sum(shard.num_documents for shard in self.shards)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the shards' digests: the same ids in the same documents of the same tokenizer."""
+        facts = "\n".join(f"{shard.tokenizer} {shard.num_tokens} {shard.digest}" for shard in self.shards)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def dtype_of(vocab_size: int) -> str:
+    """numpy's name of the smallest type that holds all ids."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"tokens-{index:05d}.bin"
+
+
+def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tokenizer: Tokenizer) -> ShardHeader:
+    """Writes a shard under a temporary name, and renames it when it is complete.
+
+    Args:
+        path: of the shard.
+        documents: pieces of documents, and whether each is a document's last.
+        key: see `ShardHeader`.
+        tokenizer: whose ids they are.
+    """
+    dtype = dtype_of(tokenizer.vocab_size)
+    partial, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), []
+    try:
+        with partial.open("wb") as stream:
+            stream.write(b" " * HEADER_BYTES)
+
+            def write(content: bytes) -> None:
+                digest.update(content)
+                stream.write(content)
+
+            begin = end = 0
+            for ids, last in documents:
+                write(ids.astype(dtype).tobytes())
+                end += len(ids)
+                if last:
+                    if end > begin:
+                        write(np.array(tokenizer.end_of_document, dtype).tobytes())
+                        end += 1
+                    ends.append(end)
+                    begin = end
+            write(b"\0" * (-(HEADER_BYTES + end * np.dtype(dtype).itemsize) % 8))
+            write(np.array(ends, "<i8").tobytes())
+            vocabulary = tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.digest
+            header = ShardHeader(key, end, len(ends), digest.hexdigest(), dtype, *vocabulary)
+            stream.seek(0)
+            stream.write(json.dumps(asdict(header)).encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return header
+
+
+def parse_shard_header(content: object, path: Path) -> ShardHeader:
+    """Checks a shard's header, which may come from anywhere: a wrong dtype would turn bytes into object pointers.
+
+    Args:
+        content: the parsed JSON.
+        path: the file that it comes from.
+
+    Raises:
+        CorpusError: a field is missing or unknown, or has a value that no preparation writes.
+    """
+    names = [field.name for field in fields(ShardHeader)]
+    if not isinstance(content, dict):
+        raise damaged(path, f"header: expected an object, got {_short(content)}")
+    if content.get("version") != FORMAT_VERSION:
+        raise damaged(path, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
+    if odd := sorted({*names} ^ content.keys()):
+        raise damaged(path, f"header: fields that are missing or unknown: {_short(', '.join(odd))}")
+    for name in ("key", "digest", "dtype", "tokenizer"):
+        if not isinstance(content[name], str):
+            raise damaged(path, f"{name}: expected text, got {_short(content[name])}")
+    for name in ("num_tokens", "num_documents", "vocab_size", "end_of_document", "version"):
+        if type(content[name]) is not int or content[name] < 0:
+            raise damaged(path, f"{name}: expected a whole number of at least 0, got {_short(content[name])}")
+    header = ShardHeader(**content)
+    if header.vocab_size > MAX_VOCAB_SIZE:
+        raise damaged(path, f"vocab_size: expected at most {MAX_VOCAB_SIZE}, got {_short(header.vocab_size)}")
+    if header.end_of_document >= header.vocab_size:
+        expected = f"an id below vocab_size={header.vocab_size}"
+        raise damaged(path, f"end_of_document: expected {expected}, got {_short(header.end_of_document)}")
+    if header.dtype != (dtype := dtype_of(header.vocab_size)):
+        expected = f"{dtype!r} for a vocabulary of {header.vocab_size}"
+        raise damaged(path, f"dtype: expected {expected}, got {_short(header.dtype)}")
+    return header
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Reads and checks the header of a shard, and compares it with the size of the file.
+
+    Raises:
+        CorpusError: it is missing, truncated, or no shard.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = json.loads(stream.read(HEADER_BYTES))
+            size = os.fstat(stream.fileno()).st_size
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from error
+    header = parse_shard_header(content, path)
+    if size != header.size:
+        raise damaged(path, f"{size} bytes instead of {header.size}")
+    return header
+
+
+def verify_shard(path: Path, header: ShardHeader) -> bool:
+    """Whether what follows the header has its digest."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        stream.seek(HEADER_BYTES)
+        while block := stream.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest() == header.digest
+
+
+def write_dataset(folder: Path, header: Header) -> None:
+    """Completes a folder."""
+    partial = folder / f".{DATASET}.{os.getpid()}"
+    partial.write_text(json.dumps(asdict(header), indent=1))
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    partial.replace(folder / DATASET)
+
+
+def read_dataset(file: Path) -> Header:
+    """Reads and checks the header of a folder.
+
+    Raises:
+        CorpusError: it is missing or unreadable, or has a value that no preparation writes.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(file, str(error)) from error
+    names = [field.name for field in fields(Header)]
+    if not isinstance(content, dict):
+        raise damaged(file, f"expected an object, got {_short(content)}")
+    if content.get("version") != FORMAT_VERSION:
+        raise damaged(file, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
+    if odd := sorted({*names} ^ content.keys()):
+        raise damaged(file, f"fields that are missing or unknown: {_short(', '.join(odd))}")
+    key, fraction, shards = content["key"], content["val_fraction"], content["shards"]
+    if not isinstance(key, str):
+        raise damaged(file, f"key: expected text, got {_short(key)}")
+    # `type`, as bool is an int; the comparison is false for NaN.
+    if fraction is not None and not (type(fraction) in (int, float) and 0 <= fraction < 1):
+        raise damaged(file, f"val_fraction: expected null or a number in [0, 1), got {_short(fraction)}")
+    if not isinstance(shards, list):
+        raise damaged(file, f"shards: expected a list, got {_short(shards)}")
+    return Header(key, tuple(parse_shard_header(shard, file) for shard in shards), fraction)
+
+
+def _short(value: object) -> str:
+    """Shows at most 80 characters of a value that may have millions."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__}"
+    text = "a huge number" if isinstance(value, int) and abs(value) >= 1 << 200 else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def damaged(path: Path, what: str) -> CorpusError:
+    """Makes the error of token files that are not as they were written."""
+    return CorpusError(
+        "corpus",
+        expected="complete token files",
+        got=f"{path}: {what}",
+        remedy="Run `ringflash prepare` again: it makes anew what is not as it was.",
+    )
+
+
+class TokenFiles:
+    """The documents of a prepared folder; ids are read as they are asked for.
+
+    Raises:
+        CorpusError: the folder is incomplete, empty, or not as it was prepared.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / DATASET
+        self.header = read_dataset(file)
+        if not self.header.num_tokens:
+            raise damaged(file, "no tokens")
+        lengths, starts = [], []
+        for index, shard in enumerate(self.header.shards):
+            path = shard_path(folder, index)
+            if read_header(path) != shard:
+                raise damaged(path, "a file of another preparation")
+            ends = np.fromfile(path, "<i8", offset=shard.ends_at)
+            bounds = np.concatenate([np.zeros(1, np.int64), ends])
+            # Neighbours are compared, not subtracted: a difference of 64-bit numbers may overflow.
+            if (bounds[1:] < bounds[:-1]).any() or bounds[-1] != shard.num_tokens:
+                raise damaged(path, "ends of documents that do not fit its tokens")
+            starts.append(bounds[:-1])
+            lengths.append(np.diff(bounds))
+        self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # of each document
+        self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # of each in its shard
+        self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])  # document of each shard
+        self._maps: dict[int, Ids] = {}
+
+    def __len__(self) -> int:
+        return self.header.num_tokens
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That the ids are of.
+
+        Raises:
+            CorpusError: another lies in its place, or none.
+        """
+        tokenizer = Tokenizer.load(self.folder / "tokenizer")
+        if tokenizer.digest != self.header.shards[0].tokenizer:
+            raise damaged(self.folder / "tokenizer", "not the tokenizer that made the tokens")
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids lie below it."""
+        return self.header.shards[0].vocab_size
+
+    def read(self, document: int, begin: int, end: int) -> Ids:
+        """Ids [begin, end) of a document, counted from its first.
+
+        Raises:
+            CorpusError: one of them is outside the vocabulary.
+        """
+        shard = int(np.searchsorted(self._first, document, side="right")) - 1
+        if shard not in self._maps:
+            header = self.header.shards[shard]
+            shape = (header.num_tokens,)
+            self._maps[shard] = np.memmap(shard_path(self.folder, shard), header.dtype, "r", HEADER_BYTES, shape)
+        start = self._starts[document]
+        ids = self._maps[shard][start + begin : start + end]
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            what = f"token id {int(ids.max())}, which is outside its vocabulary of {self.vocab_size}"
+            raise damaged(shard_path(self.folder, shard), what)
+        return ids

@@ -1,0 +1,133 @@
+"""LightningModule that trains a Decoder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.errors import ConfigError
+from ringflash.train.callbacks.nonfinite import NonFinite
+from ringflash.train.lightning.batch import check_tokens, documents_of, positions_of
+from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.huggingface import read_config
+from ringflash.train.models.loss import TokenLosses, count_valid
+from ringflash.train.models.weights import Weights
+
+
+class LanguageModel(RingModule):
+    """Next-token training of a `Decoder`.
+
+    Under `RingAttentionStrategy` the blocks are sharded with FSDP2 and the sequence runs over the ring; under a
+    single-device strategy the same model trains whole. What it logs: see `RingModule`.
+
+    Args:
+        model: shape of the decoder; None takes it from `init_from`.
+        optimizer: as in `RingModule`.
+        compute_dtype: as in `RingModule`.
+        activation_checkpointing: as in `RingModule`.
+        activation_offload: as in `RingModule`.
+        compile_blocks: as in `RingModule`.
+        reshard_after_forward: as in `RingModule`.
+        seed: of the initial weights.
+        nonfinite: as in `RingModule`.
+        init_from: folder of transformers', with config.json and safetensors, whose weights to begin with.
+
+    Raises:
+        ConfigError: neither a model nor a folder, a folder of another kind of model, or as in `RingModule`.
+        CheckpointError: a folder without a model.
+    """
+
+    in_pieces = offloads_sum = True
+
+    def __init__(
+        self,
+        model: ModelConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        compute_dtype: ComputeDtype = "auto",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        activation_offload: bool = False,
+        compile_blocks: bool = False,
+        reshard_after_forward: bool = True,
+        seed: int = 0,
+        nonfinite: NonFinite | None = None,
+        init_from: str | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            seed=seed,
+            nonfinite=nonfinite,
+            activation_offload=activation_offload,
+            compile_blocks=compile_blocks,
+        )
+        if model is None and init_from is None:
+            raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
+        self.model_config = read_config(str(init_from)) if model is None else model
+        self.init_from = init_from
+        self.weights = None if init_from is None else Weights(init_from)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model; there once `configure_model` has run."""
+        return super().decoder
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model has."""
+        return self.model_config.vocab_size
+
+    @property
+    def estimated_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model_config
+
+    def model_fields(self) -> dict[str, Any]:
+        """The model's shape."""
+        return asdict(self.model_config)
+
+    def configure_model(self) -> None:
+        """Builds the decoder, sharded and without storage under `RingAttentionStrategy`, whole elsewhere.
+
+        Raises:
+            ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
+                offloading without a GPU, or training that cannot fit into the GPU's memory.
+        """
+        if self._decoder is not None:
+            return
+        strategy = self.trainer.strategy
+        self._check_strategy()
+        compute = self._resolved_dtype(strategy.root_device)
+        self._check_context_length()
+        self._check_memory()
+        with torch.device("meta"):
+            decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
+        decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
+        decoder.keep_activations(self.activation_checkpointing, offload=self.activation_offload)
+        if self.compile_blocks:
+            decoder.compile_blocks()
+        if isinstance(strategy, RingAttentionStrategy):
+            self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
+        else:
+            decoder.materialise(strategy.root_device)
+        self._decoder = decoder
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        num_valid = batch.get("num_valid_tokens")
+        if self.context is None:  # a ring's strategy has looked at the batch while it was on the CPU
+            check_tokens(batch, self.vocab_size)
+        with self._autocast():
+            losses = self.decoder(
+                input_ids, positions_of(batch), self.context, documents=documents_of(batch), labels=labels
+            )
+        return losses, count_valid(labels) if num_valid is None else num_valid

@@ -1,0 +1,91 @@
+"""The end of a run that is told to go: on SIGTERM all ranks stop after the same step, and save it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ringflash.train.callbacks.checkpointing import LastCheckpoint
+from ringflash.train.lightning.sharded import ShardedStrategy
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class Preempted(SystemExit):
+    """Every rank's end after a SIGTERM that one of them got; the exit code is 143.
+
+    Args:
+        text: what is said of it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(EXIT_CODE)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Preemption(Callback):
+    """Ends training after a SIGTERM on any rank: at the end of a step all save with `LastCheckpoint`, if it is there.
+
+    The signal's handler sets a flag and nothing else. All ranks ask for each other's after every optimizer step and
+    every batch of a validation, which costs one small exchange over gloo; so what remains of a step, and a save, must
+    fit into the time that is left before the launcher kills. A run that has come to its end ends as ever.
+    """
+
+    def __init__(self) -> None:
+        self._requested, self._step = False, 0
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes note of SIGTERM from here on."""
+        self._listen()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes note of SIGTERM from here on."""
+        self._step = trainer.global_step
+        self._listen()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Raises Preempted after an optimizer step, if a rank was told to go."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._stop_if_told(trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Raises Preempted, if a rank was told to go."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._stop_if_told(trainer)
+
+    def _listen(self) -> None:
+        # In place of Lightning's handler, which broadcasts from inside. Its Trainer puts back what was there before.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._requested = True
+
+    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+        strategy, told = trainer.strategy, [self._requested]
+        if isinstance(strategy, ShardedStrategy):
+            told = [flags[0] for flags in strategy.exchange(self._requested)]
+        if not any(told):
+            return
+        ranks = [rank for rank, flag in enumerate(told) if flag]
+        text = f"SIGTERM on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: "
+        text += f"stopped after step {trainer.global_step}"
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, LastCheckpoint):
+                callback.save(trainer)
+                text += f", saved as {callback.path}"
+        if trainer.is_global_zero:
+            print(f"ringflash: {text}", file=sys.stderr, flush=True)
+        raise Preempted(text)

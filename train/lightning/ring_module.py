@@ -1,0 +1,396 @@
+"""What LightningModules that train on a ring share: optimizer, schedule, losses and gradients over all ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import ringflash as rf
+from ringflash.errors import ConfigError
+from ringflash.train.callbacks.nonfinite import NonFinite, NonFiniteError
+from ringflash.train.callbacks.observe import gathered
+from ringflash.train.checkpoint.load import compare_model_configs
+from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.models.activations import ActivationCheckpointing, check_offload
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.memory import (
+    GIB,
+    MemoryEstimate,
+    TrainingShape,
+    check_host_memory,
+    check_memory,
+    estimate_memory,
+    host_memory,
+)
+
+ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a training step leaves for the end of its accumulation window."""
+
+    batch_idx: int
+    loss_sum: Tensor
+    num_valid: Tensor
+
+
+class RingModule(pl.LightningModule, ABC):
+    """Next-token training of a model that `configure_model` makes, under `RingAttentionStrategy` or on one device.
+
+    Logs train/loss, train/grad_norm (before clipping) and train/learning_rate every optimizer step, val/loss and
+    test/loss every epoch; losses are means over all valid tokens of all ranks.
+
+    Args:
+        optimizer: AdamW and its schedule.
+        compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
+            Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
+        activation_checkpointing: "block" keeps each block's input and attention's result for the backward, and runs
+            the rest of the block, not its ring, again there; "none" keeps everything.
+        reshard_after_forward: free each block's gathered weights between its forward and its backward.
+        seed: of the initial weights.
+        nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
+        activation_offload: what "block" keeps lies in the host's memory meanwhile.
+        compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
+
+    Raises:
+        ConfigError: another activation_checkpointing, or activation_offload without "block".
+    """
+
+    in_pieces = False  # whether feed-forward layers take their tokens in pieces
+    offloads_sum = False  # whether activation_offload keeps what lies between attention and the feed-forward layer too
+    init_from: str | None = None  # folder of the weights to begin with, whose tokenizer data are compared with
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig | None,
+        compute_dtype: ComputeDtype,
+        activation_checkpointing: ActivationCheckpointing,
+        reshard_after_forward: bool,
+        seed: int,
+        nonfinite: NonFinite | None,
+        activation_offload: bool,
+        compile_blocks: bool,
+    ) -> None:
+        super().__init__()
+        self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.compute_dtype: ComputeDtype = compute_dtype
+        if activation_checkpointing not in get_args(ActivationCheckpointing):
+            raise ConfigError(
+                "activation_checkpointing",
+                expected='"none" or "block"',
+                got=repr(activation_checkpointing),
+                remedy="Choose one of these.",
+            )
+        check_offload(activation_checkpointing, activation_offload)
+        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
+        self.reshard_after_forward = reshard_after_forward
+        self.seed = seed
+        self._decoder: Any = None
+        self._window: list[_MicroBatch] = []
+        self._evaluated: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """Token ids that the model has; None where that is not known. Ids of batches are compared with it."""
+
+    @abstractmethod
+    def model_fields(self) -> dict[str, Any]:
+        """The model's configuration as plain values, which checkpoints hold and are compared by."""
+
+    @abstractmethod
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        """Losses of this rank's tokens, and the number of valid tokens on all ranks."""
+
+    @property
+    def decoder(self) -> Any:
+        """The model; there once `configure_model` has run."""
+        if self._decoder is None:
+            raise RuntimeError("The decoder exists only after configure_model.")
+        return self._decoder
+
+    @property
+    def context(self) -> rf.ContextParallel | None:
+        """The ring the sequence runs over; None under a single-device strategy."""
+        strategy = self.trainer.strategy
+        return strategy.context if isinstance(strategy, RingAttentionStrategy) else None
+
+    @property
+    def estimated_config(self) -> ModelConfig | None:
+        """The decoder whose memory is the model's; None where that is not known."""
+        return None
+
+    def memory_estimate(self) -> MemoryEstimate | None:
+        """What training under the Trainer's strategy takes at least, on one GPU; None without `estimated_config`.
+
+        Activations are counted where the data module has `context_length` and `batch_size`, as TextDataModule.
+        """
+        if (config := self.estimated_config) is None:
+            return None
+        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        compute = self._resolved_dtype(strategy.root_device)
+        context, data_parallel, shard, copied = 1, 1, 1, False
+        if isinstance(strategy, RingAttentionStrategy):
+            context, shard = strategy.context.world_size, strategy.shard_size
+            data_parallel = strategy.world_size // context
+            copied = shard > 1 or compute == torch.bfloat16
+        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
+        shape = TrainingShape(
+            tokens=(seqlen // context) * (batch_size // data_parallel),
+            shard_size=shard,
+            compute_dtype=compute,
+            checkpointing=self.activation_checkpointing,
+            offload=self.activation_offload,
+            offloads_sum=self.offloads_sum,
+            reshard_after_forward=self.reshard_after_forward,
+            copied=copied,
+            in_pieces=self.compile_blocks and self.in_pieces,
+        )
+        return estimate_memory(config, shape)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, fused on CUDA, and its schedule by optimizer step."""
+        optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
+        scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+
+        Returns:
+            loss: that, a scalar.
+            token_losses: (batch, seqlen_local) float32 of this rank's tokens, detached, 0 where the label is -100.
+
+        Raises:
+            ConfigError: gradients are accumulated by a strategy that takes the mean of the micro-batches' means.
+        """
+        micro_batches, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
+        if micro_batches > 1 and not isinstance(strategy, RingAttentionStrategy):
+            raise ConfigError(
+                "accumulate_grad_batches",
+                expected=f"1 under {type(strategy).__name__}, which averages over micro-batches instead of tokens",
+                got=micro_batches,
+                remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
+            )
+        losses, num_valid = self._loss(batch)
+        self._window.append(_MicroBatch(batch_idx, losses.total.detach(), num_valid))
+        return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds the batch to val/loss."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Adds the batch to test/loss."""
+        self._evaluate(batch)
+
+    def on_train_epoch_start(self) -> None:
+        """Forgets a window that an earlier run left unfinished."""
+        self._window = []
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts val/loss."""
+        self._evaluated = []
+
+    def on_test_epoch_start(self) -> None:
+        """Starts test/loss."""
+        self._evaluated = []
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs val/loss."""
+        self._log_evaluated("val/loss")
+
+    def on_test_epoch_end(self) -> None:
+        """Logs test/loss."""
+        self._log_evaluated("test/loss")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Logs the window's loss and gradient norm; all ranks hold the same figures, so all raise or none.
+
+        Raises:
+            NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
+        """
+        window, self._window = self._window, []
+        losses = gathered(self.trainer, torch.stack([m.loss_sum for m in window]))
+        loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
+        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
+            bad = [
+                (m.batch_idx, rank)
+                for rank, row in enumerate(losses)
+                for m, x in zip(window, row, strict=True)
+                if not math.isfinite(x.item())
+            ]
+            batches = sorted({batch for batch, _ in bad}) or [m.batch_idx for m in window]
+            where = f", first seen on ranks {sorted({rank for _, rank in bad})}" if bad else ""
+            error = NonFiniteError(
+                f"step {self.trainer.global_step}, batch {', '.join(map(str, batches))}: loss {loss.item()}, "
+                f"gradient norm {norm.item()}{where}. The optimizer has not stepped. Look at the batch; "
+                "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
+            )
+            self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
+            optimizer.zero_grad()  # parameters without gradients are left as they are
+            return
+        self._skipped = 0
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the model's configuration."""
+        checkpoint["model_config"] = self.model_fields()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises CheckpointError when the checkpoint is of another model."""
+        compare_model_configs(checkpoint.get("model_config"), self.model_fields())
+
+    def _evaluate(self, batch: dict[str, Tensor]) -> None:
+        losses, num_valid = self._loss(batch)
+        self._evaluated.append((losses.total, num_valid))
+
+    def _check_strategy(self) -> None:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
+            raise ConfigError(
+                "strategy",
+                expected='"ring_attention" with several ranks',
+                got=type(strategy).__name__,
+                remedy='Pass Trainer(strategy="ring_attention"); others average over ranks instead of tokens.',
+            )
+        if isinstance(strategy, RingAttentionStrategy) and type(strategy.precision_plugin) is not Precision:
+            plugin = strategy.precision_plugin
+            raise refused_precision(getattr(plugin, "precision", type(plugin).__name__))
+        if self.activation_offload and strategy.root_device.type == "cpu":
+            raise ConfigError(
+                "activation_offload",
+                expected="False on a CPU",
+                got=True,
+                remedy="Activations are in the host's memory already.",
+            )
+
+    def _check_context_length(self) -> None:
+        """Says so where sequences of the data module are longer than those that the model is meant for."""
+        config, data = self.estimated_config, getattr(self.trainer, "datamodule", None)
+        longest = None if config is None or config.rope_scaling is not None else config.max_position_embeddings
+        length = getattr(data, "context_length", None) or 0
+        fits = longest is None or length <= longest
+        if fits or self.trainer.state.fn != TrainerFn.FITTING or not self.trainer.is_global_zero:
+            return
+        text = f"context_length {length} is more than the model's max_position_embeddings {longest}, and there is no "
+        text += (
+            "rope_scaling: set that, or a larger rope_theta, with max_position_embeddings, for the model to reach it"
+        )
+        print(f"ringflash: {text}", file=sys.stderr, flush=True)
+
+    def _check_memory(self) -> None:
+        """Says what training takes at least on a GPU, and of its host; raises ConfigError when there is less."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if (estimate := self.memory_estimate()) is not None:
+            available = torch.cuda.get_device_properties(device).total_memory
+            ranks, host = self.trainer.num_devices, host_memory()
+            if self.trainer.is_global_zero:
+                text = f"Memory: {estimate}, of {available / GIB:.2f}"
+                if estimate.host:
+                    needed = ranks * estimate.host / GIB
+                    text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
+                print(text, flush=True)
+            check_memory(estimate, available)
+            check_host_memory(estimate, ranks, host)
+
+    def _shard(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        strategy: RingAttentionStrategy,
+        head: nn.Module | None = None,
+    ) -> None:
+        """FSDP over `model`, block by block."""
+        dtype = self._resolved_dtype(strategy.root_device)
+        reshard = self.reshard_after_forward
+        shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._resolved_dtype(self.device)
+        if self.context is None and dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, dtype)
+        return nullcontext()
+
+    def _resolved_dtype(self, device: torch.device) -> torch.dtype:
+        if self.compute_dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.compute_dtype]
+
+    def _log_evaluated(self, name: str) -> None:
+        if not self._evaluated:
+            return
+        local, counts = (torch.stack(column) for column in zip(*self._evaluated, strict=True))
+        loss = gathered(self.trainer, local.sum()[None]).sum() / counts.sum().clamp(min=1)
+        # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
+        self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
+
+
+def refused_precision(got: object) -> ConfigError:
+    """The error of a Trainer precision that would cast behind FSDP."""
+    return ConfigError(
+        "precision",
+        expected="32-true, the Trainer's default",
+        got=got,
+        remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
+    )
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    head: nn.Module | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """FSDP2 over `model`, block by block: weights as they are, gathered in `compute_dtype`, reduced in float32.
+
+    Args:
+        model: still without storage, or with.
+        blocks: of `model`, each gathered when it runs.
+        mesh: of one dimension, or (replicate, shard).
+        compute_dtype: bfloat16, or the dtype that weights have.
+        head: of `model`, if it has weights of its own and runs as a module: gathered for the loss and its backward
+            alone. What is in neither is gathered for all of a step.
+        reshard_after_forward: free a block's gathered weights until its backward.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    if head is not None:
+        fully_shard(head, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)

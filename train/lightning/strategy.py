@@ -1,0 +1,412 @@
+"""Lightning strategy: the sequence over a ring of ranks, the weights sharded over all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import ringflash as rf
+from ringflash.errors import ConfigError
+from ringflash.train.lightning.batch import (
+    ADDED,
+    CUT,
+    SAMPLER,
+    WHOLE,
+    agree_on_batch,
+    all_ranks,
+    cut_keys,
+    document_positions,
+)
+from ringflash.train.lightning.preemption import Preempted
+from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
+from ringflash.train.lightning.shutdown import Departure
+from ringflash.train.lightning.user_modules import (
+    REMEDY,
+    MetricGuard,
+    WatchedBatch,
+    are_equal,
+    check_callbacks,
+    refuse_loss,
+)
+
+logger = logging.getLogger(__name__)
+
+DATA, CONTEXT = "data_parallel", "context_parallel"
+LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
+
+
+class RingAttentionStrategy(ShardedStrategy):
+    """Context parallelism x data parallelism, with FSDP2 over both, or over groups of ranks that replicate it.
+
+    A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
+    `batch_to_device` leaves this rank's shard of them. `training_step` returns `context.token_mean(...).loss`, or the
+    local sum of token losses / `num_valid_tokens`; gradients are summed over all ranks, and over an accumulation window
+    weighted by its micro-batches' valid tokens, so that an optimizer step sees the gradient of
+
+        sum of the window's token losses / number of the window's valid tokens.
+
+    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must
+    be sharded. With micro-batches the gradients are reduced each time, which keeps them sharded.
+
+    Args:
+        context_parallel_size: ranks that share a sequence; "auto": all that `data_parallel_size` leaves.
+        data_parallel_size: sequences in flight; "auto": all that `context_parallel_size` leaves, 1 when both are auto.
+        layout: how a sequence is cut: "zigzag" or "striped" (even causal work) or "contiguous".
+        transport: how keys and values travel, as in `rf.ContextParallel`.
+        process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
+        timeout: of collectives; a timedelta or seconds.
+        replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
+            With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
+        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: for short sequences.
+        shard_keys: further entries of batches to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        layout: Literal["zigzag", "contiguous", "striped"] = "zigzag",
+        transport: str = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        replicate_size: int = 1,
+        cuda_graphs: bool = False,
+        shard_keys: Sequence[str] = (),
+    ) -> None:
+        self._shard_keys = _checked_keys(shard_keys)
+        for name, size in ((CONTEXT, context_parallel_size), (DATA, data_parallel_size)):
+            if size != "auto" and (not isinstance(size, int) or size < 1):
+                raise ConfigError(
+                    f"{name}_size", expected='"auto" or a positive integer', got=size, remedy="Set the number of ranks."
+                )
+        if not isinstance(replicate_size, int) or replicate_size < 1:
+            remedy = "Set the number of copies of the weights, for instance that of hosts."
+            raise ConfigError("replicate_size", expected="a positive integer", got=replicate_size, remedy=remedy)
+        if layout not in LAYOUTS:
+            remedy = "A batch is cut before any mask is known; cut it yourself where the mask is, for another layout."
+            raise ConfigError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy=remedy)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        )
+        self._context_parallel_size: Literal["auto"] | int = context_parallel_size
+        self._layout: Literal["zigzag", "contiguous", "striped"] = layout
+        self._transport = transport
+        self._cuda_graphs = cuda_graphs
+        self._context: rf.ContextParallel | None = None
+        self._replicate_size = replicate_size
+        self._shard_mesh: DeviceMesh | None = None
+        self._world_group: dist.ProcessGroup | None = None
+        self._window: list[Tensor] = []
+        self._warned_of_repeats = False
+        self._departure: Departure | None = None
+
+    @property
+    def context(self) -> rf.ContextParallel:
+        """The context-parallel group and layout; there once the processes have met.
+
+        Calls of one's own, of sequences of another length than the batch's, need `context.forget_lengths()` before.
+        """
+        if self._context is None:
+            raise RuntimeError("The context exists only after the strategy has set up its environment.")
+        return self._context
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """What weights are sharded over: the 1-D mesh of all ranks, with `replicate_size` (replicate, shard)."""
+        if self._shard_mesh is None:
+            raise RuntimeError("The mesh exists only after the strategy has set up its environment.")
+        return self._shard_mesh
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks, data x context parallel."""
+        if self._world_group is None:
+            raise RuntimeError("The group exists only after the strategy has set up its environment.")
+        return self._world_group
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return self.world_size // self._replicate_size
+
+    def setup_environment(self) -> None:
+        """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            check_callbacks(trainer)
+        # Not ModelParallelStrategy's own, which asserts data x tensor == world.
+        super(ModelParallelStrategy, self).setup_environment()
+        if not dist.is_initialized():
+            # At exit and not at teardown: `fit` is followed by `validate` or `test` on the same sharded weights.
+            self._departure = Departure()
+        self._setup_distributed()
+        shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
+        self._data_parallel_size, self._context_parallel_size = shape
+        if self.world_size % self._replicate_size:
+            raise ConfigError(
+                "replicate_size",
+                expected=f"a divisor of {self.world_size} ranks",
+                got=self._replicate_size,
+                remedy="Every copy of the weights is sharded over equally many ranks.",
+            )
+        if self._device_mesh is None:
+            device_type = self.root_device.type
+            self._device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
+            world = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+            self._world_group, self._shard_mesh = world.get_group(), world
+            if self._replicate_size > 1:
+                sizes = (self._replicate_size, self.shard_size)
+                self._shard_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
+            self._context = rf.ContextParallel(
+                self._device_mesh[CONTEXT],
+                layout=self._layout,
+                transport=self._transport,
+                fixed_lengths=True,  # within a batch: see `batch_to_device`
+                cuda_graphs=self._cuda_graphs,
+            )
+            self._context.gradients = "sum"
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Materialises the weights, makes the optimizer, and gives each rank random numbers of its own."""
+        self._window = []
+        assert self.model is not None
+        assert self.lightning_module is not None
+        self.context.weighs_windows = self.lightning_module.automatic_optimization
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
+            callbacks.insert(0, MetricGuard())
+        reshard(self.model)
+        sum_gradients(self.model)
+        super().setup(trainer)
+        # Lightning seeds all ranks alike. Dropout must differ between the shards of a sequence; the order of the data,
+        # which must not, comes from samplers with a seed of their own.
+        torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
+
+    def teardown(self) -> None:
+        """Leaves the weights sharded, and the process group for the next stage; it goes when the process exits."""
+        if self.model is not None:
+            reshard(self.model)
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets this rank leave without its peers, which may never come to the end of theirs."""
+        if self._departure is not None and not isinstance(exception, Preempted):  # on which all ranks agree
+            self._departure.fail()
+        super().on_exception(exception)
+
+    def _is_agreed(self, error: BaseException) -> bool:
+        return isinstance(error, Preempted)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The rank's shard of a batch of whole sequences.
+
+        {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
+        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; entries named in `shard_keys` are
+        cut too, others are only moved.
+        With "cu_seqlens", (batch, ndocuments + 1) int64 of the documents packed into the whole sequences, positions
+        restart at each document and are (batch, seqlen_local); it stays whole, and on the CPU, where masks are made.
+
+        Raises:
+            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has entries of
+                the names that are added, labels that are not shifted, an attention_mask with zeros, an entry with a
+                value for each token that nobody cuts, or ids outside the module's vocab_size, if it has one.
+            PeerFailed: another rank's batch is not of this form.
+            RankMismatch: ranks of one context-parallel group hold different sequences.
+        """
+        device = device or self.root_device
+        vocab_size = getattr(self.lightning_module, "vocab_size", None)
+        agreed = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size, self._shard_keys)
+        if agreed.is_repeated and not self._warned_of_repeats:
+            self._warned_of_repeats = True
+            if self.is_global_zero:
+                text = "All data-parallel groups hold the same batch, so that they gain nothing. %s"
+                logger.warning(text, SAMPLER)
+        cu_seqlens: Tensor | None = batch.get("cu_seqlens")
+        rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+        moved = dict(cast("Mapping[str, Any]", super().batch_to_device(rest, device, dataloader_idx)))
+        seqlen = moved["input_ids"].shape[1]
+        for name in cut_keys(batch, self._shard_keys):
+            moved[name] = self.context.shard(moved[name], dim=1)
+        self.context.forget_lengths()
+        if cu_seqlens is None:
+            moved["position_ids"] = self.context.positions(seqlen, device=device)
+        else:
+            moved["cu_seqlens"] = cu_seqlens.cpu()
+            moved["position_ids"] = document_positions(moved["cu_seqlens"], self.context.positions(seqlen)).to(device)
+        moved["num_valid_tokens"] = torch.tensor(agreed.num_valid, device=device)
+        return moved
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step and notes the micro-batch's valid tokens.
+
+        Raises:
+            ConfigError: there are several ranks, and the step neither calls `context.token_mean` nor reads
+                `num_valid_tokens`: its loss is none of the two that give the gradient of the mean over all ranks.
+        """
+        batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        self.restore_random()
+        assert self.lightning_module is not None
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
+            self._window = []
+        self._window.append(batch["num_valid_tokens"])
+        watched, made = WatchedBatch(batch), self.context.token_means_made
+        result = super().training_step(watched, *args[1:], **kwargs)
+        is_divided = watched.is_count_read or self.context.token_means_made > made
+        if result is not None and self.world_size > 1 and not is_divided:
+            raise refuse_loss()
+        return result
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over ranks, for `self.log(..., sync_dist=True)`.
+
+        Raises:
+            ConfigError: a mean of numbers that differ: it would weigh ranks, not tokens.
+        """
+        is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
+            local = tensor.detach().reshape(1).to(self.root_device, torch.float64)
+            values = [value.item() for value in all_ranks(local, group or self.world_group)]
+            if not are_equal(values):
+                got = f"{values}, whose mean is neither the sum of the ranks' shares nor weighted by their tokens"
+                raise ConfigError("sync_dist", expected="a value that is equal on all ranks", got=got, remedy=REMEDY)
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of a micro-batch, weighted by its valid tokens in units of the window's first micro-batch."""
+        assert self.lightning_module is not None
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+        if micro_batches > 1 and self.lightning_module.automatic_optimization:
+            valid = self._window[-1].to(closure_loss.dtype)
+            # Lightning has divided by the number of micro-batches, which is not how tokens are averaged.
+            closure_loss = closure_loss * (micro_batches * valid / self._reference().to(closure_loss.dtype))
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps on the window's token mean; gradients are final before any hook or clipping sees them."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+
+        def closure_then_rescale() -> Any:
+            result = closure()
+            if micro_batches > 1:  # and the window may still hold just one, at the end of an epoch
+                self._rescale(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
+
+    def _reference(self) -> Tensor:
+        return self._window[0].clamp(min=1)
+
+    def _rescale(self, optimizer: Optimizer) -> None:
+        total = torch.stack(self._window).sum().clamp(min=1)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                gradient.mul_(self._reference().to(gradient.dtype) / total.to(gradient.dtype))
+
+
+def resolve_sizes(
+    data_parallel_size: Literal["auto"] | int, context_parallel_size: Literal["auto"] | int, world_size: int
+) -> tuple[int, int]:
+    """(data, context) parallel sizes whose product is `world_size`; context parallelism takes what is free.
+
+    Raises:
+        ConfigError: no such sizes.
+    """
+    if context_parallel_size == "auto":
+        data = 1 if data_parallel_size == "auto" else data_parallel_size
+        context = world_size // data
+    else:
+        context = context_parallel_size
+        data = world_size // context if data_parallel_size == "auto" else data_parallel_size
+    if data * context != world_size:
+        raise ConfigError(
+            "context_parallel_size",
+            expected=f"data_parallel_size x context_parallel_size == {world_size} ranks",
+            got=f"{data_parallel_size} x {context_parallel_size}",
+            remedy='Leave one of them "auto", or change the number of devices.',
+        )
+    return data, context
+
+
+def _checked_keys(shard_keys: Sequence[str]) -> tuple[str, ...]:
+    taken = {*ADDED, *CUT, *WHOLE}
+    names = () if isinstance(shard_keys, str) else tuple(shard_keys)
+    if isinstance(shard_keys, str) or any(not isinstance(name, str) or name in taken for name in names):
+        raise ConfigError(
+            "shard_keys",
+            expected=f"a sequence of names of batch entries other than {sorted(taken)}",
+            got=repr(shard_keys),
+            remedy='Name the further entries with a value for each token, for instance ("loss_mask",).',
+        )
+    return names
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    """Makes FSDP add gradients over the ranks; its default divides by their number.
+
+    Raises:
+        ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and break norm clipping.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "model",
+            expected="a module sharded with fully_shard",
+            got="DistributedDataParallel, which averages gradients",
+            remedy="Leave sum_gradients out: the loss of context.token_mean is right under DDP as it is.",
+        )
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ConfigError(
+            "model",
+            expected="every parameter sharded with fully_shard",
+            got=f"{len(plain)} that are not, the first {plain[0]}",
+            remedy="Call fully_shard(module, mesh=mesh) on the module that holds it; under RingAttentionStrategy in "
+            "configure_model, with mesh=self.trainer.strategy.shard_mesh.",
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # the factor alone is PREMUL_SUM, which gloo lacks
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Frees gathered weights: the root's and the head's stay after a forward that no backward follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+StrategyRegistry.register(
+    "ring_attention",
+    RingAttentionStrategy,
+    description="Ring attention over the sequence, FSDP2 over all ranks",
+    override=True,
+)

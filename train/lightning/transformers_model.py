@@ -1,0 +1,192 @@
+"""LightningModule that trains a causal language model of transformers on a ring of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import ringflash as rf
+from ringflash.errors import ConfigError
+from ringflash.train.callbacks.nonfinite import NonFinite
+from ringflash.train.lightning.batch import check_tokens, documents_of, positions_of
+from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.transformers_head import states_loss, why_whole_logits
+from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
+from ringflash.train.models.activations import ActivationCheckpointing, HostMemory
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.huggingface import from_transformers
+from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  # not of the model itself
+CHUNKED_LOSS = "chunked_loss"  # the model's method, beside its forward, that FSDP gathers the head for
+
+
+class TransformersModel(RingModule):
+    """Next-token training of any `AutoModelForCausalLM` whose layers hand keywords down to attention.
+
+    Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss is of the
+    logits alone: a mixture of experts is trained without the auxiliary loss of its router. The logits are never whole,
+    unless the model changes what its head gives, which one line says.
+
+    Each rank holds the whole model on its CPU before it keeps its shard.
+
+    Args:
+        model: a configuration, for new weights, or a folder with a model's config.json and weights.
+        optimizer: as in `RingModule`.
+        compute_dtype: as in `RingModule`.
+        activation_checkpointing: as in `RingModule`.
+        reshard_after_forward: as in `RingModule`.
+        seed: of new weights, and of dropout in attention.
+        nonfinite: as in `RingModule`.
+        activation_offload: as in `RingModule`.
+        compile_blocks: as in `RingModule`.
+
+    Raises:
+        ConfigError: as in `RingModule`.
+    """
+
+    def __init__(
+        self,
+        model: PretrainedConfig | str | Path,
+        optimizer: OptimizerConfig | None = None,
+        compute_dtype: ComputeDtype = "auto",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        reshard_after_forward: bool = True,
+        seed: int = 0,
+        nonfinite: NonFinite | None = None,
+        activation_offload: bool = False,
+        compile_blocks: bool = False,
+    ) -> None:
+        from transformers import AutoConfig
+
+        super().__init__(
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            seed=seed,
+            nonfinite=nonfinite,
+            activation_offload=activation_offload,
+            compile_blocks=compile_blocks,
+        )
+        self.init_from = str(model) if isinstance(model, str | Path) else None
+        self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
+
+    def configure_model(self) -> None:
+        """Builds the model, each layer sharded under `RingAttentionStrategy`, whole elsewhere.
+
+        Raises:
+            ConfigError: as `LanguageModel`.
+            ArgumentError: a model that cannot run on a ring; see `ringflash.hf.check_model`.
+        """
+        if self._decoder is not None:
+            return
+        strategy = self.trainer.strategy
+        self._check_strategy()
+        compute = self._resolved_dtype(strategy.root_device)
+        self._check_context_length()
+        self._check_memory()
+        model = self._build()
+        rf.hf.check_model(model)
+        model.to(torch.float64 if compute == torch.float64 else torch.float32).train()
+        if (why := why_whole_logits(model)) is None:
+            setattr(model, CHUNKED_LOSS, partial(states_loss, model))
+        elif self.trainer.is_global_zero:
+            print(f"Loss: of whole logits, since {type(model).__name__} {why}", flush=True)
+        layers = layers_of(model)
+        self._prepare(layers)
+        if isinstance(strategy, RingAttentionStrategy):
+            self._shard(model, layers, strategy)
+            if why is None:
+                register_fsdp_forward_method(model, CHUNKED_LOSS)
+        else:
+            model.to(strategy.root_device)
+        self._decoder = model
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; a collective of all ranks."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.decoder, options=options)
+        if self.trainer.is_global_zero:
+            model: Any = self.decoder
+            model.save_pretrained(folder, state_dict=weights)
+        self.trainer.strategy.barrier()
+
+    def _build(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        rf.hf.register()
+        options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.float32}
+        if self.init_from is not None:
+            return AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # the same weights on every rank
+            return AutoModelForCausalLM.from_config(self.config, **options)
+
+    def _prepare(self, layers: Sequence[nn.Module]) -> None:
+        """Puts what training asks for in the place of the layers' forwards."""
+        if self.activation_checkpointing == "none" and not self.compile_blocks:
+            return
+        host_memory = HostMemory() if self.activation_offload else None
+        for layer in layers:
+            trained: Any = TrainedLayer(layer, self.activation_checkpointing, host_memory)
+            layer.forward = trained
+            if self.compile_blocks:
+                trained.compile()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids that the model has."""
+        return getattr(self.config.get_text_config(), "vocab_size", None)
+
+    @property
+    def estimated_config(self) -> ModelConfig | None:
+        """The decoder of this shape, for Llama, Mistral, Qwen 2 and Qwen 3."""
+        try:
+            return from_transformers(self.config.to_dict())
+        except ConfigError:
+            return None
+
+    def model_fields(self) -> dict[str, Any]:
+        """The configuration, without what may differ between versions and places of one model."""
+        fields = json.loads(self.config.to_json_string(use_diff=True))
+        return {n: x for n, x in fields.items() if n not in PASSING}
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        position_ids, num_valid = torch.atleast_2d(positions_of(batch)), batch.get("num_valid_tokens")
+        if self.context is None and self.vocab_size is not None:
+            check_tokens(batch, self.vocab_size)
+        keywords: dict[str, Any] = {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed()}
+        if (documents := documents_of(batch)) is not None:
+            keywords["ring_documents"] = documents
+        model: Any = self.decoder
+        keywords |= {"position_ids": position_ids, "use_cache": False}
+        with self._autocast():
+            if (chunked_loss := getattr(model, CHUNKED_LOSS, None)) is not None:
+                losses = chunked_loss(input_ids, labels, **keywords)
+            else:
+                losses = token_losses(model(input_ids, **keywords).logits, labels)
+        return losses, count_valid(labels) if num_valid is None else num_valid
+
+    def _dropout_seed(self) -> int:
+        """The same on all ranks that share a sequence, another one at every micro-batch."""
+        strategy = self.trainer.strategy
+        data_rank = strategy.distributed_sampler_kwargs["rank"] if isinstance(strategy, RingAttentionStrategy) else 0
+        words = f"{self.seed}/{self.trainer.fit_loop.total_batch_idx}/{data_rank}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,1 @@
+"""The decoder, its weights, its loss and its generation."""

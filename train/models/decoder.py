@@ -1,0 +1,377 @@
+"""A decoder as Llama's, Mistral's and Qwen's, whose attention runs on one device or on a ring of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import ringflash as rf
+from ringflash.errors import ArgumentError
+from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, check_offload, recompute
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.kv_cache import KVCache
+from ringflash.train.models.linear_loss import linear_token_loss
+from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.memory import feed_forward_pieces
+from ringflash.train.models.rotary import rotary_angles, rotate, scaled_length
+from ringflash.train.models.weights import Weights
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a weight is drawn: truncated normal of `std`, from a generator seeded by `seed` and the weight's own name.
+
+    The draw does not depend on other weights, on the global generator or on the world size, so that any rank
+    can make any weight, and every sharding starts from the same model.
+    """
+
+    name: str
+    seed: int
+    std: float = INIT_STD
+
+    def fill(self, weight: Tensor) -> None:
+        """Overwrites `weight`; of a DTensor every rank draws the whole and keeps its shard."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        full = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        nn.init.trunc_normal_(full, std=self.std, a=-3 * self.std, b=3 * self.std, generator=generator)
+        with torch.no_grad():
+            if isinstance(weight, DTensor):
+                full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.copy_(full)
+
+
+class Layer(nn.Module):
+    """A module with parameters of its own, which are drawn, or read if `stored` is set."""
+
+    stored: Callable[[str, Tensor], None] | None = None  # fills a parameter, given its name in this module
+
+    def reset_parameters(self) -> None:
+        """Draws or reads the parameters that have storage."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                (self.stored or self.draw)(name, parameter)
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Overwrites the parameter `name` with its initial values."""
+        raise NotImplementedError
+
+
+class Linear(Layer):
+    """x @ weight.T + bias, weight (out_features, in_features); the bias, if there is one, starts at zero."""
+
+    def __init__(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> None:
+        super().__init__()
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draws the weight, or zeros the bias."""
+        if name == "weight":
+            self.init.fill(parameter)
+        else:
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _Vocabulary(Layer):
+    """A row of `weight`, (vocab_size, dim), for each token of a vocabulary."""
+
+    def __init__(self, vocab_size: int, dim: int, init: Init) -> None:
+        super().__init__()
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.reset_parameters()
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draws the weight."""
+        self.init.fill(parameter)
+
+
+class Embedding(_Vocabulary):
+    """weight[input_ids]."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(...) int64 -> (..., dim)."""
+        return nn.functional.embedding(input_ids, self.weight)
+
+
+class Head(_Vocabulary):
+    """x @ weight.T, or with labels the loss, for which logits are never whole."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:
+        """(..., dim) -> (..., vocab_size)."""
+        return _logits_or_loss(x, self.weight, labels)
+
+
+def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor | TokenLosses:
+    return nn.functional.linear(x, weight) if labels is None else linear_token_loss(x, weight, labels)
+
+
+class RMSNorm(Layer):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Sets the weight to one."""
+        nn.init.ones_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all blocks of one forward share: rotary cosines and sines, ring, cache, packing.
+
+    Cosines and sines are (batch | 1, seqlen, 1, headdim / 2).
+    One plain value, so that FSDP's casting of inputs does not round the angles to the compute dtype.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    context: rf.ContextParallel | None
+    cache: KVCache | None
+    documents: rf.Documents | None
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention on rotated queries and keys, of a window or of all keys before."""
+
+    def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
+        super().__init__()
+        name, residual_std = f"layers.{layer}.self_attn", INIT_STD / math.sqrt(2 * config.n_layers)
+        q_dim, kv_dim, bias = config.n_heads * config.headdim, config.n_kv_heads * config.headdim, config.qkv_bias
+        self.layer, self.headdim, window = layer, config.headdim, config.window(layer)
+        # A window of w keys is a query's own and the w - 1 before.
+        self.mask = rf.Causal() if window is None else rf.Causal() & rf.SlidingWindow(window - 1)
+        self.q_proj = Linear(config.dim, q_dim, Init(f"{name}.q_proj", seed), bias=bias)
+        self.k_proj = Linear(config.dim, kv_dim, Init(f"{name}.k_proj", seed), bias=bias)
+        self.v_proj = Linear(config.dim, kv_dim, Init(f"{name}.v_proj", seed), bias=bias)
+        self.o_proj = Linear(q_dim, config.dim, Init(f"{name}.o_proj", seed, residual_std), bias=config.o_bias)
+        self.q_norm = RMSNorm(config.headdim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.headdim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        mask = self.mask if step.documents is None else self.mask & step.documents
+        if step.cache is not None:
+            out = step.cache.attend(self.layer, q, k, v, mask)
+        elif step.context is not None:
+            out = rf.ring_attention(q, k, v, step.context, mask=mask)
+        else:
+            out = rf.flash_attention(q, k, v, mask=mask)
+        assert isinstance(out, Tensor)
+        return self.o_proj(out.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
+        super().__init__()
+        name, residual_std = f"layers.{layer}.mlp", INIT_STD / math.sqrt(2 * config.n_layers)
+        self.gate_proj = Linear(config.dim, config.ffn_dim, Init(f"{name}.gate_proj", seed))
+        self.up_proj = Linear(config.dim, config.ffn_dim, Init(f"{name}.up_proj", seed))
+        self.down_proj = Linear(config.ffn_dim, config.dim, Init(f"{name}.down_proj", seed, residual_std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), `feed_forward_pieces` after one another.
+
+        So a compiled backward that computes gate and up again holds those of one piece, not of all tokens.
+        """
+        rows = x.flatten(0, -2)
+        pieces = [self.whole(piece) for piece in rows.split(feed_forward_pieces(rows.shape[0]))]
+        return pieces[0].view(x.shape) if len(pieces) == 1 else torch.cat(pieces).view(x.shape)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), all tokens at once."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
+        super().__init__()
+        self.checkpointing: ActivationCheckpointing = "none"
+        self.host_memory: HostMemory | None = None
+        self.compiled: Callable[[Tensor, Step], Tensor] | None = None
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config, layer, seed)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = FeedForward(config, layer, seed)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
+        if not torch.is_grad_enabled() or step.cache is not None:  # a cache takes its rows once
+            return self._compute(x, step)
+        # Inside the block, so that FSDP's hooks wrap all of it and gather the weights once for what runs again.
+        if self.host_memory is None:
+            return self._train(x, step)
+        with self.host_memory.hooks(staying=(*self.parameters(), step.cos, step.sin)):
+            return self._train(x, step)
+
+    def _train(self, x: Tensor, step: Step) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(x, step)
+        return self._run(x, step, self.host_memory)
+
+    def _run(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
+        """The block as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
+        if self.checkpointing == "none":
+            return self._compute(x, step)
+        if self.host_memory is None:
+            return recompute(self._compute, x, step)
+        # The host has room for what lies between the two: the first's last product is not computed again.
+        x = recompute(self._with_attention, x, step, offload=offload)
+        return recompute(self._with_feed_forward, x, offload=offload)
+
+    def _compute(self, x: Tensor, step: Step) -> Tensor:
+        return self._with_feed_forward(self._with_attention(x, step))
+
+    def _with_attention(self, x: Tensor, step: Step) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), step)
+
+    def _with_feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Tokens to next-token logits; parameters are named as in Hugging Face's Llama.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights, which depend on it and on their names only.
+        weights: a folder's, to begin with instead; each rank reads its own part, once there is storage for it.
+
+    Raises:
+        CheckpointError: `weights` are not those of this shape.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0, weights: Weights | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.dim, Init("embed_tokens", seed))
+        self.layers = nn.ModuleList(Block(config, layer, seed) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else Head(config.vocab_size, config.dim, Init("lm_head", seed))
+        if weights is not None:
+            weights.check({name: tuple(p.shape) for name, p in self.named_parameters()})
+            for name, module in self.named_modules():
+                if isinstance(module, Layer):
+                    module.stored = partial(weights.fill, name)
+                    module.reset_parameters()
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Storage on `device` for a decoder that was made on the meta device, sharded since or not, and its weights."""
+        self.to_empty(device=device)
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.reset_parameters()
+
+    def keep_activations(self, checkpointing: ActivationCheckpointing, *, offload: bool = False) -> None:
+        """What blocks keep for the backward: "none" checkpoints nothing, "block" keeps inputs and attention's results.
+
+        With "block" the rest of a block runs again, its ring does not. `offload` keeps in the host's memory.
+
+        Raises:
+            ConfigError: `offload` without "block".
+        """
+        check_offload(checkpointing, offload)
+        host_memory = HostMemory() if offload else None
+        for block in self._blocks():
+            block.checkpointing, block.host_memory = checkpointing, host_memory
+
+    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compiles each block's forward and backward in training; all blocks of one kind share what is compiled."""
+        for block in self._blocks():
+            block.compiled = torch.compile(block._run, backend=backend, fullgraph=True)
+
+    def _blocks(self) -> list[Block]:
+        return [cast("Block", block) for block in self.layers]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: rf.ContextParallel | None = None,
+        cache: KVCache | None = None,
+        documents: rf.Documents | None = None,
+        *,
+        labels: Tensor | None = None,
+        newest: bool = False,
+    ) -> Tensor | TokenLosses:
+        """Logits (batch, seqlen, vocab_size), or with `labels` the loss, for which logits are never whole.
+
+        Args:
+            input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout. With both
+                `context` and a `cache` that holds tokens, what follows these, whole on every rank.
+            position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence, or in each document.
+            context: the ranks that share the sequence; None when this rank has all of it.
+            cache: keys and values of the tokens before `input_ids`; extended. It is made for the same `context`.
+            documents: what the whole sequence is packed of; none sees another. Without `cache`.
+            labels: (batch, seqlen) int64, cut as `input_ids`; the loss is computed here, where FSDP has the head whole.
+            newest: with `cache`, logits (batch, 1, vocab_size) of each sequence's newest token alone, on every rank.
+
+        Raises:
+            ArgumentError: `position_ids` or `labels` do not fit `input_ids`, `cache` is full, of another context or
+                comes with `documents`, or `newest` comes without one.
+        """
+        if position_ids.shape[-1] != input_ids.shape[-1] or position_ids.ndim not in (1, 2):
+            raise ArgumentError(
+                "position_ids",
+                expected=f"({input_ids.shape[-1]},) or {tuple(input_ids.shape)}",
+                got=tuple(position_ids.shape),
+                remedy="Pass one position a token of input_ids.",
+            )
+        if (newest and cache is None) or (cache is not None and cache.context is not context):
+            raise ArgumentError(
+                "cache",
+                expected="a KVCache made for the context",
+                got="none" if cache is None else f"one for {cache.context}",
+                remedy="Make it with KVCache.empty(..., context=context).",
+            )
+        if cache is not None and documents is not None:
+            remedy = "Generate from one document a sequence."
+            raise ArgumentError("documents", expected="None with a cache", got=repr(documents), remedy=remedy)
+        if cache is not None:
+            cache.begin(position_ids)
+        x = self.embed_tokens(input_ids)
+        angle_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        seqlen = input_ids.shape[1]
+        length = scaled_length(self.config, seqlen, context, documents) if cache is None else cache.longest
+        step = Step(*rotary_angles(self.config, position_ids, angle_dtype, length), context, cache, documents)
+        for block in self.layers:
+            x = block(x, step)
+        if cache is not None:
+            cache.finish()
+            x = cache.newest(x) if newest else x
+        x = self.norm(x)
+        if self.lm_head is None:
+            return _logits_or_loss(x, self.embed_tokens.weight, labels)
+        return self.lm_head(x, labels)

@@ -1,0 +1,174 @@
+"""How much memory training takes at least, by shape and options: an estimate that is said before it begins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ringflash.errors import ConfigError
+from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.linear_loss import chunk_rows
+
+GIB = 2.0**30
+# A block's feed-forward takes so many tokens and more in pieces: few, since each adds to all of the weights' gradients.
+# Their number is one of two, since each is a graph to compile, of which torch.compile makes 8 for all lengths and kinds
+# of blocks.
+FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 4
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """What of a run decides over one GPU's memory, beside the model.
+
+    Args:
+        tokens: of a micro-batch on this rank: sequences x tokens of its shard; 0 where that is not known.
+        shard_size: ranks that share one copy of the weights.
+        compute_dtype: of activations and gathered weights.
+        checkpointing: what blocks keep.
+        offload: whether what "block" keeps is in the host's memory.
+        offloads_sum: whether the sum after attention is there too, as a Decoder's.
+        reshard_after_forward: whether a block's gathered weights are freed after its forward.
+        copied: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
+        in_pieces: whether a block's backward computes gate and up again piece by piece, as a compiled Decoder's.
+    """
+
+    tokens: int
+    shard_size: int = 1
+    compute_dtype: torch.dtype = torch.bfloat16
+    checkpointing: ActivationCheckpointing = "none"
+    offload: bool = False
+    offloads_sum: bool = False
+    reshard_after_forward: bool = True
+    copied: bool = True
+    in_pieces: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU; `total` is the peak, at which not all of them are there together.
+
+    Args:
+        weights: sharded master weights.
+        optimizer: AdamW's two moments, sharded.
+        gradients: sharded, when the backward has ended.
+        gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
+        activations: what all blocks keep from the forward.
+        loss: logits of a chunk and their gradient, the head, and gradients of it and of the final states.
+        block: what the last block's backward computes again, its weights, and the gradient of a head that has none.
+        host: what blocks keep in the host's memory for this GPU, beside `total`.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    activations: int
+    loss: int
+    block: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak: where the backward begins, in the loss or in the last block, or where the optimizer steps."""
+        backward = self.gathered + self.activations + max(self.loss, self.block)
+        return self.weights + self.optimizer + max(backward, self.gradients)
+
+    def __str__(self) -> str:
+        names = ("weights", "optimizer", "gradients", "gathered", "activations", "loss", "block")
+        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        return f"at least {self.total / GIB:.2f} GiB a GPU ({parts})"
+
+
+def feed_forward_pieces(tokens: int) -> list[int]:
+    """Tokens in each piece, of `tokens` of a micro-batch on this rank."""
+    if tokens < FEED_FORWARD_ROWS:
+        return [tokens]
+    piece = tokens // FEED_FORWARD_PIECES
+    return [*[piece] * (FEED_FORWARD_PIECES - 1), tokens - piece * (FEED_FORWARD_PIECES - 1)]
+
+
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """Numbers in one block, and in embedding, last norm and head."""
+    kv_dim = config.n_kv_heads * config.headdim
+    q_dim = config.n_heads * config.headdim
+    block = 2 * config.dim * (q_dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    block += (q_dim + 2 * kv_dim) * config.qkv_bias + config.dim * config.o_bias + 2 * config.headdim * config.qk_norm
+    heads = 1 if config.tie_embeddings else 2
+    return block, heads * config.vocab_size * config.dim + config.dim
+
+
+def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate:
+    """What training takes at least: what must be there at once, whatever allocator, kernels and compiler do.
+
+    A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, gate and up, and
+    lse; with checkpointing its input, out and lse, and the sum, gate and up come back in its backward. Left out are
+    buffers of the ring and of collectives, temporaries, what the allocator cannot use, and the CUDA context.
+    """
+    master = 8 if shape.compute_dtype == torch.float64 else 4
+    item = shape.compute_dtype.itemsize
+    block_parameters, root_parameters = parameter_counts(config)
+    weights = (config.n_layers * block_parameters + root_parameters) * master // shape.shard_size
+    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    kept = (config.dim + q_dim) * item + master * config.n_heads
+    gate_and_up, host = 2 * config.ffn_dim * item, 0
+    block = shape.tokens * config.dim * item
+    block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
+    if shape.checkpointing == "none":
+        kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
+    elif shape.offload:
+        host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
+        kept, block = 0, block + shape.tokens * kept
+    head = config.vocab_size * config.dim if shape.tokens else 0
+    logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
+    loss = logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item
+    gathered = root_parameters
+    if shape.copied and not config.tie_embeddings:  # the head comes and goes by itself, with its gradient
+        gathered -= config.vocab_size * config.dim
+        loss += head * item
+    else:
+        block += head * item
+    if not shape.reshard_after_forward:
+        gathered += config.n_layers * block_parameters
+    elif shape.copied:
+        block += block_parameters * item
+    return MemoryEstimate(
+        weights=weights,
+        optimizer=2 * weights,
+        gradients=weights,
+        gathered=gathered * item if shape.copied else 0,
+        activations=config.n_layers * shape.tokens * kept,
+        loss=loss,
+        block=block,
+        host=host,
+    )
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, of which a container may be allowed less."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> None:
+    """Raises ConfigError when `ranks` of one host keep more than its `available` bytes."""
+    if ranks * estimate.host > available:
+        raise ConfigError(
+            "activation_offload",
+            expected=f"at most the host's {available / GIB:.2f} GiB",
+            got=f"at least {estimate.host / GIB:.2f} GiB for each of {ranks} GPUs",
+            remedy="Use a shorter context, a smaller micro-batch, more hosts, or no activation_offload.",
+        )
+
+
+def check_memory(estimate: MemoryEstimate, available: int) -> None:
+    """Raises ConfigError when `estimate` is more than the `available` bytes of the GPU."""
+    if estimate.total > available:
+        raise ConfigError(
+            "memory",
+            expected=f"at most the GPU's {available / GIB:.2f} GiB",
+            got=str(estimate),
+            remedy='Use activation_checkpointing="block", then activation_offload, a shorter context, a smaller '
+            "micro-batch, or more ranks.",
+        )
