@@ -15,7 +15,7 @@ from ringflash.state import LOG2E
 
 
 @dataclass(frozen=True, eq=False)
-class Scoring:
+class ScoreConfig:
     """How scores are made from q k^T, and weights from scores; the same in every hop.
 
     score = softcap * tanh(softmax_scale * q k^T / softcap) - alibi_slope * |position_q - position_k|
@@ -48,10 +48,10 @@ class Scoring:
         sinks: Tensor | None,
         dropout_p: float = 0.0,
         dropout_seed: Tensor | None = None,
-    ) -> Scoring:
+    ) -> ScoreConfig:
         """From what a custom op is given: slopes and sinks of any shape and dtype allowed, for inputs of `dtype`."""
         dtype = torch.promote_types(dtype, torch.float32)
-        return Scoring(
+        return ScoreConfig(
             softmax_scale=softmax_scale,
             softcap=softcap,
             alibi_slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes).to(dtype).contiguous(),
@@ -61,11 +61,11 @@ class Scoring:
         )
 
     @property
-    def has_modes(self) -> bool:
+    def has_score_mods(self) -> bool:
         """Whether scores are more than `softmax_scale` q k^T, or weights are dropped."""
         return self.softcap != 0 or self.alibi_slopes is not None or self.dropout_p != 0
 
-    def of_heads(self, heads: range) -> Scoring:
+    def of_heads(self, heads: range) -> ScoreConfig:
         """The same for some of the heads, next to each other."""
         slopes, sinks = self.alibi_slopes, self.sinks
         return replace(
@@ -92,19 +92,19 @@ class Scoring:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class TileProblem:
     """Queries and keys of one hop; both know their global positions from their chunks.
 
     Args:
         q_chunks: where the rows of q stand, in storage order.
         k_chunks: where the rows of k and v stand.
         mask: which keys a query sees.
-        scoring: what becomes of q k^T.
-        kept: what kernels keep from one hop of a pass for the next, if there are several.
+        score_config: what becomes of q k^T.
+        cache: what kernels keep from one hop of a pass for the next, if there are several.
     """
 
     q_chunks: tuple[Chunk, ...]
     k_chunks: tuple[Chunk, ...]
     mask: Mask
-    scoring: Scoring
-    kept: dict[str, Any] | None = None
+    score_config: ScoreConfig
+    cache: dict[str, Any] | None = None

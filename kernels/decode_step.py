@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.masks import Causal, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
@@ -105,13 +105,13 @@ class Step:
     """How the queries of one step meet the cache.
 
     Args:
-        scoring: what becomes of q k^T; sinks join where the parts are combined.
+        score_config: what becomes of q k^T; sinks join where the parts are combined.
         sight: which keys each query sees.
         splits: parts into which each sequence's keys are cut; None leaves it to the kernels.
         tiles: of the Triton kernel; None is what a sweep chose.
     """
 
-    scoring: Scoring
+    score_config: ScoreConfig
     sight: Sight
     splits: int | None = None
     tiles: DecodeTiles | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.fallback import report_device
 from ringflash.kernels.triton.dq_accumulator import DqSum
@@ -37,8 +37,8 @@ class TileKernels(Protocol):
         """Zeros to which `backward_dkdv` adds dq's share of so many hops; in the end its `finish` gives dq."""
         ...
 
-    def has_single_pass(
-        self, q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool
+    def fuses_dq(
+        self, q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool
     ) -> bool:
         """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be.
 
@@ -51,7 +51,7 @@ class TileKernels(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        meeting: Meeting,
+        problem: TileProblem,
         *,
         state: AttentionState | None,
         out: Tensor,
@@ -75,7 +75,7 @@ class TileKernels(Protocol):
         lse: Tensor,
         delta: Tensor,
         dq: Tensor,
-        meeting: Meeting,
+        problem: TileProblem,
         *,
         accumulate: bool,
     ) -> None:
@@ -92,7 +92,7 @@ class TileKernels(Protocol):
         delta: Tensor,
         dk: Tensor,
         dv: Tensor,
-        meeting: Meeting,
+        problem: TileProblem,
         *,
         accumulate: bool,
         dq: DqSum | None = None,
@@ -100,7 +100,7 @@ class TileKernels(Protocol):
         """Writes dk and dv, contiguous, over these queries, or adds them, then float32, when `accumulate`.
 
         With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order unless that was
-        asked for a deterministic one: only where `has_single_pass`.
+        asked for a deterministic one: only where `fuses_dq`.
         """
         ...
 

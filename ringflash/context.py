@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.checks import check_whole
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.registry import Closed, Registry
-from ringflash.coordination.session import ControlPlane, Field, is_alive, odd_ones
+from ringflash.coordination.session import ControlPlane, Field, is_alive, outlier_ranks
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts import layout as layouts
 from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask
-from ringflash.ring.cuda_graphs import Replays
+from ringflash.ring.cuda_graphs import GraphCache
 from ringflash.ring.double_ring import make_double_plan
 from ringflash.ring.plan import Plan, make_grouped_plan, make_plan, receives_at_most
 from ringflash.token_mean import TokenMeans
@@ -29,8 +29,8 @@ from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
 from ringflash.transport.connect import (
     TRANSPORTS,
-    Asked,
     Connection,
+    ConnectRequest,
     MeshConnection,
     connect,
     connect_mesh,
@@ -102,7 +102,7 @@ class ContextParallel(TokenMeans):
         group, mesh, grid = _resolve(mesh_or_group)
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
-        asked = Asked(group, transport, deadline, inner_ring is not None, fixed_lengths)
+        asked = ConnectRequest(group, transport, deadline, inner_ring is not None, fixed_lengths)
         known = (each for each in _CONTEXTS.connections(Connection) if each.serves(asked))
         connection = _CONTEXTS.shared(next(known, None), [group]) or connect(asked)
         both = None
@@ -116,7 +116,7 @@ class ContextParallel(TokenMeans):
         if cuda_graphs and connection.kind != "symmetric":
             remedy = "Leave it out: CPUs have no launches to save, and rings over NCCL do not end in a graph."
             raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
-        self.replays = Replays() if cuda_graphs else None
+        self.replays = GraphCache() if cuda_graphs else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport
         self.heads_transport: HeadsTransport | None = None if both is None else both.transport
@@ -330,7 +330,7 @@ class ContextParallel(TokenMeans):
             expected = self._cut(sum(lengths), mask).lengths
             if tuple(lengths) != expected:
                 values = [f"{got} rows, the layout gives {want}" for got, want in zip(lengths, expected, strict=True)]
-                raise RankMismatch("seqlen", values, odd_ones(lengths), rank=self.rank)
+                raise RankMismatch("seqlen", values, outlier_ranks(lengths), rank=self.rank)
             return then(sum(lengths))
 
         return self._control.agree_on((self.name, local_seqlen, kind), described, free="seqlen", then=concluded)

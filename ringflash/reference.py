@@ -47,7 +47,7 @@ def attention(
     positions_q = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)
     positions_k = torch.arange(seqlen_k, device=q.device)
     visible = as_mask(mask).dense(positions_q, positions_k)[:, None]
-    blind = ~visible.any(dim=-1, keepdim=True)
+    fully_masked = ~visible.any(dim=-1, keepdim=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -57,9 +57,11 @@ def attention(
     scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:
         logits = sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, logits.masked_fill(blind, -math.inf)], dim=-1)
+        scores = torch.cat([scores, logits.masked_fill(fully_masked, -math.inf)], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)[..., :seqlen_k]
+    weights = torch.softmax(scores.masked_fill(fully_masked, 0.0), dim=-1).masked_fill(fully_masked, 0.0)[
+        ..., :seqlen_k
+    ]
     if dropout is not None:
         stays = kept(dropout.p, int(dropout.drawn()), q.shape[0], q.shape[2], positions_q, positions_k)
         weights = weights * stays / (1.0 - dropout.p)

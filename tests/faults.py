@@ -68,18 +68,18 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
     if dist.get_rank() != rank:
         yield
         return
-    original, steps = schedule.Tiles.meeting, iter(range(100))
+    original, steps = schedule.KernelRun.problem, iter(range(100))
 
-    def meeting(*args: Any) -> Any:
+    def problem(*args: Any) -> Any:
         if next(steps) == step:
             action()
         return original(*args)
 
-    setattr(schedule.Tiles, "meeting", meeting)  # noqa: B010 - of a frozen class, pyright says otherwise
+    setattr(schedule.KernelRun, "problem", problem)  # noqa: B010 - of a frozen class, pyright says otherwise
     try:
         yield
     finally:
-        setattr(schedule.Tiles, "meeting", original)  # noqa: B010
+        setattr(schedule.KernelRun, "problem", original)  # noqa: B010
 
 
 def usual_seconds() -> float:

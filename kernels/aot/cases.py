@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.triton import backend, decode
-from ringflash.kernels.triton.config import LONG_KEYS, has_single_pass
+from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
 from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
@@ -104,7 +104,7 @@ def cases() -> list[Case]:
 
 
 def _has_single_pass(case: Case) -> bool:
-    return has_single_pass(case.headdim, case.headdim_v or case.headdim, listed=MASKS[case.mask].bitmap() is not None)
+    return fuses_dq(case.headdim, case.headdim_v or case.headdim, listed=MASKS[case.mask].bitmap() is not None)
 
 
 def _cases() -> Iterator[Case]:
@@ -190,11 +190,11 @@ class _Inputs:
         self._dtype = DTYPES[case.dtype]
         self._headdim, self._headdim_v = case.headdim, case.headdim_v or case.headdim
         self.q, self.k, self.v = self.keys(NHEADS), self.keys(self.nheads_kv), self.values(self.nheads_kv)
-        self.scoring = Scoring(**{"softmax_scale": case.headdim**-0.5} | MODES[case.mode])
+        self.score_config = ScoreConfig(**{"softmax_scale": case.headdim**-0.5} | MODES[case.mode])
         whole = (Chunk(0, self.seqlen - 3 if case.mode == "ragged" else self.seqlen),)
         halves = Chunk(0, self.seqlen // 2), Chunk(3 * self.seqlen // 2, self.seqlen // 2)
         chunks = halves if in_ring else whole  # a ring's layout is zigzag
-        self.meeting = Meeting(chunks, chunks, self.mask, self.scoring)
+        self.problem = TileProblem(chunks, chunks, self.mask, self.score_config)
 
     def keys(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(BATCH, self.seqlen, nheads, self._headdim, dtype=dtype or self._dtype)
@@ -226,16 +226,16 @@ class _Inputs:
 def _forward(x: _Inputs) -> None:
     in_ring = x.carried or x.role == "middle"
     given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
-    backend.forward(x.q, x.k, x.v, x.meeting, out=x.values(NHEADS), lse=x.lse, **given)
+    backend.forward(x.q, x.k, x.v, x.problem, out=x.values(NHEADS), lse=x.lse, **given)
 
 
 def _dq(x: _Inputs) -> None:
-    backend.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.meeting, accumulate=x.carried)
+    backend.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.problem, accumulate=x.carried)
 
 
 def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backend.backward_dkdv(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=dq)
+    backend.backward_dkdv(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=dq)
 
 
 def _single_pass(x: _Inputs) -> None:
@@ -250,7 +250,7 @@ def _delta(x: _Inputs) -> None:
 def _decode(x: _Inputs) -> None:
     seqlen_q = 1 if isinstance(x.mask, Full) else 8
     lengths = torch.full((BATCH,), SEQLEN, dtype=torch.int32)
-    step = Step(x.scoring, sight_of(x.mask, seqlen_q, SEQLEN), splits=4 if x.mode == "split" else 1)
+    step = Step(x.score_config, sight_of(x.mask, seqlen_q, SEQLEN), splits=4 if x.mode == "split" else 1)
     decode.attend(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
 
 
@@ -259,16 +259,16 @@ def _hopper_forward(x: _Inputs) -> None:
 
     first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
     state = None if first and last else x.state
-    forward(x.q, x.k, x.v, x.meeting, state=state, out=x.values(NHEADS), lse=x.lse, first=first, last=last)
+    forward(x.q, x.k, x.v, x.problem, state=state, out=x.values(NHEADS), lse=x.lse, first=first, last=last)
 
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
-    from ringflash.kernels.hopper.dq_accumulator import ArrangedSum
+    from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
-    total = ArrangedSum(x.q, hops=2, ordered=ordered)  # in turns only if ordered, however short
+    total = DqAccumulator(x.q, hops=2, ordered=ordered)  # in turns only if ordered, however short
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backward(*x.of_backward, dk, dv, x.meeting, accumulate=x.carried, dq=total)
+    backward(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=total)
     total.finish()
 
 

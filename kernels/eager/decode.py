@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import Partials, Sight, Step, merge_tree
 from ringflash.kernels.eager.isolation import is_finite, isolated_matmul
 from ringflash.kernels.eager.mask_blocks import BLOCK_K, state_dtype
@@ -23,7 +23,7 @@ __all__ = ["attend", "combine", "partial"]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
-    return _finished(_state(q, k, v, lengths, step), step.scoring, q.dtype)
+    return _finished(_state(q, k, v, lengths, step), step.score_config, q.dtype)
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
@@ -31,13 +31,13 @@ def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Par
     return Partials.of([_state(q, k, v, lengths, step)])
 
 
-def combine(partials: Partials, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out in `dtype` and lse over the keys of all states."""
-    return _finished(merge_tree(partials.states()), scoring, dtype)
+    return _finished(merge_tree(partials.states()), score_config, dtype)
 
 
-def _finished(state: AttentionState, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    out, lse = state.with_sinks(scoring.sinks).finalize(dtype)
+def _finished(state: AttentionState, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out, lse = state.with_sinks(score_config.sinks).finalize(dtype)
     return out.contiguous(), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -54,19 +54,19 @@ def _block_state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, b
     """The state over the keys [begin, end)."""
     batch, seqlen_q, nheads, _ = q.shape
     nheads_kv, headdim_v = v.shape[2:]
-    scoring, dtype = step.scoring, state_dtype(q.dtype)
+    score_config, dtype = step.score_config, state_dtype(q.dtype)
     grouped = (batch, nheads_kv, nheads // nheads_kv, seqlen_q)
     rows = q.transpose(1, 2).to(dtype).reshape(batch, nheads_kv, -1, q.shape[3])
     keys = torch.arange(begin, end, device=q.device)
     invalid = (keys >= lengths[:, None])[:, None, :, None]  # what the cache holds there may be anything, NaN too
     k_rows, v_rows = (x[:, begin:end].transpose(1, 2).to(dtype).masked_fill(invalid, 0.0) for x in (k, v))
     scores = (rows @ k_rows.transpose(-1, -2)).view(*grouped, end - begin)
-    if scoring.softcap:
-        scores = torch.tanh(scores * scoring.before_tanh)
-    scores = scores * scoring.to_base2
+    if score_config.softcap:
+        scores = torch.tanh(scores * score_config.before_tanh)
+    scores = scores * score_config.to_base2
     positions = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)
-    if scoring.alibi_slopes is not None:
-        slopes = (scoring.alibi_slopes.to(dtype) * LOG2E).view(-1, nheads_kv, nheads // nheads_kv, 1, 1)
+    if score_config.alibi_slopes is not None:
+        slopes = (score_config.alibi_slopes.to(dtype) * LOG2E).view(-1, nheads_kv, nheads // nheads_kv, 1, 1)
         scores = scores - slopes * (positions[..., None] - keys).abs()[:, None, None]
     visible = _visible(positions, keys, lengths, step.sight)[:, None, None]
     scores = scores.masked_fill(~visible, -math.inf)

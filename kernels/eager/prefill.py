@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.dropout import kept
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager.mask_blocks import (
     BLOCK_K,
     BLOCK_Q,
@@ -52,7 +52,7 @@ def _unfold(x: Tensor, block: Block, nheads: int) -> Tensor:
 class _Scorer:
     """The scoring of one block of queries against blocks of keys, tensors (batch, nheads_kv, group * rows, keys)."""
 
-    scoring: Scoring
+    score_config: ScoreConfig
     queries: Block
     batch: int
     nheads: int
@@ -64,36 +64,36 @@ class _Scorer:
 
     def capped(self, product: Tensor) -> Tensor:
         """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
-        return product.mul_(self.scoring.before_tanh).tanh_() if self.scoring.softcap else product
+        return product.mul_(self.score_config.before_tanh).tanh_() if self.score_config.softcap else product
 
     def scores(self, capped: Tensor, keys: Block) -> Tensor:
         """Scores in base 2."""
-        scores = capped * self.scoring.to_base2
-        if self.scoring.alibi_slopes is not None:
+        scores = capped * self.score_config.to_base2
+        if self.score_config.alibi_slopes is not None:
             rows, columns = self.queries.positions(capped.device), keys.positions(capped.device)
-            slopes = self.scoring.alibi_slopes.to(capped.dtype)[:, :, None, None] * LOG2E
+            slopes = self.score_config.alibi_slopes.to(capped.dtype)[:, :, None, None] * LOG2E
             scores -= self._folded(slopes * (rows[:, None] - columns).abs())
         return scores
 
     def drop(self, x: Tensor, keys: Block) -> Tensor:
         """`x` where dropout keeps a weight, scaled, and zeros elsewhere."""
-        if not self.scoring.dropout_p:
+        if not self.score_config.dropout_p:
             return x
         rows, columns = self.queries.positions(x.device), keys.positions(x.device)
-        p, seed, first = self.scoring.dropout_p, self.scoring.dropout_seed, self.scoring.first_head
+        p, seed, first = self.score_config.dropout_p, self.score_config.dropout_seed, self.score_config.first_head
         stays = kept(p, seed, self.batch, self.nheads, rows, columns, first)
-        return x.mul(self.scoring.kept_scale).mul_(self._folded(stays))
+        return x.mul(self.score_config.kept_scale).mul_(self._folded(stays))
 
 
-def _scorer(q: Tensor, k: Tensor, queries: Block, scoring: Scoring) -> _Scorer:
-    return _Scorer(scoring, queries, q.shape[0], q.shape[2], k.shape[2])
+def _scorer(q: Tensor, k: Tensor, queries: Block, score_config: ScoreConfig) -> _Scorer:
+    return _Scorer(score_config, queries, q.shape[0], q.shape[2], k.shape[2])
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     state: AttentionState | None,
     out: Tensor,
@@ -109,12 +109,12 @@ def forward(
     batch, _, nheads, _ = q.shape
     nheads_kv = k.shape[2]
     group = nheads // nheads_kv
-    for queries in blocks(meeting.q_chunks, BLOCK_Q):
-        sees = visibility(meeting.mask, queries, group, q.device)
-        seen = sees.over(meeting.k_chunks)
+    for queries in blocks(problem.q_chunks, BLOCK_Q):
+        sees = visibility(problem.mask, queries, group, q.device)
+        seen = sees.over(problem.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
-        q_block, scorer = _fold(q, queries, nheads_kv), _scorer(q, k, queries, meeting.scoring)
+        q_block, scorer = _fold(q, queries, nheads_kv), _scorer(q, k, queries, problem.score_config)
         if first:
             m = q_block.new_full(q_block.shape[:3], -math.inf)
             row_sum, acc = torch.zeros_like(m), q_block.new_zeros((*m.shape, v.shape[3]))
@@ -136,7 +136,7 @@ def forward(
         shape = (batch, nheads, queries.end - queries.begin)
         part = AttentionState(m.reshape(shape), row_sum.reshape(shape), _unfold(acc, queries, nheads))
         if last:
-            part = part.with_sinks(meeting.scoring.sinks)
+            part = part.with_sinks(problem.score_config.sinks)
             out[:, rows], lse[:, :, rows] = part.finalize(out.dtype)
         else:
             assert state is not None
@@ -154,7 +154,7 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
+def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
     """Where it need not be deterministic, though here it is: so that without a GPU both ways are taken."""
     return not deterministic
 
@@ -177,25 +177,32 @@ class _Queries:
         p = self.sees.hide(p, keys, 0.0)  # after the exponential: a row whose lse is NaN must not reach hidden keys
         dp = self.scorer.drop(self.dout @ self.sees.rows(v, keys).transpose(-1, -2), keys)
         ds = dp.sub_(self.delta[..., None]).mul_(p)
-        if self.scorer.scoring.softcap:
+        if self.scorer.score_config.softcap:
             ds.mul_(1.0 - capped.square())
         # rows that see nothing may hold anything, NaN too
         return self.scorer.drop(p, keys), self.sees.hide(ds, keys, 0.0)
 
 
 def _queries(
-    block: Block, sees: Visibility, dout: Tensor, q: Tensor, k: Tensor, lse: Tensor, delta: Tensor, scoring: Scoring
+    block: Block,
+    sees: Visibility,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    score_config: ScoreConfig,
 ) -> _Queries:
     nheads_kv = k.shape[2]
     lse_rows = _fold_rows(lse, block, nheads_kv)
-    blind = lse_rows == -math.inf
+    fully_masked = lse_rows == -math.inf
     return _Queries(
         sees,
-        _fold(q, block, nheads_kv).masked_fill(blind[..., None], 0.0),
-        _fold(dout, block, nheads_kv).masked_fill(blind[..., None], 0.0),
-        (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(blind, math.inf),
+        _fold(q, block, nheads_kv).masked_fill(fully_masked[..., None], 0.0),
+        _fold(dout, block, nheads_kv).masked_fill(fully_masked[..., None], 0.0),
+        (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(fully_masked, math.inf),
         _fold_rows(delta, block, nheads_kv),
-        _scorer(q, k, block, scoring),
+        _scorer(q, k, block, score_config),
     )
 
 
@@ -207,20 +214,20 @@ def backward_dq(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
 ) -> None:
     """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
-    for queries in blocks(meeting.q_chunks, BLOCK_Q):
-        sees = visibility(meeting.mask, queries, nheads // nheads_kv, q.device)
-        rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
+    for queries in blocks(problem.q_chunks, BLOCK_Q):
+        sees = visibility(problem.mask, queries, nheads // nheads_kv, q.device)
+        rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
         acc = torch.zeros_like(rows.q)
-        for keys in sees.over(meeting.k_chunks):
+        for keys in sees.over(problem.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
             acc += sees.over_keys(ds, sees.rows(k, keys), keys)
-        update = _unfold(acc * meeting.scoring.softmax_scale, queries, nheads)
+        update = _unfold(acc * problem.score_config.softmax_scale, queries, nheads)
         target = dq[:, queries.begin : queries.end]
         target.copy_(target + update if accumulate else update)
 
@@ -234,7 +241,7 @@ def backward_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
     dq: DqSum | None = None,
@@ -245,25 +252,25 @@ def backward_dkdv(
     """
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
-        (queries, visibility(meeting.mask, queries, nheads // nheads_kv, q.device))
-        for queries in blocks(meeting.q_chunks, BLOCK_Q)
+        (queries, visibility(problem.mask, queries, nheads // nheads_kv, q.device))
+        for queries in blocks(problem.q_chunks, BLOCK_Q)
     ]
-    for block in blocks(meeting.k_chunks, BLOCK_K):
+    for block in blocks(problem.k_chunks, BLOCK_K):
         shape = (k.shape[0], nheads_kv, block.end - block.begin)
         dk_acc, dv_acc = (x.new_zeros((*shape, x.shape[3]), dtype=state_dtype(k.dtype)) for x in (k, v))
         for queries, sees in queries_and_masks:
             keys = sees.of(block)
             if keys is None:
                 continue
-            rows = _queries(queries, sees, dout, q, k, lse, delta, meeting.scoring)
+            rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
             dv_acc[:, :, seen] += sees.over_rows(p, rows.dout, keys)
             dk_acc[:, :, seen] += sees.over_rows(ds, rows.q, keys)
             if dq is not None:
-                part = sees.over_keys(ds, sees.rows(k, keys), keys) * meeting.scoring.softmax_scale
+                part = sees.over_keys(ds, sees.rows(k, keys), keys) * problem.score_config.softmax_scale
                 dq.rows()[:, queries.begin : queries.end] += _unfold(part, queries, nheads)
-        for total, acc in ((dk, dk_acc * meeting.scoring.softmax_scale), (dv, dv_acc)):
+        for total, acc in ((dk, dk_acc * problem.score_config.softmax_scale), (dv, dv_acc)):
             target = total[:, block.begin : block.end]
             update = acc.transpose(1, 2)
             target.copy_(target + update if accumulate else update)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.mask_tables import are_ascending
@@ -31,7 +31,7 @@ __all__ = [
     "backward_dq",
     "delta",
     "forward",
-    "has_single_pass",
+    "fuses_dq",
     "new_dq",
     "remedy",
     "state_dtype",
@@ -67,25 +67,25 @@ def remedy(device: torch.device) -> str:
 
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
-    from ringflash.kernels.hopper.dq_accumulator import ArrangedSum
+    from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
-    return ArrangedSum(q, hops=hops, ordered=deterministic)
+    return DqAccumulator(q, hops=hops, ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
+def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
     """Wherever these kernels apply, as far as that is known without strides and chunks."""
-    lacking = _lacking_mode(scoring) or _lacking_inputs(q, v, mask, WIDEST_BACKWARD)
+    lacking = _lacking_mode(score_config) or _lacking_inputs(q, v, mask, WIDEST_BACKWARD)
     if lacking is None:
         return True
     report_feature("wide backward" if lacking == "wide" else lacking)
-    return backend.has_single_pass(q, v, mask, scoring, hops=hops, deterministic=deterministic)
+    return backend.fuses_dq(q, v, mask, score_config, hops=hops, deterministic=deterministic)
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     state: AttentionState | None,
     out: Tensor,
@@ -96,15 +96,15 @@ def forward(
     """See `TileKernels.forward`."""
     given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
     widest = WIDEST if first and last else WIDEST_BACKWARD
-    lacking = "sinks" if meeting.scoring.sinks is not None else None
-    lacking = _lacking(meeting, (q, k, v), widest) or lacking
+    lacking = "sinks" if problem.score_config.sinks is not None else None
+    lacking = _lacking(problem, (q, k, v), widest) or lacking
     if lacking is not None:
         report_feature("wide forward" if lacking == "wide" else lacking)
-        return backend.forward(q, k, v, meeting, **given)
+        return backend.forward(q, k, v, problem, **given)
     from ringflash.kernels.hopper.forward import forward  # here: only these files need Gluon
 
-    k, v = (_without_padding(x, meeting) for x in (k, v))
-    return forward(q, k, v, meeting, **given)
+    k, v = (_without_padding(x, problem) for x in (k, v))
+    return forward(q, k, v, problem, **given)
 
 
 def backward_dkdv(
@@ -116,49 +116,55 @@ def backward_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
     dq: DqSum | None = None,
 ) -> None:
     """See `TileKernels.backward_dkdv`."""
-    lacking = None if dq is None else _lacking(meeting, (q, k, v, dout), WIDEST_BACKWARD)
+    lacking = None if dq is None else _lacking(problem, (q, k, v, dout), WIDEST_BACKWARD)
     if dq is None or lacking is not None or _is_mostly_padding(q):
         if lacking is not None:
             report_feature("wide backward" if lacking == "wide" else lacking)
         given = dout, q, k, v, lse, delta
-        if dq is not None and not _portable_adds(dq, q, v, meeting):
-            backend.backward_dq(*given, dq.rows(), meeting, accumulate=True)
+        if dq is not None and not _portable_adds(dq, q, v, problem):
+            backend.backward_dq(*given, dq.rows(), problem, accumulate=True)
             dq = None
-        return backend.backward_dkdv(*given, dk, dv, meeting, accumulate=accumulate, dq=dq)
+        return backend.backward_dkdv(*given, dk, dv, problem, accumulate=accumulate, dq=dq)
     assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
     assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
     from ringflash.kernels.hopper.backward import backward
 
-    inputs = _cleaned(dout, q, k, v, lse, delta, meeting)
-    return backward(*inputs, dk, dv, meeting, accumulate=accumulate, dq=dq)
+    inputs = _cleaned(dout, q, k, v, lse, delta, problem)
+    return backward(*inputs, dk, dv, problem, accumulate=accumulate, dq=dq)
 
 
-def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, meeting: Meeting) -> bool:
-    return backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=dq.ordered)
+def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> bool:
+    return backend.fuses_dq(q, v, problem.mask, problem.score_config, hops=1, deterministic=dq.ordered)
 
 
-def _lacking(meeting: Meeting, tensors: tuple[Tensor, ...], widest: int) -> str | None:
+def _lacking(problem: TileProblem, tensors: tuple[Tensor, ...], widest: int) -> str | None:
     """The first feature of a hop that these kernels lack, or None; `tensors` are q, k, v and what else they read."""
     q, _, v, *_ = tensors
-    lacking = _lacking_mode(meeting.scoring) or _lacking_inputs(q, v, meeting.mask, widest)
+    lacking = _lacking_mode(problem.score_config) or _lacking_inputs(q, v, problem.mask, widest)
     if lacking is not None:
         return lacking
-    if not all(are_ascending(chunks) for chunks in (meeting.q_chunks, meeting.k_chunks)):
+    if not all(are_ascending(chunks) for chunks in (problem.q_chunks, problem.k_chunks)):
         return "chunks"
     return None if all(map(is_viewable, tensors)) else "storage"
 
 
-def _lacking_mode(scoring: Scoring) -> str | None:
+def _lacking_mode(score_config: ScoreConfig) -> str | None:
     """What makes weights other than exp(softmax_scale q k^T), sinks left aside, or None."""
-    if scoring.has_modes:
-        return "softcap" if scoring.softcap else "alibi_slopes" if scoring.alibi_slopes is not None else "dropout"
-    return None if scoring.softmax_scale > 0 else "softmax_scale"
+    if score_config.has_score_mods:
+        return (
+            "softcap"
+            if score_config.softcap
+            else "alibi_slopes"
+            if score_config.alibi_slopes is not None
+            else "dropout"
+        )
+    return None if score_config.softmax_scale > 0 else "softmax_scale"
 
 
 def _lacking_inputs(q: Tensor, v: Tensor, mask: Mask, widest: int) -> str | None:
@@ -183,22 +189,22 @@ def _is_mostly_padding(q: Tensor) -> bool:
     return size > 2 * q.numel() and size > MOST_PADDING
 
 
-def _without_padding(x: Tensor, meeting: Meeting) -> Tensor:
+def _without_padding(x: Tensor, problem: TileProblem) -> Tensor:
     """Keys or values, with zeros where storage may hold anything: a tile's weight 0 does not undo a NaN."""
-    if not any(isinstance(part, KeyPadding) for part in meeting.mask.parts):
+    if not any(isinstance(part, KeyPadding) for part in problem.mask.parts):
         return x
-    begin, end = row_bounds(meeting.mask, meeting.q_chunks, x.device).hull[:, :, None].unbind(1)
-    positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=x.device) for chunk in meeting.k_chunks])
+    begin, end = row_bounds(problem.mask, problem.q_chunks, x.device).hull[:, :, None].unbind(1)
+    positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=x.device) for chunk in problem.k_chunks])
     return x.masked_fill(((positions < begin) | (positions >= end))[..., None, None], 0.0)
 
 
 def _cleaned(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, meeting: Meeting
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, problem: TileProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A backward's inputs, with zeros in padding and in rows that see nothing, which may hold anything too."""
-    k, v = (_without_padding(x, meeting) for x in (k, v))
-    if meeting.q_chunks[0].start < 0 or any(isinstance(part, KeyPadding) for part in meeting.mask.parts):
-        blind = lse == -torch.inf
-        dout, q = (x.masked_fill(blind.transpose(1, 2)[..., None], 0.0) for x in (dout, q))
-        delta = delta.masked_fill(blind, 0.0)
+    k, v = (_without_padding(x, problem) for x in (k, v))
+    if problem.q_chunks[0].start < 0 or any(isinstance(part, KeyPadding) for part in problem.mask.parts):
+        fully_masked = lse == -torch.inf
+        dout, q = (x.masked_fill(fully_masked.transpose(1, 2)[..., None], 0.0) for x in (dout, q))
+        delta = delta.masked_fill(fully_masked, 0.0)
     return dout, q, k, v, lse, delta

@@ -38,34 +38,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
 from ringflash.kernels.hopper.dkdv_store import PART_BYTES, Gradients, make_parts, pass_gradients
-from ringflash.kernels.hopper.dq_accumulator import HALF, ArrangedSum, Turns, add_tile, arranged
+from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator, SemaphoreOrder, add_tile, arranged
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Work,
+    apply_mask,
     bounds_of,
     buffer_of,
-    draw,
     fill,
     filled,
     fixed,
     full_barrier,
-    hear,
-    hidden,
-    keep_pace,
-    leave,
     make_barriers,
     make_mailbox,
     make_pace,
     make_ring,
     make_tiles,
     masked_visits,
+    pop_tile,
+    release,
+    scheduler_warp,
+    signal_prefetch,
     slot_of,
-    visit,
+    tile_at,
     visit_from_end,
     wait_empty,
     wait_full,
@@ -106,10 +106,10 @@ class Shared(NamedTuple):
     ds: Any
     parts: Any
     dq: Any
-    mailbox: Any
+    tile_queue: Any
 
 
-class Kind(NamedTuple):
+class Constexprs(NamedTuple):
     """What the kernel is compiled for, all constexpr."""
 
     MASKED: Any
@@ -155,7 +155,7 @@ def _visit(place, i, kind):
     if kind.DESCENDING:
         n, member = visit_from_end(place, i, kind.GROUP, kind.BY_HEADS)
     else:
-        n, member = visit(place, i, kind.GROUP, FROM_END=True)
+        n, member = tile_at(place, i, kind.GROUP, FROM_END=True)
     return n, member
 
 
@@ -172,14 +172,14 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
 
 
 @gluon.jit
-def _produce(inputs, shared, pace, heads, kind):
+def load_warp(inputs, shared, pace, heads, kind):
     """One warp's role: copies what the consumers need."""
     queries = 0  # tiles of them so far
     taken = 0
-    place = hear(shared.mailbox, 0)
+    place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        keep_pace(pace, taken, 0, total, AHEAD)
+        signal_prefetch(pace, taken, 0, total, AHEAD)
         if total > 0:  # before the keys, for whose buffers the consumers' last tile is waited for
             _copy_queries(inputs, shared, place, 0, queries, heads, kind)
         for c in gl.static_range(2):
@@ -187,12 +187,12 @@ def _produce(inputs, shared, pace, heads, kind):
             fill(shared.v, taken * 2 + c, inputs.v, at)
             fill(shared.k, taken * 2 + c, inputs.k, at)
         for i in range(1, total):
-            keep_pace(pace, taken, i, total, AHEAD)
+            signal_prefetch(pace, taken, i, total, AHEAD)
             _copy_queries(inputs, shared, place, i, queries + i, heads, kind)
         queries += total
-        leave(shared.mailbox, taken)
+        release(shared.tile_queue, taken)
         taken += 1
-        place = hear(shared.mailbox, taken)
+        place = pop_tile(shared.tile_queue, taken)
 
 
 @gluon.jit
@@ -200,7 +200,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
     """The role of each of `ADDERS` warps: adds every so many-th tile of dq to memory."""
     queries = 0
     taken = 0
-    place = hear(shared.mailbox, 0)
+    place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         for i in range((C + queries) % ADDERS, total, ADDERS):
@@ -208,9 +208,9 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
             number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
             add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
         queries += total
-        leave(shared.mailbox, taken)
+        release(shared.tile_queue, taken)
         taken += 1
-        place = hear(shared.mailbox, taken)
+        place = pop_tile(shared.tile_queue, taken)
 
 
 @gluon.jit
@@ -220,7 +220,7 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
     dq = gl.zeros([64, 64], gl.float32, Q)
     for c in gl.static_range(2):
         ds = shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + c)
-        k = buffer_of(shared.k, hidden(c)).reshape([kind.ROWS, kind.BLOCK_D])
+        k = buffer_of(shared.k, apply_mask(c)).reshape([kind.ROWS, kind.BLOCK_D])
         if kind.BLOCK_D == 64:
             ds = ds.slice(C * 64, 64, 1)
         else:
@@ -254,8 +254,8 @@ def _step(
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
-    k = buffer_of(shared.k, hidden(C)).reshape([kind.ROWS, kind.BLOCK_D])
-    v = buffer_of(shared.v, hidden(C)).reshape([kind.ROWS, kind.BLOCK_D])
+    k = buffer_of(shared.k, apply_mask(C)).reshape([kind.ROWS, kind.BLOCK_D])
+    v = buffer_of(shared.v, apply_mask(C)).reshape([kind.ROWS, kind.BLOCK_D])
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
     dout = filled(shared.dout, i, kind.BLOCK_M, kind.BLOCK_D)
     if kind.PRELOADED:
@@ -270,14 +270,14 @@ def _step(
         s = warpgroup_mma(k, q.permute((1, 0)), shape, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, dout.permute((1, 0)), shape, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        p = gl.exp2(s * gradients.scale + _numbers_of(shared, hidden(i), 0, S)[None, :])
+        p = gl.exp2(s * gradients.scale + _numbers_of(shared, apply_mask(i), 0, S)[None, :])
     if MASKED:
         queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
         p = where_seen(p, queries, first, stop, 0.0, kind.BELOW, kind.ABOVE)
     p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=[dp])
     if not kind.PRELOADED:
-        dp = dp + _numbers_of(shared, hidden(i), STAGES, S)[None, :]
+        dp = dp + _numbers_of(shared, apply_mask(i), STAGES, S)[None, :]
     ds = p * dp
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
@@ -293,15 +293,15 @@ def _step(
         dq = _start_dq(C, i - 1, shared, kind)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv = warpgroup_mma_wait(3, deps=[dv])
-        leave(shared.dout, i)
+        release(shared.dout, i)
         dq = warpgroup_mma_wait(1, deps=[dq])
         _pass_dq(C, dq, i - 1, shared.dq)
     else:
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
-        leave(shared.dout, i)
+        release(shared.dout, i)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    leave(shared.q, i)
+    release(shared.q, i)
     return dk, dv
 
 
@@ -309,7 +309,7 @@ def _step(
 def _leave_keys(ring):
     """Both warpgroups read the keys of both, for dq."""
     for c in gl.static_range(2):
-        leave(ring, c)
+        release(ring, c)
 
 
 @gluon.jit
@@ -324,12 +324,12 @@ def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
+def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
     """A warpgroup's role: dk and dv of 64 keys of each tile, and half of dq of the queries that see any of 128."""
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     begin = 0  # tiles of queries so far
     taken = 0
-    place = hear(shared.mailbox, 0)
+    place = pop_tile(shared.tile_queue, 0)
     first, stop = _seen_by(C, place, bounds, gradients, kind)
     while place.tile >= 0:
         dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
@@ -375,10 +375,10 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
             _leave_keys(shared.v)
             _leave_keys(shared.k)
             tma.store_wait(0)  # its gradients take the same way as those of the tile before
-        done = hear(shared.mailbox, taken)
-        leave(shared.mailbox, taken)
+        done = pop_tile(shared.tile_queue, taken)
+        release(shared.tile_queue, taken)
         taken += 1
-        place = hear(shared.mailbox, taken)  # now, so that its bounds come while the gradients leave
+        place = pop_tile(shared.tile_queue, taken)  # now, so that its bounds come while the gradients leave
         first, stop = _seen_by(C, place, bounds, gradients, kind)
         pass_gradients(C, dk * gradients.softmax_scale, dv, done, begin, gradients, shared.parts, kind)
     tma.store_wait(0)
@@ -387,10 +387,10 @@ def _consume(C: gl.constexpr, shared, gradients, bounds, kind):
 @gluon.jit(do_not_specialize=["turns_stride", "padded", "seqlen_k", *Sizes._fields])
 def _backward_kernel(
     q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
-    softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, together, kind,
+    softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, heads_per_wave, kind,
 ):  # fmt: skip
     bounds = Bounds(tables.bounds, bounds_stride)
-    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
+    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
     gradients = Gradients(dk, dv, seqlen_k, scale, softmax_scale)
     queries = make_tiles(q, 2 * STAGES)
@@ -409,16 +409,16 @@ def _backward_kernel(
     # barrier's parity tells no more than two uses apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
-    mailbox = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
-    shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, parts, dq_ring, mailbox)
+    tile_queue = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
+    shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, parts, dq_ring, tile_queue)
     fence_async_shared()
-    turns = Turns(counters, turns, turns_stride, ntiles)
+    turns = SemaphoreOrder(counters, turns, turns_stride, ntiles)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, gradients, bounds, kind)),
-            (_consume, (1, shared, gradients, bounds, kind)),
-            (_produce, (inputs, shared, pace, heads, kind)),
-            (draw, (work, mailbox, pace, kind.ORDERED)),
+            (mma_warpgroup, (0, shared, gradients, bounds, kind)),
+            (mma_warpgroup, (1, shared, gradients, bounds, kind)),
+            (load_warp, (inputs, shared, pace, heads, kind)),
+            (scheduler_warp, (work, tile_queue, pace, kind.ORDERED)),
             (_add, (0, dq, turns, shared, heads, padded, kind)),
             (_add, (1, dq, turns, shared, heads, padded, kind)),
         ],
@@ -436,30 +436,30 @@ def backward(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
     dq: DqSum,
 ) -> None:
     """One hop's dk, dv and share of dq; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
-    assert isinstance(dq, ArrangedSum)
+    assert isinstance(dq, DqAccumulator)
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
     config = backward_config(headdim)
     in_turns = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
-    view = rows_view(dq.tiles(meeting.scoring.softmax_scale, in_turns=in_turns), *HALF)
+    view = rows_view(dq.tiles(problem.score_config.softmax_scale, in_turns=in_turns), *HALF)
     ordered = dq.counters is not None
     known = intervals(
-        meeting.mask, meeting.q_chunks, meeting.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
+        problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
     )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
     waves = min(known.skew, 2.0)  # with more heads mixed what they read and add to leaves L2
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
-    factor = -1.0 / meeting.scoring.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta = vectors(lse, delta, factor, meeting.kept)
-    kind = Kind(
+    factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
+    minus_lse, minus_delta = vectors(lse, delta, factor, problem.cache)
+    kind = Constexprs(
         MASKED=known.masked,
         BELOW=known.below,
         ABOVE=known.above,
@@ -479,6 +479,6 @@ def backward(
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
         view, *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
-        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, meeting.scoring.to_base2,
-        meeting.scoring.softmax_scale, tables, *sizes, constants(kind), num_warps=4, **FUSED,
+        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, problem.score_config.to_base2,
+        problem.score_config.softmax_scale, tables, *sizes, constants(kind), num_warps=4, **FUSED,
     )  # fmt: skip

@@ -99,7 +99,7 @@ LITTLE, LITTLE_ROWS = 600 * 64, 1024  # the first in pairs of tiles, of one quer
 SHORT_NARROW, SHORT, SHORT_SHARED = 768, 1024, 2048  # rows up to which the default mode takes turns
 
 
-def is_little(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
+def prefer_triton_backward(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
     """Whether a backward is of so little work, or so much of that padding, that it is Triton's.
 
     Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves.

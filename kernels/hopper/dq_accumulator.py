@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ringflash.kernels.hopper.config import dq_sum_shape
-from ringflash.kernels.hopper.pipeline import leave, wait_full
+from ringflash.kernels.hopper.pipeline import release, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.triton.dq_accumulator import DqSum
@@ -50,7 +50,7 @@ def arranged(x):
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([16, 256])
 
 
-class Turns(NamedTuple):
+class SemaphoreOrder(NamedTuple):
     """Whose turn it is to add to each tile of dq; `Intervals.turns`, its stride, and how many tiles keys have."""
 
     counters: Any
@@ -109,12 +109,12 @@ def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
             copy_from_shared(view, at, ring.buffers.index(c))
     tma.store_wait(0)
     for c in gl.static_range(2):
-        leave(ring, use + c)
+        release(ring, use + c)
     if ORDERED:
         _pass_turn(turns.counters + tile, following)
 
 
-class ArrangedSum(DqSum):
+class DqAccumulator(DqSum):
     """A sum of arranged tiles of `hops`, which `finish` multiplies by `scale`, and of rows that other kernels add.
 
     Where there are `counters` tiles are added in the order of their keys, and these tell whose turn it is at each.

@@ -29,32 +29,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Work,
-    arrived,
-    await_turn,
     bounds_of,
     buffer_of,
-    carried,
-    draw,
     fill,
     filled,
-    hear,
-    keep_pace,
-    leave,
     make_barriers,
     make_mailbox,
     make_pace,
     make_ring,
     make_tiles,
     masked_visits,
-    pass_turn,
-    visit,
+    pack_operand,
+    pop_tile,
+    release,
+    scheduler_barrier_arrive,
+    scheduler_barrier_wait,
+    scheduler_warp,
+    signal_prefetch,
+    tile_at,
+    unpack_operand,
     wait_full,
     where_seen,
 )
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
     seqlen: Any
 
 
-class Kind(NamedTuple):
+class Constexprs(NamedTuple):
     """What the kernel is compiled for, all constexpr."""
 
     FIRST: Any
@@ -122,16 +122,16 @@ def _copy_state(state, rings, place, taken, kind):
 
 
 @gluon.jit
-def _produce(views, state, rings, mailbox, pace, kind):
+def load_warp(views, state, rings, tile_queue, pace, kind):
     """One warp's role: copies what the consumers need."""
     keys = 0  # tiles of them so far
     taken = 0
-    place = hear(mailbox, 0)
+    place = pop_tile(tile_queue, 0)
     while place.tile >= 0:
         total = place.end - place.begin
-        keep_pace(pace, taken, 0, total, AHEAD)
+        signal_prefetch(pace, taken, 0, total, AHEAD)
         head = place.head // kind.GROUP
-        n, _ = visit(place, 0)
+        n, _ = tile_at(place, 0)
         if total > 0:  # before the queries, for whose buffers the consumers' last tile is waited for
             fill(rings.k, keys, views.k, [place.batch, n * kind.BLOCK_N, head, 0])
         for c in gl.static_range(kind.CONSUMERS):
@@ -142,17 +142,17 @@ def _produce(views, state, rings, mailbox, pace, kind):
         if not kind.FIRST and total < 2:
             _copy_state(state, rings, place, taken, kind)
         for i in range(1, total):
-            keep_pace(pace, taken, i, total, AHEAD)
-            n, _ = visit(place, i)
+            signal_prefetch(pace, taken, i, total, AHEAD)
+            n, _ = tile_at(place, i)
             at = [place.batch, n * kind.BLOCK_N, head, 0]
             fill(rings.k, keys + i, views.k, at)
             fill(rings.v, keys + i, views.v, at)
             if not kind.FIRST and i == 1:
                 _copy_state(state, rings, place, taken, kind)
         keys += total
-        leave(mailbox, taken)
+        release(tile_queue, taken)
         taken += 1
-        place = hear(mailbox, taken)
+        place = pop_tile(tile_queue, taken)
 
 
 @gluon.jit
@@ -182,29 +182,29 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     if kind.TURNS:
-        await_turn(C)
+        scheduler_barrier_wait(C)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(arrived(p, q.dtype, OPERAND), v, acc, is_async=True)
+    acc = warpgroup_mma(unpack_operand(p, q.dtype, OPERAND), v, acc, is_async=True)
     if kind.TURNS:
-        pass_turn(C, kind.CONSUMERS)
+        scheduler_barrier_arrive(C, kind.CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s])
-    leave(rings.k, keys)
+    release(rings.k, keys)
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
     acc = warpgroup_mma_wait(0, deps=[acc])
-    leave(rings.v, keys - 1)
-    return carried(p, q.dtype, OPERAND, kind.LOOPS), acc * rescale[:, None], m, l
+    release(rings.v, keys - 1)
+    return pack_operand(p, q.dtype, OPERAND, kind.LOOPS), acc * rescale[:, None], m, l
 
 
 @gluon.jit
 def _pass_over(C: gl.constexpr, keys, rings, kind):
     """Takes nothing of the tile that is number `keys`, but its turn."""
     wait_full(rings.k, keys)  # else who left the buffer's last tile might be counted twice
-    leave(rings.k, keys)
+    release(rings.k, keys)
     wait_full(rings.v, keys)
-    leave(rings.v, keys)
-    await_turn(C)
-    pass_turn(C, kind.CONSUMERS)
+    release(rings.v, keys)
+    scheduler_barrier_wait(C)
+    scheduler_barrier_arrive(C, kind.CONSUMERS)
 
 
 @gluon.jit
@@ -222,10 +222,10 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    leave(rings.k, keys + begin)
-    n, _ = visit(place, begin)  # it may be one that every row sees whole
+    release(rings.k, keys + begin)
+    n, _ = tile_at(place, begin)  # it may be one that every row sees whole
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
-    p = carried(p, q.dtype, OPERAND, kind.LOOPS)
+    p = pack_operand(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
         wait_full(rings.out, use)
         acc = buffer_of(rings.out, C).reshape([kind.ROWS, kind.BLOCK_D]).load(A) * rescale[:, None]
@@ -234,18 +234,18 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     if kind.MASKED:
         begin_full = masked_visits(place)
         for i in range(begin + 1, begin_full):
-            n, _ = visit(place, i)
+            n, _ = tile_at(place, i)
             row = n * kind.BLOCK_N
             p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
     for i in range(gl.maximum(begin_full, begin + 1), total):
         p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
     keys += total
     if not kind.OUT_IN_Q:
-        leave(rings.q, use)
+        release(rings.q, use)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(arrived(p, q.dtype, OPERAND), v, acc, is_async=True)
+    acc = warpgroup_mma(unpack_operand(p, q.dtype, OPERAND), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    leave(rings.v, keys - 1)
+    release(rings.v, keys - 1)
     return acc, m, l, keys
 
 
@@ -271,15 +271,15 @@ def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale, kind):
+def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, scale, kind):
     """A warpgroup's role: the attention of 64 queries of each tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     keys = 0
     taken = 0
     if kind.TURNS and C == kind.CONSUMERS - 1:
-        pass_turn(C, kind.CONSUMERS)  # to the first, whom nobody has come before
-    place = hear(mailbox, 0)
+        scheduler_barrier_arrive(C, kind.CONSUMERS)  # to the first, whom nobody has come before
+    place = pop_tile(tile_queue, 0)
     row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
     while place.tile >= 0:
         inside = queries < rows.seqlen
@@ -299,27 +299,27 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
             if not kind.FIRST:
                 acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
             if not kind.OUT_IN_Q:
-                leave(rings.q, use)
+                release(rings.q, use)
 
         if not kind.FIRST:  # these again, rather than keep them all the while: registers are few
-            place = hear(mailbox, taken)
+            place = pop_tile(tile_queue, taken)
             row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
             queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
             inside = queries < rows.seqlen
             vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries
         at = [place.batch, row, place.head, 0]
-        leave(mailbox, taken)
+        release(tile_queue, taken)
         taken += 1
-        place = hear(mailbox, taken)  # now, so that its bounds come while the results leave
+        place = pop_tile(tile_queue, taken)  # now, so that its bounds come while the results leave
         row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
         buffer = buffer_of(rings.out, C)
         if kind.FIRST and not kind.OUT_IN_Q:  # nobody waited for the last tile's store to have read the buffer
             tma.store_wait(0)
         if kind.LAST:
-            blind = l == 0.0
-            divisor = gl.where(blind, 1.0, l)
+            fully_masked = l == 0.0
+            divisor = gl.where(fully_masked, 1.0, l)
             lse = (m + gl.log2(divisor)) * 0.6931471805599453
-            gl.store(rows.lse + vector, gl.where(blind, float("-inf"), lse), mask=inside)
+            gl.store(rows.lse + vector, gl.where(fully_masked, float("-inf"), lse), mask=inside)
             acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
             if not kind.FIRST:
                 buffer = reinterpret(buffer, views.out.dtype, views.out.block_shape, views.out.layout)
@@ -335,19 +335,19 @@ def _consume(C: gl.constexpr, views, state, rings, rows, bounds, mailbox, scale,
         if kind.OUT_IN_Q or not kind.FIRST:
             tma.store_wait(0)
         if kind.OUT_IN_Q:
-            leave(rings.q, use)
+            release(rings.q, use)
         elif not kind.FIRST:
-            leave(rings.out, use)
+            release(rings.out, use)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["seqlen_q", *Sizes._fields])
 def _forward_kernel(
     q, k, v, out, state, m, l, lse, seqlen_q, scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads,  # noqa: E741
-    together, kind,
+    heads_per_wave, kind,
 ):  # fmt: skip
     bounds = Bounds(tables.bounds, bounds_stride)
-    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, together)
+    work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     views = Tiles(q, k, v, out)
     barriers = make_barriers(4 * kind.CONSUMERS + 4 * kind.STAGES + 8)
     queries = make_tiles(q, kind.CONSUMERS)
@@ -362,16 +362,16 @@ def _forward_kernel(
     v_ring = make_ring(keys, barriers, kind.STAGES, 4 * kind.CONSUMERS + 2 * kind.STAGES, kind.STAGES, kind.CONSUMERS)
     rings = Tiles(q_ring, k_ring, v_ring, out_ring)
     rows = Rows(m, l, lse, heads, seqlen_q)
-    mailbox = make_mailbox(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
+    tile_queue = make_mailbox(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
     pace = make_pace(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES + 4)
     fence_async_shared()
     if kind.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, views, state, rings, rows, bounds, mailbox, scale, kind)),
-                (_consume, (1, views, state, rings, rows, bounds, mailbox, scale, kind)),
-                (_produce, (views, state, rings, mailbox, pace, kind)),
-                (draw, (work, mailbox, pace)),
+                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (load_warp, (views, state, rings, tile_queue, pace, kind)),
+                (scheduler_warp, (work, tile_queue, pace)),
             ],
             [4, 1, 1],
             [kind.REGISTERS, 24, 24],
@@ -379,23 +379,23 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, views, state, rings, rows, bounds, mailbox, scale, kind)),
-                (_consume, (1, views, state, rings, rows, bounds, mailbox, scale, kind)),
-                (_consume, (2, views, state, rings, rows, bounds, mailbox, scale, kind)),
-                (_produce, (views, state, rings, mailbox, pace, kind)),
-                (draw, (work, mailbox, pace)),
+                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (mma_warpgroup, (2, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (load_warp, (views, state, rings, tile_queue, pace, kind)),
+                (scheduler_warp, (work, tile_queue, pace)),
             ],
             [4, 4, 1, 1],
             [kind.REGISTERS, kind.REGISTERS, 24, 24],
         )
 
 
-def tiling(meeting: Meeting, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
+def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
     """How the forward is tiled, which depends on how many tiles are visited, and the tables of that."""
 
     def tables(config: ForwardConfig) -> Intervals:
         own = config.consumers * ROWS
-        return intervals(meeting.mask, meeting.q_chunks, meeting.k_chunks, own, config.block_n, device, by_keys=False)
+        return intervals(problem.mask, problem.q_chunks, problem.k_chunks, own, config.block_n, device, by_keys=False)
 
     short = forward_config(headdim, masked=True, visits=0)
     known = tables(short)
@@ -410,7 +410,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     state: AttentionState | None,
     out: Tensor,
@@ -420,13 +420,13 @@ def forward(
 ) -> None:
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
-    config, known = tiling(meeting, headdim, q.device)
+    config, known = tiling(problem, headdim, q.device)
     group = nheads // k.shape[2]  # whose heads stream the same
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
     waves = 1.5 * known.skew  # with just as many as the skew the last heads' longest tiles still begin late
     tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
-    kind = Kind(
+    kind = Constexprs(
         FIRST=first,
         LAST=last,
         MASKED=known.masked,
@@ -448,6 +448,6 @@ def forward(
         tile_view(q, ROWS, config.block_d),
         *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
         *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
-        m, l, lse, seqlen_q, meeting.scoring.to_base2, tables, *sizes, constants(kind),
+        m, l, lse, seqlen_q, problem.score_config.to_base2, tables, *sizes, constants(kind),
         num_warps=4, **FUSED,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     ntiles: int
     heads: int
     all_heads: int
-    together: int
+    heads_per_wave: int
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -56,7 +56,7 @@ def work_arguments(
 ) -> tuple[Tables, Sizes, int]:
     """A launch as a kernel takes it, and on how many programs.
 
-    `streamed_bytes` are a head's, of what is visited; `waves` as for `heads_together`.
+    `streamed_bytes` are a head's, of what is visited; `waves` as for `choose_heads_per_wave`.
     """
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
@@ -67,13 +67,13 @@ def work_arguments(
         ntiles=ntiles,
         heads=heads,
         all_heads=batch * heads,
-        together=heads_together(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
+        heads_per_wave=choose_heads_per_wave(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
     )
     return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
 
 
 @lru_cache(maxsize=1024)
-def heads_together(
+def choose_heads_per_wave(
     ntiles: int, heads: int, streamed_bytes: int, programs: int, waves: float, *, in_order: bool = False
 ) -> int:
     """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others.

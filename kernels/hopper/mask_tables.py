@@ -91,9 +91,9 @@ def intervals(
     tiles = _tiles(first, stop, own_block, block, by_keys)
     begin, _, _, end = tiles.unbind(-1)
     own = torch.arange(first.shape[1], device="cpu") // own_block
-    blind = (first >= stop) & (begin < end)[:, own]
-    below = bool(((first > begin[:, own] * block) & (first < stop) | blind).any())
-    above = bool(((stop < end[:, own] * block) & (first < stop) | blind).any())
+    fully_masked = (first >= stop) & (begin < end)[:, own]
+    below = bool(((first > begin[:, own] * block) & (first < stop) | fully_masked).any())
+    above = bool(((stop < end[:, own] * block) & (first < stop) | fully_masked).any())
     above |= by_keys and first.shape[1] % own_block > 0
     visits = end - begin
     fullest = visits[visits.sum(1).argmax()].double()

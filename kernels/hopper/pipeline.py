@@ -56,7 +56,7 @@ class Work(NamedTuple):
     ntiles: Any
     heads: Any
     all_heads: Any
-    together: Any
+    heads_per_wave: Any
 
 
 class Place(NamedTuple):
@@ -150,7 +150,7 @@ def wait_empty(ring, i):
 
 
 @gluon.jit
-def leave(ring, i):
+def release(ring, i):
     """This role has read use `i`."""
     mbarrier.arrive(empty_barrier(ring, i), count=1)
 
@@ -184,62 +184,62 @@ def make_pace(barriers, BARRIER: gl.constexpr):
 
 
 @gluon.jit
-def keep_pace(pace, taken, i, total, AHEAD: gl.constexpr):
+def signal_prefetch(pace, taken, i, total, AHEAD: gl.constexpr):
     """The producer's, before it copies the `i`-th of `total`: when few are left, the next tile is to be drawn."""
     mbarrier.arrive(full_barrier(pace, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
 
 
 @gluon.jit
-def _put(mailbox, at, number):
+def _put(tile_queue, at, number):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mailbox.buffers.index(at).store(gl.full([1], number, gl.int32, LAYOUT))
+    tile_queue.buffers.index(at).store(gl.full([1], number, gl.int32, LAYOUT))
 
 
 @gluon.jit
-def tell(mailbox, i, place):
+def push_tile(tile_queue, i, place):
     """One warp's: the `i`-th place."""
-    wait_empty(mailbox, i)
+    wait_empty(tile_queue, i)
     slot = slot_of(i, 2)
-    _put(mailbox, slot * 8, place.tile)
-    _put(mailbox, slot * 8 + 1, place.batch)
-    _put(mailbox, slot * 8 + 2, place.head)
-    _put(mailbox, slot * 8 + 3, place.begin)
-    _put(mailbox, slot * 8 + 4, place.full_begin)
-    _put(mailbox, slot * 8 + 5, place.full_end)
-    _put(mailbox, slot * 8 + 6, place.end)
-    mbarrier.arrive(full_barrier(mailbox, i), count=1)
+    _put(tile_queue, slot * 8, place.tile)
+    _put(tile_queue, slot * 8 + 1, place.batch)
+    _put(tile_queue, slot * 8 + 2, place.head)
+    _put(tile_queue, slot * 8 + 3, place.begin)
+    _put(tile_queue, slot * 8 + 4, place.full_begin)
+    _put(tile_queue, slot * 8 + 5, place.full_end)
+    _put(tile_queue, slot * 8 + 6, place.end)
+    mbarrier.arrive(full_barrier(tile_queue, i), count=1)
 
 
 @gluon.jit
-def _get(mailbox, at):
+def _get(tile_queue, at):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(mailbox.buffers.index(at).load(LAYOUT), 0)
+    return gl.max(tile_queue.buffers.index(at).load(LAYOUT), 0)
 
 
 @gluon.jit
-def hear(mailbox, i):
+def pop_tile(tile_queue, i):
     """The `i`-th place. Who reads leaves it when done: to hear it again is cheaper than to keep it in registers."""
-    wait_full(mailbox, i)
+    wait_full(tile_queue, i)
     slot = slot_of(i, 2)
     return Place(
-        _get(mailbox, slot * 8),
-        _get(mailbox, slot * 8 + 1),
-        _get(mailbox, slot * 8 + 2),
-        _get(mailbox, slot * 8 + 3),
-        _get(mailbox, slot * 8 + 4),
-        _get(mailbox, slot * 8 + 5),
-        _get(mailbox, slot * 8 + 6),
+        _get(tile_queue, slot * 8),
+        _get(tile_queue, slot * 8 + 1),
+        _get(tile_queue, slot * 8 + 2),
+        _get(tile_queue, slot * 8 + 3),
+        _get(tile_queue, slot * 8 + 4),
+        _get(tile_queue, slot * 8 + 5),
+        _get(tile_queue, slot * 8 + 6),
     )
 
 
 @gluon.jit
 def _place_of(work, number):
-    """The tile with a number: `together` heads at a time, of them the tiles that visit most first."""
-    group = number // (work.ntiles * work.together)
-    within = number - group * work.ntiles * work.together
-    size = gl.minimum(work.together, work.all_heads - group * work.together)
+    """The tile with a number: `heads_per_wave` heads at a time, of them the tiles that visit most first."""
+    group = number // (work.ntiles * work.heads_per_wave)
+    within = number - group * work.ntiles * work.heads_per_wave
+    size = gl.minimum(work.heads_per_wave, work.all_heads - group * work.heads_per_wave)
     tile = gl.load(work.order + within // size)
-    of_all = group * work.together + within % size
+    of_all = group * work.heads_per_wave + within % size
     batch = of_all // work.heads
     entry = work.tiles + batch * work.tiles_stride + tile * 4
     begin, full_begin = gl.load(entry), gl.load(entry + 1)
@@ -248,7 +248,7 @@ def _place_of(work, number):
 
 
 @gluon.jit
-def draw(work, mailbox, pace, IN_ORDER: gl.constexpr = False):
+def scheduler_warp(work, tile_queue, pace, IN_ORDER: gl.constexpr = False):
     """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end.
 
     With `IN_ORDER` no tile is drawn before those with lower numbers: programs need not start in the order of theirs.
@@ -259,11 +259,11 @@ def draw(work, mailbox, pace, IN_ORDER: gl.constexpr = False):
     if IN_ORDER:
         number = gl.atomic_add(work.counter, 1)
     while number < total:
-        tell(mailbox, drawn, _place_of(work, number))
+        push_tile(tile_queue, drawn, _place_of(work, number))
         wait_full(pace, drawn)
         drawn += 1
         number = gl.atomic_add(work.counter, 1)
-    tell(mailbox, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
+    push_tile(tile_queue, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -273,7 +273,7 @@ def masked_visits(place):
 
 
 @gluon.jit
-def visit(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
+def tile_at(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
     """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first.
 
     Of these the last is the first. With `FROM_END` the others too are visited from the last to the first.
@@ -342,7 +342,7 @@ def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.conste
 
 
 @gluon.jit
-def hidden(i):
+def apply_mask(i):
     """`i`, where the compiler does not know it.
 
     A matmul's operand has a descriptor for every 16 columns. Those of a buffer whose number is known are made before
@@ -358,7 +358,7 @@ def fixed(x):
 
 
 @gluon.jit
-def carried(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constexpr):
+def pack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constexpr):
     """Float32 numbers as the operand of `DTYPE` that a later step multiplies, on its way there through `LOOPS` loops.
 
     Through two they go as pairs, an int32 each: numbers of 16 bits would be taken out of their registers between the
@@ -383,8 +383,8 @@ def _halves(pairs, dtype, _semantic=None):
 
 
 @gluon.jit
-def arrived(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """What was `carried`, as the matmul takes it from registers."""
+def unpack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What was `pack_operand`, as the matmul takes it from registers."""
     if x.dtype == gl.int32:
         ROWS: gl.constexpr = x.shape[0]
         COLUMNS: gl.constexpr = x.shape[1] * 2
@@ -397,14 +397,14 @@ TURN = gl.constexpr(9)  # the first of three named barriers: Gluon takes 0, 1, a
 
 
 @gluon.jit
-def await_turn(C: gl.constexpr):
+def scheduler_barrier_wait(C: gl.constexpr):
     """Holds consumer `C` until the one before it has passed its turn."""
     ASM: gl.constexpr = f"bar.sync {TURN + C}, 256; mov.b32 $0, $1;"  # 256: the threads of both
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
+def scheduler_barrier_arrive(C: gl.constexpr, CONSUMERS: gl.constexpr):
     """The next consumer's turn begins; `C` does not wait for it."""
     ASM: gl.constexpr = f"bar.arrive {TURN + (C + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)

@@ -29,14 +29,14 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, 
     tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
 
 
-def vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
+def vectors(lse: Tensor, delta: Tensor, factor: float, cache: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
     """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
 
     Hops of a pass with the same factor have the same.
     """
     name = f"vectors of {factor}"
-    if kept is not None and name in kept:
-        of, known = kept[name]
+    if cache is not None and name in cache:
+        of, known = cache[name]
         if of[0] is lse and of[1] is delta:
             return known
     batch, nheads, seqlen = lse.shape
@@ -44,6 +44,6 @@ def vectors(lse: Tensor, delta: Tensor, factor: float, kept: dict[str, Any] | No
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
     _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024, **FUSED)
-    if kept is not None:
-        kept[name] = (lse, delta), (minus_lse, minus_delta)
+    if cache is not None:
+        cache[name] = (lse, delta), (minus_lse, minus_delta)
     return minus_lse, minus_delta

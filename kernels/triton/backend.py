@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.backward_dkdv import backward_dkdv
 from ringflash.kernels.triton.backward_dq import backward_dq
@@ -22,7 +22,7 @@ __all__ = [
     "check_supported",
     "delta",
     "forward",
-    "has_single_pass",
+    "fuses_dq",
     "new_dq",
     "state_dtype",
 ]
@@ -42,9 +42,9 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
 
 
-def has_single_pass(q: Tensor, v: Tensor, mask: Mask, scoring: Scoring, *, hops: int, deterministic: bool) -> bool:
-    """Where the sweeps said so; see `config.has_single_pass`. Its order of additions is that of the moment."""
-    return not deterministic and config.has_single_pass(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
+def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
+    """Where the sweeps said so; see `config.fuses_dq`. Its order of additions is that of the moment."""
+    return not deterministic and config.fuses_dq(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:

@@ -20,23 +20,23 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
 from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,
-    capped,
+    apply_alibi,
+    apply_softcap,
     kind_argument,
     load_columns,
     load_lse,
-    scored,
     scores_argument,
     slope_of,
     split_lse,
     weighed,
 )
-from ringflash.kernels.triton.spans import bounds_of, hidden, keys_read, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.spans import apply_mask, bounds_of, keys_read, load_tile_info, schedule, span_of, tile_at
 from ringflash.kernels.triton.tiles import (
     UNSPECIALIZED,
     call_of,
@@ -87,7 +87,7 @@ def _over_queries(
     """Adds dS^T q and P^T dout over queries of one chunk."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_M
     for step in tl.range(span.begin, span.end, STEP):
-        i, masked = visit(step, span, schedule, kind.MASK)
+        i, masked = tile_at(step, span, schedule, kind.MASK)
         rows = i + tl.arange(0, kind.BLOCK_M)
         inside = rows < span.length
         COPIED: tl.constexpr = k_tile.dtype.primitive_bitwidth == 16
@@ -102,14 +102,14 @@ def _over_queries(
         q_tile = load_tile(q, q_tiles, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
         dout_tile = load_tile(dout, dout_tiles, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
         queries = (span.start + rows)[None, :]
-        t = capped(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-        s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
+        t = apply_softcap(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
         p = tl.exp2(s * unit - lse2[None, :] - lse2_low[None, :])
         if not kind.EVEN:
             masked = masked | short
         if (kind.MASK != 0 or not kind.EVEN) and masked:
             lo, hi, bit_row = bounds_of(visible, batch, span.row, rows, inside, kind.MASK)
-            p = hidden(
+            p = apply_mask(
                 p, 0.0, read[:, None], queries, keys, first_key, lo[None, :], hi[None, :], bit_row[None, :],
                 visible, kind.BLOCK_N, kind.MASK,
             )  # fmt: skip
@@ -170,7 +170,7 @@ def _dkdv_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads_kv).to(tl.int64)
     head_kv = (batch_head % nheads_kv).to(tl.int64)
-    row, left, position = place_of(schedule, tile)
+    row, left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_N)
     read = keys_read(visible, batch, position + rows, rows < left, kind.MASK)
@@ -231,7 +231,7 @@ def backward_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
     dq: DqSum | None = None,
@@ -239,16 +239,16 @@ def backward_dkdv(
     """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
-    config = choose(call_of(q, v, meeting))
-    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=True)
+    config = choose(call_of(q, v, problem))
+    programs, tiles, visible = schedule(problem, config, q.device, by_keys=True)
     accelerated, streams, views = streamed((q, dout), config.block_m, config, programs)
-    scores, seed = scores_argument(meeting.scoring, lse)
+    scores, seed = scores_argument(problem.score_config, lse)
     with_dq, dq_argument = _dq_argument(dq, config)
     _dkdv_kernel[(programs.ntiles * batch * k.shape[2],)](
         *streams, *views, operand(k), operand(v), lse, delta, dq_argument,
         strided(dk), strided(dv), tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
         ACCUMULATE=accumulate, WITH_DQ=with_dq,
-        kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
         **config.launch,
     )  # fmt: skip

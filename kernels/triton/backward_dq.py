@@ -17,20 +17,20 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import dq_config
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,
-    capped,
+    apply_alibi,
+    apply_softcap,
     kind_argument,
     load_lse,
-    scored,
     scores_argument,
     slope_of,
     weighed,
 )
-from ringflash.kernels.triton.spans import bounds_of, hidden, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.spans import apply_mask, bounds_of, load_tile_info, schedule, span_of, tile_at
 from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
 
 
@@ -62,14 +62,14 @@ def _over_keys(
     lo, hi, bit_row = bounds
     lse2, lse2_low = lse2
     for i in tl.range(span.begin, span.end, STEP):
-        n, masked = visit(i, span, schedule, kind.MASK)
+        n, masked = tile_at(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end
         k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
         v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         keys = (span.start + columns)[None, :]
-        t = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-        s, unit = scored(t, queries, keys, scores, slope, kind.ALIBI)
+        t = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
         p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
         _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
@@ -77,7 +77,7 @@ def _over_keys(
         if kind.SOFTCAP:
             ds *= 1.0 - t * t
         if masked:  # not p: rows that see nothing may hold anything, NaN too
-            ds = hidden(
+            ds = apply_mask(
                 ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
                 visible, kind.BLOCK_N, kind.MASK,
             )  # fmt: skip
@@ -115,7 +115,7 @@ def _dq_kernel(
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
     head_kv = head // kind.GROUP
-    row, left, position = place_of(schedule, tile)
+    row, left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows
@@ -155,20 +155,20 @@ def backward_dq(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     accumulate: bool,
 ) -> None:
     """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
-    config = dq_config(call_of(q, v, meeting))
-    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=False)
+    config = dq_config(call_of(q, v, problem))
+    programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
-    scores, seed = scores_argument(meeting.scoring, lse)
+    scores, seed = scores_argument(problem.score_config, lse)
     _dq_kernel[(programs.ntiles * batch * nheads,)](
         operand(dout), operand(q), *streams, *views, lse, delta, dq,
         tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
-        ACCUMULATE=accumulate, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        ACCUMULATE=accumulate, kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
         **config.launch,
     )  # fmt: skip

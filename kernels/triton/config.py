@@ -197,7 +197,7 @@ def dkdv_config(call: Call) -> TileConfig:
     return call.choose(_DKDV)
 
 
-def has_single_pass(headdim: int, headdim_v: int, *, listed: bool) -> bool:
+def fuses_dq(headdim: int, headdim_v: int, *, listed: bool) -> bool:
     """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
 
     To add dQ up in memory takes longer than the two matmuls that it saves, except where tiles are listed. Above headdim

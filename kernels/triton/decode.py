@@ -22,7 +22,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.kernels.triton.config import FUSED, padded_headdim, processors
@@ -159,7 +159,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tupl
     """out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
     splits = _splits(q, k, v, step)
     if splits > 1:
-        return combine(_parts(q, k, v, lengths, step, splits), step.scoring, q.dtype)
+        return combine(_parts(q, k, v, lengths, step, splits), step.score_config, q.dtype)
     out, lse = _results(q, v.shape[3], q.dtype)
     _launch(q, k, v, lengths, step, 1, Target(out, lse, lse, 0), final=True)
     return out, lse
@@ -171,15 +171,15 @@ def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Par
     if parts.count == 1:
         return parts
     merged = Partials.allocate(1, q, v.shape[3], torch.float32)
-    merge(parts, target_of(merged), step.scoring, final=False)
+    merge(parts, target_of(merged), step.score_config, final=False)
     return merged
 
 
-def combine(partials: Partials, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out in `dtype` and lse over the keys of all states."""
     shape = (partials.batch, partials.seqlen_q, partials.nheads)
     out, lse = _results(partials.storage.new_empty((*shape, 0)), partials.headdim_v, dtype)
-    merge(partials, Target(out, lse, lse, 0), scoring, final=True)
+    merge(partials, Target(out, lse, lse, 0), score_config, final=True)
     return out, lse
 
 
@@ -230,21 +230,21 @@ def _launch(
     batch, seqlen_q, nheads, headdim = q.shape
     capacity, nheads_kv = k.shape[1:3]
     headdim_v = v.shape[3]
-    scoring, sight = step.scoring, step.sight
+    score_config, sight = step.score_config, step.sight
     config = _config(q, k, v, step)
     rows = seqlen_q * (nheads // nheads_kv)
     block_m = config.block_m(rows)
     row_tiles = triton.cdiv(rows, block_m)
-    slopes, sinks = scoring.alibi_slopes, scoring.sinks
+    slopes, sinks = score_config.alibi_slopes, score_config.sinks
     _decode_kernel[(batch * nheads_kv * splits * row_tiles,)](
         strided(q), strided(k), strided(v), lengths,
         _tree_words(sight.tree, q.device) if sight.tree else lengths,
         lengths if slopes is None else slopes, 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         lengths if sinks is None else sinks,
         target, row_tiles, splits, capacity, seqlen_q, nheads, nheads_kv, sight.left, sight.right,
-        scoring.before_tanh, scoring.to_base2, LN2,
+        score_config.before_tanh, score_config.to_base2, LN2,
         FINAL=final, MASK=0 if sight.is_uniform(seqlen_q, capacity) else 2 if sight.tree else 1,
-        SOFTCAP=scoring.softcap > 0, ALIBI=slopes is not None, SINKS=sinks is not None and final,
+        SOFTCAP=score_config.softcap > 0, ALIBI=slopes is not None, SINKS=sinks is not None and final,
         PRECISION=config.precision, HEADDIM=headdim, HEADDIM_V=headdim_v,
         BLOCK_D=padded_headdim(headdim), BLOCK_DV=padded_headdim(headdim_v),
         BLOCK_M=block_m, BLOCK_N=config.tiles.block_n,

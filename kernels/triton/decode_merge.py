@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import Partials
 from ringflash.kernels.triton.config import FUSED, padded_headdim
 from ringflash.state import LN2
@@ -96,9 +96,9 @@ def target_of(partials: Partials) -> Target:
     return Target(state.o, state.m, state.l, partials.storage.stride(0))
 
 
-def merge(partials: Partials, target: Target, scoring: Scoring, *, final: bool) -> None:
+def merge(partials: Partials, target: Target, score_config: ScoreConfig, *, final: bool) -> None:
     """Writes the merge of all states to `target`: a state, or when `final` out and lse."""
-    sinks = scoring.sinks if final else None
+    sinks = score_config.sinks if final else None
     block_dv = min(64, padded_headdim(partials.headdim_v))
     rows = partials.batch * partials.seqlen_q * partials.nheads
     _merge_kernel[(rows, triton.cdiv(partials.headdim_v, block_dv))](

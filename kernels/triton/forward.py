@@ -20,11 +20,20 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import forward_config
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
-from ringflash.kernels.triton.scores import Seed, capped, kept, kind_argument, lse_of, scored, scores_argument, slope_of
-from ringflash.kernels.triton.spans import bounds_of, hidden, place_of, schedule, span_of, visit
+from ringflash.kernels.triton.scores import (
+    Seed,
+    apply_alibi,
+    apply_softcap,
+    keep_mask,
+    kind_argument,
+    lse_of,
+    scores_argument,
+    slope_of,
+)
+from ringflash.kernels.triton.spans import apply_mask, bounds_of, load_tile_info, schedule, span_of, tile_at
 from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
 from ringflash.state import AttentionState
 
@@ -65,15 +74,15 @@ def _attend(
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
     for i in tl.range(span.begin, span.end, STEP):
-        n, masked = visit(i, span, schedule, kind.MASK)
+        n, masked = tile_at(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end
         k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-        s = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+        s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         keys = (span.start + columns)[None, :]
-        s, unit = scored(s, queries, keys, scores, slope, kind.ALIBI)
+        s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)
         if masked:
-            s = hidden(
+            s = apply_mask(
                 s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
                 bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
             )  # fmt: skip
@@ -83,7 +92,7 @@ def _attend(
         rescale = tl.exp2(m - origin)
         l = l * rescale + tl.sum(p, 1)  # noqa: E741
         if kind.DROPOUT:
-            p = tl.where(kept(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
+            p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
         acc = acc * rescale[:, None]
         v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
@@ -119,7 +128,7 @@ def _forward_kernel(
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
     head_kv = head // kind.GROUP
-    row, left, position = place_of(schedule, tile)
+    row, left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows  # index into m, l and lse
@@ -150,7 +159,7 @@ def _forward_kernel(
         )  # fmt: skip
 
     if LAST:
-        blind = l == 0.0
+        fully_masked = l == 0.0
         if kind.SINKS:  # one more key, without a value
             sink = tl.load(scores.sinks + head) * 1.4426950408889634
             origin = tl.maximum(m, sink)
@@ -159,10 +168,10 @@ def _forward_kernel(
             l = l * rescale + tl.exp2(sink - origin)  # noqa: E741
             acc = acc * rescale[:, None]
             m = origin
-        divisor = tl.where(blind, 1.0, l)
+        divisor = tl.where(fully_masked, 1.0, l)
         acc = acc / divisor[:, None]
         lse = lse_of(m, tl.log2(divisor), results.lse)
-        tl.store(results.lse + number, tl.where(blind, float("-inf"), lse), mask=rows < left)
+        tl.store(results.lse + number, tl.where(fully_masked, float("-inf"), lse), mask=rows < left)
         target = results.out
     else:
         tl.store(results.m + number, m, mask=rows < left)
@@ -176,7 +185,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    meeting: Meeting,
+    problem: TileProblem,
     *,
     state: AttentionState | None,
     out: Tensor,
@@ -186,14 +195,14 @@ def forward(
 ) -> None:
     """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
-    config = forward_config(call_of(q, v, meeting))
-    programs, tiles, visible = schedule(meeting, config, q.device, by_keys=False)
+    config = forward_config(call_of(q, v, problem))
+    programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
-    scores, seed = scores_argument(meeting.scoring, lse)
+    scores, seed = scores_argument(problem.score_config, lse)
     m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
     _forward_kernel[(programs.ntiles * batch * nheads,)](
         operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
-        FIRST=first, LAST=last, kind=kind_argument(meeting.scoring, programs, accelerated, q, k, v, config),
+        FIRST=first, LAST=last, kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
         **config.launch,
     )  # fmt: skip

@@ -13,14 +13,14 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from ringflash.dropout import threshold
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.triton.config import TileConfig
 from ringflash.kernels.triton.schedule import Programs
-from ringflash.kernels.triton.tiles import Kind, loaded_width
+from ringflash.kernels.triton.tiles import Constexprs, loaded_width
 
 
 class Scores(NamedTuple):
-    """What a kernel knows of a `Scoring`."""
+    """What a kernel knows of a `ScoreConfig`."""
 
     softmax_scale: Any
     before_tanh: Any
@@ -40,19 +40,19 @@ class Seed(NamedTuple):
     high: Any
 
 
-def scores_argument(scoring: Scoring, unread: Tensor) -> tuple[Scores, Seed]:
+def scores_argument(score_config: ScoreConfig, unread: Tensor) -> tuple[Scores, Seed]:
     """A scoring as a kernel takes it; `unread` is any tensor, for the pointers that it will not touch."""
-    slopes, sinks, seed = scoring.alibi_slopes, scoring.sinks, scoring.dropout_seed
+    slopes, sinks, seed = score_config.alibi_slopes, score_config.sinks, score_config.dropout_seed
     scores = Scores(
-        softmax_scale=scoring.softmax_scale,
-        before_tanh=scoring.before_tanh,
-        to_base2=scoring.to_base2,
+        softmax_scale=score_config.softmax_scale,
+        before_tanh=score_config.before_tanh,
+        to_base2=score_config.to_base2,
         slopes=unread if slopes is None else slopes,
         slopes_batch=0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         sinks=unread if sinks is None else sinks,
-        threshold=threshold(scoring.dropout_p),
-        kept_scale=scoring.kept_scale,
-        first_head=scoring.first_head or None,  # another number in all kernels costs some of them registers
+        threshold=threshold(score_config.dropout_p),
+        kept_scale=score_config.kept_scale,
+        first_head=score_config.first_head or None,  # another number in all kernels costs some of them registers
     )
     return scores, Seed(*(_signed(word & 0xFFFFFFFF) for word in (seed, seed >> 32)))
 
@@ -62,15 +62,21 @@ def _signed(word: int) -> int:
 
 
 def kind_argument(
-    scoring: Scoring, programs: Programs, accelerated: bool, q: Tensor, k: Tensor, v: Tensor, config: TileConfig
-) -> Kind:
+    score_config: ScoreConfig,
+    programs: Programs,
+    accelerated: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: TileConfig,
+) -> Constexprs:
     """What a kernel is compiled for."""
-    values = Kind(
+    values = Constexprs(
         MASK=programs.kind,
-        SOFTCAP=scoring.softcap > 0,
-        ALIBI=scoring.alibi_slopes is not None,
-        SINKS=scoring.sinks is not None,
-        DROPOUT=scoring.dropout_p > 0,
+        SOFTCAP=score_config.softcap > 0,
+        ALIBI=score_config.alibi_slopes is not None,
+        SINKS=score_config.sinks is not None,
+        DROPOUT=score_config.dropout_p > 0,
         GROUP=q.shape[2] // k.shape[2],
         EVEN=programs.even,
         ACCELERATED=accelerated,
@@ -85,7 +91,7 @@ def kind_argument(
         BLOCK_N=config.block_n,
         WARPS=config.num_warps,
     )
-    return Kind(*map(tl.constexpr, values))
+    return Constexprs(*map(tl.constexpr, values))
 
 
 @triton.jit
@@ -108,7 +114,7 @@ def tanh(x):
 
 
 @triton.jit
-def capped(product, scores, SOFTCAP: tl.constexpr):
+def apply_softcap(product, scores, SOFTCAP: tl.constexpr):
     """tanh of the scaled product where there is a softcap, else the product as it is."""
     if SOFTCAP:
         product = tanh(product * scores.before_tanh)
@@ -116,7 +122,7 @@ def capped(product, scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def scored(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
+def apply_alibi(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
     """(x, unit) so that x * unit is the score in base 2: the multiplication is left to a later fma."""
     unit = scores.to_base2
     if ALIBI:
@@ -126,8 +132,8 @@ def scored(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def kept(queries, keys, batch, head, scores, seed):
-    """Which weights dropout keeps: `ringflash.dropout.kept` for one tile."""
+def keep_mask(queries, keys, batch, head, scores, seed):
+    """Which weights dropout keeps: `ringflash.dropout.keep_mask` for one tile."""
     queries, keys = tl.broadcast(queries, keys)
     c0 = (keys >> 2).to(tl.uint32)
     if scores.first_head is not None:
@@ -197,7 +203,7 @@ def load_columns(x, BLOCK: tl.constexpr, kind, COPIED: tl.constexpr):
 def weighed(p, dp, queries, keys, batch, head, scores, seed, DROPOUT: tl.constexpr):
     """P as v meets it and the gradient of P: dropout's part of both."""
     if DROPOUT:
-        stays = kept(queries, keys, batch, head, scores, seed)
+        stays = keep_mask(queries, keys, batch, head, scores, seed)
         p = tl.where(stays, p * scores.kept_scale, 0.0)
         dp = tl.where(stays, dp * scores.kept_scale, 0.0)
     return p, dp

@@ -12,7 +12,7 @@ import torch
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import TileConfig
 from ringflash.kernels.triton.schedule import Programs, make_programs
 
@@ -54,11 +54,11 @@ class Span(NamedTuple):
 
 
 def schedule(
-    meeting: Meeting, config: TileConfig, device: torch.device, *, by_keys: bool
+    problem: TileProblem, config: TileConfig, device: torch.device, *, by_keys: bool
 ) -> tuple[Programs, Schedule, Visible]:
     """What the programs of a launch need to know, of keys that own tiles when `by_keys`, else of queries."""
     programs = make_programs(
-        meeting.mask, meeting.q_chunks, meeting.k_chunks, config.block_m, config.block_n, device, by_keys
+        problem.mask, problem.q_chunks, problem.k_chunks, config.block_m, config.block_n, device, by_keys
     )
     bounds = programs.bounds
     return (
@@ -79,7 +79,7 @@ def schedule(
 
 
 @triton.jit
-def place_of(schedule, tile):
+def load_tile_info(schedule, tile):
     """An owned tile: (row of storage, rows from there to its chunk's end, global position) of its first row."""
     entry = schedule.places + tile * 4
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 3)
@@ -102,7 +102,7 @@ def span_of(schedule, batch, tile, chunk, nchunks):
 
 
 @triton.jit
-def visit(i, span, schedule, MASK: tl.constexpr):
+def tile_at(i, span, schedule, MASK: tl.constexpr):
     """What a loop from span.begin to span.end has come to: the tile's first row in its chunk, whether it is masked."""
     n = tl.load(schedule.tiles + i) if MASK == 3 else i
     return n, (i < span.full_begin) | (i >= span.full_end)
@@ -133,7 +133,7 @@ def keys_read(visible, batch, keys, inside, MASK: tl.constexpr):
 
 
 @triton.jit
-def hidden(
+def apply_mask(
     x,
     value,
     read,

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.mask_tables import has_short_spans
 from ringflash.kernels.triton.config import Call, padded_headdim
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
@@ -33,7 +33,7 @@ class Strided(NamedTuple):
 UNSPECIALIZED = ["ntiles", "seqlen_q", "seed_low", "seed_high"]
 
 
-class Kind(NamedTuple):
+class Constexprs(NamedTuple):
     """What a kernel is compiled for, all constexpr."""
 
     MASK: Any
@@ -61,11 +61,11 @@ def capability() -> int:
     return 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
 
 
-def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
+def call_of(q: Tensor, v: Tensor, problem: TileProblem) -> Call:
     """What tiles are chosen for."""
-    ragged = any(chunk.length % 128 for chunk in (*meeting.q_chunks, *meeting.k_chunks))
+    ragged = any(chunk.length % 128 for chunk in (*problem.q_chunks, *problem.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
-    seqlen_k = sum(chunk.length for chunk in meeting.k_chunks)
+    seqlen_k = sum(chunk.length for chunk in problem.k_chunks)
     return Call(
         headdim=q.shape[3],
         headdim_v=v.shape[3],
@@ -73,9 +73,9 @@ def call_of(q: Tensor, v: Tensor, meeting: Meeting) -> Call:
         seqlen_k=seqlen_k,
         capability=capability(),
         ragged=ragged,
-        short_spans=has_short_spans(meeting.mask),
-        listed=meeting.mask.bitmap() is not None,
-        modes=meeting.scoring.has_modes,
+        short_spans=has_short_spans(problem.mask),
+        listed=problem.mask.bitmap() is not None,
+        modes=problem.score_config.has_score_mods,
     )
 
 

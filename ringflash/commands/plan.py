@@ -114,7 +114,7 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
         title=f"{first.layout.name}, {first.mask!r}: {options.seqlen} tokens over {first.world_size} ranks, batch "
         f"{options.batch}, {options.nheads}:{options.nheads_kv} heads of {options.headdim}, {options.dtype}",
         caption=f"The busiest rank has {first.balance:.3f} of the mean; as ranks wait for each other the ring takes "
-        f"{first.pace:.3f}. A backward sends keys and values again, and their gradients in float32.",
+        f"{first.critical_path:.3f}. A backward sends keys and values again, and their gradients in float32.",
     )
     for column in (
         "rank",
@@ -195,7 +195,7 @@ def _layouts(mask: Mask, options: argparse.Namespace) -> Table:
         table.add_row(
             layout,
             f"{plan.balance:.3f}",
-            f"{plan.pace:.3f}",
+            f"{plan.critical_path:.3f}",
             str(len(plan.hops)),
             f"{sent / everything:.0%}",
             str(max(map(len, plan.layout.chunks))),

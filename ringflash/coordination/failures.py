@@ -36,7 +36,7 @@ _LONGEST = 6000  # characters of a text that are told: a board has room for thes
 
 
 @dataclass(frozen=True)
-class Word:
+class FailureReport:
     """What a rank leaves when a ring breaks.
 
     Args:
@@ -65,7 +65,7 @@ class Word:
 
 
 def conclude(
-    words: Sequence[Word], ended: Sequence[int], world_size: int, deadline: float, rank: int
+    words: Sequence[FailureReport], ended: Sequence[int], world_size: int, deadline: float, rank: int
 ) -> RingflashError:
     """What `rank` raises, given the words that ranks left, and the ranks whose processes are known to have ended."""
     raised = [word for word in words if word.kind == "raised"]
@@ -124,7 +124,7 @@ class Faults:
         self._releases: list[Callable[[], None]] = []
         self._closes: list[Callable[[], None]] = []
         self.closed = False
-        self._withdraw: Callable[[], None] | None = None  # what another thread has not yet raised
+        self._cancel: Callable[[], None] | None = None  # what another thread has not yet raised
         self._lock = threading.RLock()
 
     def on_break(self, close: Callable[[], None]) -> None:
@@ -158,22 +158,22 @@ class Faults:
     @property
     def is_whole(self) -> bool:
         """Whether nothing has gone wrong, on any rank: all ranks are told alike, if they ask at about the same time."""
-        return self.error is None and not self.word_of_others()
+        return self.error is None and not self.was_reported()
 
-    def deliver(self, elsewhere: Callable[[], None], withdraw: Callable[[], None]) -> None:
-        """Raises the error `elsewhere`, in another thread, unless one has it; until it gets there it may `withdraw`."""
+    def raise_async(self, elsewhere: Callable[[], None], cancel: Callable[[], None]) -> None:
+        """Raises the error `elsewhere`, in another thread, unless one has it; until it gets there it may `cancel`."""
         with self._lock:
             if not self.delivered:
-                self.delivered, self._withdraw = True, withdraw
+                self.delivered, self._cancel = True, cancel
                 elsewhere()
 
-    def seize(self) -> None:
+    def claim(self) -> None:
         """The caller is about to raise the error: it is raised here, once, and nowhere else any more."""
         with self._lock:
             self.delivered = True
-            if self._withdraw is not None:
-                self._withdraw()
-                self._withdraw = None
+            if self._cancel is not None:
+                self._cancel()
+                self._cancel = None
 
     def release(self) -> None:
         """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
@@ -184,7 +184,7 @@ class Faults:
     def check(self) -> None:
         """Raises what ended this ring, if it has ended."""
         if self.error is not None:
-            self.seize()
+            self.claim()
             raise _copy_of(self.error)
 
     def ended(self) -> list[int]:
@@ -214,7 +214,7 @@ class Faults:
             else:
                 verdict = self.judge(time.monotonic() - start, peers)
         named = self.broken(verdict, hop, peers)
-        self.seize()
+        self.claim()
         self.release()
         raise named from cause
 
@@ -236,16 +236,16 @@ class Faults:
         if waited < PATIENCE:
             return None
         ended = {*self.ended()}
-        return "closed" if self.word_of_others() or ended & ({*peers} or ended) else None
+        return "closed" if self.was_reported() or ended & ({*peers} or ended) else None
 
     def look_back(self, started: float) -> None:
         """At the end of a pass: raises what the others concluded, if it took so long that they may have given up.
 
         A process that does not wait for messages would else go on with what a broken ring has computed.
         """
-        if time.monotonic() - started >= PATIENCE and self.word_of_others():
+        if time.monotonic() - started >= PATIENCE and self.was_reported():
             named = self.broken("behind", None)
-            self.seize()
+            self.claim()
             self.release()
             raise named
 
@@ -253,15 +253,15 @@ class Faults:
         """This rank raised `error` in a ring: brings the others down too."""
         if self.error is None:
             text = "".join(traceback.format_exception(error))
-            self._end(Word(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
-            self.seize()
+            self._end(FailureReport(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
+            self.claim()
             self.release()
 
     def broken(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
         """The error to raise where this rank waited for `peers` in vain."""
-        return self._end(Word(self._rank, kind, hop, tuple(peers), str(self.plan)))
+        return self._end(FailureReport(self._rank, kind, hop, tuple(peers), str(self.plan)))
 
-    def word_of_others(self) -> bool:
+    def was_reported(self) -> bool:
         """Whether a rank has said that the ring is broken."""
         if self.board is not None and not self.board.is_empty():
             return True
@@ -269,20 +269,20 @@ class Faults:
             return self.store.check([_BROKEN])
         return False
 
-    def _end(self, word: Word) -> RingflashError:
+    def _end(self, word: FailureReport) -> RingflashError:
         with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
             if self.error is None:
-                self._leave(word)
+                self._report(word)
                 for close in self._breaks:
                     close()
-                words = [word] if word.kind == "raised" else self._hear_out(word)
+                words = [word] if word.kind == "raised" else self._collect_reports(word)
                 self.error = conclude(words, self.ended(), self._world_size, self.deadline, self._rank)
         for other in self._others:
             if other.error is None:
                 other.raised(self.error)
         return _copy_of(self.error)
 
-    def _leave(self, word: Word) -> None:
+    def _report(self, word: FailureReport) -> None:
         half = _LONGEST // 2
         text = word.text if len(word.text) <= _LONGEST else f"{word.text[:half]}\n...\n{word.text[-half:]}"
         fields = json.dumps(asdict(replace(word, text=text)), ensure_ascii=False)
@@ -292,7 +292,7 @@ class Faults:
             self.store.set(str(self._rank), fields)
             self.store.set(_BROKEN, "")
 
-    def _word_of(self, rank: int) -> Word | None:
+    def _report_of(self, rank: int) -> FailureReport | None:
         """Returns the word that `rank` has left."""
         text: str | bytes | None = None if self.board is None else self.board.get(rank)
         if text is None:
@@ -301,16 +301,16 @@ class Faults:
         if text is None:
             return None
         fields = json.loads(text)
-        return Word(**{**fields, "peers": tuple(fields["peers"])})
+        return FailureReport(**{**fields, "peers": tuple(fields["peers"])})
 
-    def _hear_out(self, own: Word) -> list[Word]:
+    def _collect_reports(self, own: FailureReport) -> list[FailureReport]:
         """The words of all ranks in their order, once nothing more is to be expected."""
         end, words = time.monotonic() + GRACE, {own.rank: own}
         while True:
             ended = {*self.ended()}  # looked up first: who has ended since has left word before
             missing = [rank for rank in range(self._world_size) if rank not in words]
             for rank in missing:
-                word = self._word_of(rank)
+                word = self._report_of(rank)
                 if word is not None:
                     words[rank] = word
             raised = any(word.kind == "raised" for word in words.values())

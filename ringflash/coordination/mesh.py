@@ -24,7 +24,7 @@ class MeshControlPlane(ControlPlane):
         places: of each rank (index along the first, index along the second).
         gloo: a gloo group of all ranks.
         faults: what a wait for a rank that does not come becomes.
-        runs_ahead: as of any control plane.
+        optimistic: as of any control plane.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class MeshControlPlane(ControlPlane):
         gloo: dist.ProcessGroup,
         faults: Faults,
         *,
-        runs_ahead: bool,
+        optimistic: bool,
     ) -> None:
         self._rows, self._columns = (mesh.get_group(name) for name in names)
         self._places = places
-        super().__init__(self._rows, gloo, faults, runs_ahead=runs_ahead)
+        super().__init__(self._rows, gloo, faults, optimistic=optimistic)
         self.rank, self.world_size = dist.get_rank(gloo), dist.get_world_size(gloo)
 
     def _stack_on_device(self, x: Tensor) -> Tensor:

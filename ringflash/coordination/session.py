@@ -33,7 +33,7 @@ def _word(value: Field) -> int:
     return int(value)
 
 
-def odd_ones(values: Sequence[int]) -> list[int]:
+def outlier_ranks(values: Sequence[int]) -> list[int]:
     """The ranks whose value is not the most common one."""
     common = max(values, key=values.count)
     return [rank for rank, value in enumerate(values) if value != common]
@@ -95,14 +95,14 @@ class ControlPlane:
         gloo: a gloo group of the same ranks in the same order, for agreement alone; words travel over it until
             `share_words`, texts always.
         faults: what a wait for a rank that does not come becomes.
-        runs_ahead: a call that ranks agreed on before goes on without waiting, as if all said the same as then; that is
+        optimistic: a call that ranks agreed on before goes on without waiting, as if all said the same as then; that is
             looked at in the next one. For messages that GPUs wait for: launches would else wait for the network.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, runs_ahead: bool = False
+        self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, optimistic: bool = False
     ) -> None:
-        self._data, self.faults, self._runs_ahead = group, faults, runs_ahead
+        self._data, self.faults, self._runs_ahead = group, faults, optimistic
         self._calls: dict[Hashable, _Call] = {}
         self._unsettled: tuple[_Call, Callable[[], Rows], Callable[[list[int]], Any]] | None = None
         self._over_gloo = GlooWords(gloo, faults)
@@ -207,7 +207,7 @@ class ControlPlane:
                 continue
             own = values[self.rank]
             texts = [str(value) if x == own else "another" for x in values] if ahead else self._texts(str(value))
-            error = RankMismatch(name, texts, odd_ones(values), rank=self.rank)
+            error = RankMismatch(name, texts, outlier_ranks(values), rank=self.rank)
             if ahead:
                 self.faults.raised(error)
             raise error
@@ -238,7 +238,7 @@ class ControlPlane:
         """Raises RankMismatch on every rank, with each rank's `own`, unless all have the same `text`."""
         digests = [row[1] for row in self._exchange([_OK, _word(text)])]
         if len(set(digests)) > 1:
-            raise RankMismatch(field, self._texts(own), odd_ones(digests), rank=self.rank)
+            raise RankMismatch(field, self._texts(own), outlier_ranks(digests), rank=self.rank)
 
     def tell(self, text: str) -> list[str]:
         """All ranks' texts, in rank order."""

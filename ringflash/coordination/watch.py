@@ -74,7 +74,7 @@ class Watch:
                 time.sleep(INTERVAL)
             if unasked is not None and time.monotonic() - asked >= PATIENCE:
                 # Who has given up lets messages go that have nothing in them.
-                if self._faults.word_of_others():
+                if self._faults.was_reported():
                     self._end("closed", unasked)
                 asked, unasked = time.monotonic(), None
         self._pending.clear()
@@ -87,7 +87,7 @@ class Watch:
 
     def _end(self, verdict: Verdict, pending: _Pending) -> None:
         error = self._faults.broken(verdict, pending.hop, pending.peers)
-        self._faults.deliver(partial(_raise_in_main_thread, error), _withdraw)
+        self._faults.raise_async(partial(_raise_in_main_thread, error), _cancel)
         self._faults.release()
 
 
@@ -109,7 +109,7 @@ def _raise_in_main_thread(error: RingflashError) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), ctypes.py_object(Broken))
 
 
-def _withdraw() -> None:
+def _cancel() -> None:
     """Takes back what the main thread has not yet raised."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), None)
 

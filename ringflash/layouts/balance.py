@@ -37,7 +37,7 @@ SEARCHED = 16  # ranks that are renumbered by search
 
 
 class Pairs(Protocol):
-    """The counts of a mask that a cut follows; see `ringflash.masks.pair_counts.Area`."""
+    """The counts of a mask that a cut follows; see `ringflash.masks.pair_counts.PairCounts`."""
 
     @property
     def row_pairs(self) -> Tensor:
@@ -56,18 +56,18 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A cut, and what it comes to: `moved` is the time of messages, as `pace` in units of the mean rank's work."""
+    """A cut and its costs; `moved` is the time of messages, like `critical_path` in units of the mean rank's work."""
 
     cut: Cut
     balance: float
-    pace: float
+    critical_path: float
     moved: float
 
     @property
     def cost(self) -> tuple[bool, float, int]:
         """Least is best: an even cut whose ring is done early and moves little, or else the evenest; of few chunks."""
         even = self.balance <= EVEN
-        time = self.pace + OVERLAPPED * self.moved + max(self.moved - self.pace, 0.0)
+        time = self.critical_path + OVERLAPPED * self.moved + max(self.moved - self.critical_path, 0.0)
         return not even, time if even else self.balance, sum(map(len, self.cut))
 
 
@@ -104,7 +104,7 @@ def reaches(meets: Tensor) -> Tensor:
     return (by_hop * ranks[:, None]).amax(0)
 
 
-def pace(pairs: Tensor) -> float:
+def critical_path(pairs: Tensor) -> float:
     """How long a ring takes whose messages cost nothing, in units of the mean rank's work.
 
     A rank sends at a hop what it has computed with at the hop before, so it begins hop h no earlier than the ranks that
@@ -137,7 +137,7 @@ def _weighed(pairs: Pairs, cut: Cut) -> _Candidate:
     mean = max(float(work.sum()), 1.0) / len(cut)
     balance = max(float(work.max()) / mean, 1.0)
     time = ROW * moved / len(cut) / mean
-    return _Candidate(tuple(cut[rank] for rank in order), balance, pace(counts[order][:, order]), time)
+    return _Candidate(tuple(cut[rank] for rank in order), balance, critical_path(counts[order][:, order]), time)
 
 
 def _moved(meets: Tensor, lengths: Tensor, order: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk
 from ringflash.masks.bitmap import Bitmap
-from ringflash.masks.pair_counts import Area
+from ringflash.masks.pair_counts import PairCounts
 
 
 class Mask(ABC):
@@ -77,11 +77,11 @@ class Mask(ABC):
         bitmap = self.bitmap()
         return seen if bitmap is None else seen & bitmap.sees(positions_q, positions_k)
 
-    def area(self, seqlen_q: int, seqlen_k: int) -> Area:
+    def area(self, seqlen_q: int, seqlen_k: int) -> PairCounts:
         """Counts of visible pairs of queries at the last `seqlen_q` positions with keys at the `seqlen_k` from 0 on."""
         first = seqlen_k - seqlen_q
         lo, hi = torch.broadcast_tensors(*self.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
-        return Area(lo, hi, first, self.bitmap())
+        return PairCounts(lo, hi, first, self.bitmap())
 
     def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
         """Whether any row of `chunks_q` sees any key of `chunks_k`."""
@@ -116,7 +116,7 @@ class Full(Mask):
         return torch.zeros_like(positions_q)[None], torch.full_like(positions_q, seqlen_k)[None]
 
 
-class Part(Mask):
+class AtomicMask(Mask):
     """A mask that is no intersection."""
 
     @property
@@ -125,7 +125,7 @@ class Part(Mask):
         return (self,)
 
 
-class OfTensors(Part):
+class TensorMask(AtomicMask):
     """A mask that is made from tensors, and equal to another of its kind with the same.
 
     Tables of tiles are made of it on the host. Of a tensor on a GPU it takes a copy, once, for which the host waits:
@@ -133,7 +133,7 @@ class OfTensors(Part):
     """
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OfTensors):
+        if not isinstance(other, TensorMask):
             return NotImplemented
         (word, tensors), (other_word, other_tensors) = self.spec, other.spec
         return word == other_word and all(map(torch.equal, tensors, other_tensors))

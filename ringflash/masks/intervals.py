@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ringflash.checks import check_whole
 from ringflash.errors import ArgumentError
-from ringflash.masks.base import OfTensors, Part, integers, is_traced, shortened
+from ringflash.masks.base import AtomicMask, TensorMask, integers, is_traced, shortened
 
 EVERYTHING = 2**62  # more keys than any sequence has
 
 
 @dataclass(frozen=True)
-class Causal(Part):
+class Causal(AtomicMask):
     """A query sees the keys at its own position and before.
 
     Positions are global. Where `flash_attention` gets fewer or more queries than keys, the queries are the last ones:
@@ -34,7 +34,7 @@ class Causal(Part):
 
 
 @dataclass(frozen=True)
-class SlidingWindow(Part):
+class SlidingWindow(AtomicMask):
     """A query sees `left` keys before its position and `right` after it, and the one there; None is no limit.
 
     Positions are global, as in `Causal`; `SlidingWindow(None, 0)` is causal.
@@ -63,7 +63,7 @@ class SlidingWindow(Part):
         return lo.clamp(0, seqlen_k)[None], hi.clamp(0, seqlen_k)[None]
 
 
-class _Table(OfTensors):
+class _Table(TensorMask):
     """A mask that is made from a vector of integers."""
 
     word: str
@@ -93,7 +93,7 @@ class _Table(OfTensors):
         return f"{type(self).__name__}({shortened(self._values.tolist())})"
 
 
-class Documents(OfTensors):
+class Documents(TensorMask):
     """Packed documents: a query sees the keys of its own document.
 
     Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. Together they are the whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringflash.masks.bitmap import Bitmap
 
 
-class Area:
+class PairCounts:
     """Visible pairs of some consecutive queries with the keys of a sequence, summed over a batch.
 
     Neither bound of an interval mask ever falls, so sum_i min(hi_i, y) is a prefix sum of hi and a product: pairs of a

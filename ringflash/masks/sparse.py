@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ringflash.checks import check_whole
 from ringflash.errors import ArgumentError
-from ringflash.masks.base import OfTensors, integers, is_traced, shortened, tensor_of
+from ringflash.masks.base import TensorMask, integers, is_traced, shortened, tensor_of
 from ringflash.masks.bitmap import Bitmap
 
 
-class _Sparse(OfTensors):
+class _Sparse(TensorMask):
     """A mask that its bitmap says all of."""
 
     def bitmap(self) -> Bitmap:

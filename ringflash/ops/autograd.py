@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ringflash.context import ContextParallel, context_by_name, described
 from ringflash.kernels import select as backends
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.layouts.grid import split_rows
 from ringflash.masks import Mask, mask_from_spec
 from ringflash.ops.guard import Guard, Phase, in_ring
 from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan, single_device_plan
-from ringflash.ring.schedule import Tiles
+from ringflash.ring.schedule import KernelRun
 from ringflash.ring.ulysses import Group
 from ringflash.state import lse_dtype
 from ringflash.transport.all_to_all import LocalHeads
@@ -44,7 +44,7 @@ class _Ranks:
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        tiles: Tiles,
+        kernel_run: KernelRun,
         guard: Guard,
     ) -> None:
         self._operation, self._context = operation, context
@@ -56,9 +56,9 @@ class _Ranks:
             self._lengths = [q.shape[1]]
         else:
             row_bytes = _row_bytes(q, k, v, self._context.grid.heads) if k.is_cuda else None
-            fields = partial(_fields, operation, q, k, v, mask, tiles)
+            fields = partial(_fields, operation, q, k, v, mask, kernel_run)
             planned = partial(_planned, self._context, mask, row_bytes)
-            kind = operation, q.device, q.dtype, q.shape, k.shape, v.shape, mask, *_values(tiles)
+            kind = operation, q.device, q.dtype, q.shape, k.shape, v.shape, mask, *_values(kernel_run)
             guard.phase = Phase.AGREEING
             self.plans, lengths = self._context.agree_on(kind, fields, q.shape[1], mask, planned)
             guard.phase = Phase.RUNNING
@@ -88,23 +88,25 @@ class _Ranks:
             return [x]
         return x.split(self._lengths, dim)
 
-    def computed(self, compute: Callable[..., R], tiles: Tiles, inputs: Sequence[Tensor | None]) -> R:
-        """`compute(tiles, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
+    def computed(self, compute: Callable[..., R], kernel_run: KernelRun, inputs: Sequence[Tensor | None]) -> R:
+        """`compute(kernel_run, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
 
         A mask of tensors, such as documents, is seldom seen again, and dropout's seed is new in every call.
         """
-        context, plan, scoring = self._context, self.plans[0], tiles.scoring
+        context, plan, score_config = self._context, self.plans[0], kernel_run.score_config
         (words, tensors), replays = plan.mask.spec, None if context is None else context.replays
-        if replays is None or tensors or scoring.dropout_p or torch.cuda.is_current_stream_capturing():
-            return compute(tiles, *inputs)
+        if replays is None or tensors or score_config.dropout_p or torch.cuda.is_current_stream_capturing():
+            return compute(kernel_run, *inputs)
         assert context is not None
 
         def anew(alibi_slopes: Tensor | None, sinks: Tensor | None, *inputs: Tensor | None) -> R:
-            return compute(replace(tiles, scoring=replace(scoring, alibi_slopes=alibi_slopes, sinks=sinks)), *inputs)
+            return compute(
+                replace(kernel_run, score_config=replace(score_config, alibi_slopes=alibi_slopes, sinks=sinks)), *inputs
+            )
 
-        plain = tiles.kernels, tiles.deterministic, scoring.softmax_scale, scoring.softcap
+        plain = kernel_run.kernels, kernel_run.deterministic, score_config.softmax_scale, score_config.softcap
         kind = self._operation, words, plan.layout, *plain
-        inputs = scoring.alibi_slopes, scoring.sinks, *inputs
+        inputs = score_config.alibi_slopes, score_config.sinks, *inputs
         return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
 
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
@@ -129,18 +131,22 @@ def _planned(
     return plans, split_rows(plans[0].layout, context.grid).lengths
 
 
-def _values(tiles: Tiles) -> tuple[Hashable, ...]:
-    """All of `tiles` that ranks agree on, beside the dtype."""
-    scoring = tiles.scoring
-    slopes, sinks = (None if x is None else x.shape for x in (scoring.alibi_slopes, scoring.sinks))
-    plain = scoring.softmax_scale, scoring.softcap, scoring.dropout_p, scoring.dropout_seed
-    return tiles.kernels, *plain, slopes, sinks
+def _values(kernel_run: KernelRun) -> tuple[Hashable, ...]:
+    """All of `kernel_run` that ranks agree on, beside the dtype."""
+    score_config = kernel_run.score_config
+    slopes, sinks = (None if x is None else x.shape for x in (score_config.alibi_slopes, score_config.sinks))
+    plain = score_config.softmax_scale, score_config.softcap, score_config.dropout_p, score_config.dropout_seed
+    return kernel_run.kernels, *plain, slopes, sinks
 
 
-def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: Tiles) -> dict[str, int | float | str]:
+def _fields(
+    operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel_run: KernelRun
+) -> dict[str, int | float | str]:
     """What all ranks must call with alike."""
-    scoring = tiles.scoring
-    slopes, sinks = (None if x is None else str(tuple(x.shape)) for x in (scoring.alibi_slopes, scoring.sinks))
+    score_config = kernel_run.score_config
+    slopes, sinks = (
+        None if x is None else str(tuple(x.shape)) for x in (score_config.alibi_slopes, score_config.sinks)
+    )
     return {
         "operation": operation,
         "device": q.device.type,
@@ -149,17 +155,17 @@ def _fields(operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tiles: 
         "nheads_kv": k.shape[2],
         "headdim": q.shape[3] if q.shape[3] == v.shape[3] else f"{q.shape[3]}, of v {v.shape[3]}",
         "dtype": str(q.dtype),
-        "state_dtype": str(tiles.kernels.state_dtype(q.dtype)),  # of messages; backends differ in it
+        "state_dtype": str(kernel_run.kernels.state_dtype(q.dtype)),  # of messages; backends differ in it
         "mask": described(mask),
-        "softmax_scale": scoring.softmax_scale,
-        "softcap": scoring.softcap,
-        "dropout": f"{scoring.dropout_p}, seed {scoring.dropout_seed}" if scoring.dropout_p else "none",
+        "softmax_scale": score_config.softmax_scale,
+        "softcap": score_config.softcap,
+        "dropout": f"{score_config.dropout_p}, seed {score_config.dropout_seed}" if score_config.dropout_p else "none",
         "alibi_slopes": slopes or "none",
         "sinks": sinks or "none",
     }
 
 
-def _tiles(
+def _kernel_run(
     q: Tensor,
     softmax_scale: float,
     softcap: float,
@@ -169,8 +175,8 @@ def _tiles(
     dropout_seed: Tensor | None,
     backend: str,
     deterministic: bool,
-) -> Tiles:
-    scoring = Scoring.of(
+) -> KernelRun:
+    score_config = ScoreConfig.of(
         q.dtype,
         softmax_scale,
         softcap,
@@ -179,7 +185,7 @@ def _tiles(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
     )
-    return Tiles(backends.choose(backend, q), scoring, deterministic)
+    return KernelRun(backends.choose(backend, q), score_config, deterministic)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -209,19 +215,24 @@ def attention(
     """
     whole = context_by_name(context) if context else None
     with Guard(whole) as guard:
-        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
-        ranks = _Ranks("attention", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
+        kernel_run = _kernel_run(
+            q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic
+        )
+        ranks = _Ranks("attention", whole, q, k, v, mask_from_spec(mask, mask_tensors), kernel_run, guard)
 
-        def compute(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def compute(kernel_run: KernelRun, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
             results = ranks.run(
-                [ulysses.forward(q, k, v, plan, tiles, transport, group) for plan, transport, group, q, k, v in shards]
+                [
+                    ulysses.forward(q, k, v, plan, kernel_run, transport, group)
+                    for plan, transport, group, q, k, v in shards
+                ]
             )
             outs, lses = zip(*results, strict=True)
             return _joined(outs, 1), _joined(lses, 2)
 
         with backends.kernels_of(q):
-            return ranks.computed(compute, tiles, (q, k, v))
+            return ranks.computed(compute, kernel_run, (q, k, v))
 
 
 @attention.register_fake
@@ -269,18 +280,20 @@ def attention_backward(
     """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
     whole = context_by_name(context) if context else None
     with Guard(whole) as guard:
-        tiles = _tiles(q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic)
-        ranks = _Ranks("attention backward", whole, q, k, v, mask_from_spec(mask, mask_tensors), tiles, guard)
+        kernel_run = _kernel_run(
+            q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic
+        )
+        ranks = _Ranks("attention backward", whole, q, k, v, mask_from_spec(mask, mask_tensors), kernel_run, guard)
 
         def compute(
-            tiles: Tiles, dlse: Tensor | None, lse: Tensor, *rows: Tensor
+            kernel_run: KernelRun, dlse: Tensor | None, lse: Tensor, *rows: Tensor
         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
             shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
             ends = zip(ranks.plans, ranks.transports, ranks.groups, strict=True)
             results = ranks.run(
                 [
-                    ulysses.backward(dout, dlse, q, k, v, out, lse, plan, tiles, transport, group)
+                    ulysses.backward(dout, dlse, q, k, v, out, lse, plan, kernel_run, transport, group)
                     for (dout, q, k, v, out, dlse, lse), (plan, transport, group) in zip(shards, ends, strict=True)
                 ]
             )
@@ -289,7 +302,7 @@ def attention_backward(
             return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
 
         with backends.kernels_of(q):
-            return ranks.computed(compute, tiles, (dlse, lse, dout, q, k, v, out))
+            return ranks.computed(compute, kernel_run, (dlse, lse, dout, q, k, v, out))
 
 
 @attention_backward.register_fake

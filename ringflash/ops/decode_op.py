@@ -11,7 +11,7 @@ from torch import Tensor
 from ringflash.context import ContextParallel, context_by_name, described
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select as backends
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
 from ringflash.kernels.eager import decode as decode_eager
 from ringflash.kernels.eager import prefill
@@ -30,7 +30,7 @@ class DecodeKernels(Protocol):
         """One state over the first `lengths` keys, without sinks."""
         ...
 
-    def combine(self, partials: Partials, scoring: Scoring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def combine(self, partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out in `dtype` and lse over the keys of all states."""
         ...
 
@@ -69,7 +69,7 @@ def decode(
     ranks = context_by_name(context) if context else None
     with Guard(ranks) as guard:
         kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
-        scoring = Scoring.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        score_config = ScoreConfig.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
         capacity = k_cache.shape[1] // lengths.shape[0]
         _check_on_cpu(lengths, capacity)
         seen = mask_from_spec(mask, mask_tensors)
@@ -80,14 +80,14 @@ def decode(
                 expected = f"the {q.shape[1]} new tokens among those of newest_rank, under a mask"
                 remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
                 raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
-        step = Step(scoring, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
+        step = Step(score_config, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
         if ranks is None:
             with backends.kernels_of(q):
                 return kernels.attend(q, k_cache, v_cache, lengths[0], step)
         guard.phase = Phase.AGREEING
         _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
         guard.phase = Phase.RUNNING
-        whole = Step(scoring, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
+        whole = Step(score_config, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
         with backends.kernels_of(q):
             parts = [
                 kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
@@ -95,7 +95,7 @@ def decode(
                     ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
                 )
             ]
-            return kernels.combine(_of_all_ranks(ranks, parts), scoring, q.dtype)
+            return kernels.combine(_of_all_ranks(ranks, parts), score_config, q.dtype)
 
 
 @decode.register_fake
@@ -165,9 +165,9 @@ def _agree(
         "headdim_v": v.shape[3],
         "dtype": str(q.dtype),
         "mask": described(mask),
-        "softmax_scale": step.scoring.softmax_scale,
-        "softcap": step.scoring.softcap,
-        "sinks": "none" if step.scoring.sinks is None else "given",
+        "softmax_scale": step.score_config.softmax_scale,
+        "softcap": step.score_config.softcap,
+        "sinks": "none" if step.score_config.sinks is None else "given",
         "backend": "eager" if kernels is EAGER else "triton",
         "newest_rank": newest_rank % ranks.world_size,
         "capacity": k.shape[1],

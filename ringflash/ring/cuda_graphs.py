@@ -91,7 +91,7 @@ def _copy(sources: Sequence[Tensor | None], targets: Sequence[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
-class Replays:
+class GraphCache:
     """The graphs of one context's passes.
 
     The first call of a kind runs as it is: it compiles, uploads tables and grows memory that peers see. The second is

@@ -60,7 +60,7 @@ def make_double_plan(layout: Layout, mask: Mask, rank: int, inner: int) -> Plan:
                     send_grad_home=turn == turns[owner][revolution] and owner != rank,
                     grad_comes_home=home_from if turn == turns[rank][revolution] and home_from != rank else None,
                     revolution=revolution,
-                    begins=revolution > 0 and turn == 0,
+                    opens_revolution=revolution > 0 and turn == 0,
                     far_to=moved(rank, 1, 0) if turn == 0 and revolution < reach[owner] else None,
                     far_from=moved(rank, -1, 0) if turn == 0 and revolution < reach[begins_next] else None,
                 )

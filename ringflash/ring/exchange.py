@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from ringflash.layouts.cuts import joined
 from ringflash.layouts.layout import Chunk, Layout
-from ringflash.masks.pair_counts import Area
+from ringflash.masks.pair_counts import PairCounts
 
 Range = tuple[int, int]
 
@@ -82,7 +82,7 @@ class Exchange:
         return self.rows - self.own_rows
 
 
-def received_by(layout: Layout, area: Area, seen: Sequence[int], reader: int) -> tuple[Part, ...]:
+def received_by(layout: Layout, area: PairCounts, seen: Sequence[int], reader: int) -> tuple[Part, ...]:
     """What `reader` gets of other ranks' KV, in rank order.
 
     Args:

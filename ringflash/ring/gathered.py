@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import Meeting
+from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.layouts.layout import positions
 from ringflash.ring.exchange import Exchange
 from ringflash.ring.plan import Plan
-from ringflash.ring.schedule import GRADIENT, KV, Tiles, empty_results
+from ringflash.ring.schedule import GRADIENT, KV, KernelRun, empty_results
 from ringflash.transport.base import Message, Transport
 
 
@@ -75,8 +75,8 @@ def _exchange_of(plan: Plan) -> Exchange:
 
 
 def _gathered(
-    k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
-) -> Generator[None, None, tuple[Tensor, Tensor, Meeting]]:
+    k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
+) -> Generator[None, None, tuple[Tensor, Tensor, TileProblem]]:
     """All keys and values that this rank sees, in the order of their positions, and who meets them."""
     exchange = _exchange_of(plan)
     rows = _Rows.allocate(KV, k, v, k.dtype, exchange.most_rows, transport)
@@ -87,24 +87,24 @@ def _gathered(
         arriving, mirror = (rows.part(first, part.rows) for first in (part.place, part.first))
         messages.append(Message(part.rank, arriving, KV, sends=False, hop=0, mirror=mirror))
     moving = transport.start(messages)
-    meeting = tiles.meeting(plan, plan.hops[0])
+    problem = kernel_run.problem(plan, plan.hops[0])
     order, _ = _orders(exchange, k.device)
     yield
     transport.finish(moving)
     seen = rows.seen(exchange).view(-1, rows.width)
     if rows.width * k.itemsize % 8 == 0:  # the widest word that is copied at a time
         seen = seen.view(torch.int64)
-    return *rows.pair(seen.index_select(0, order).view(k.dtype).view(-1)), meeting
+    return *rows.pair(seen.index_select(0, order).view(k.dtype).view(-1)), problem
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """As `ring.forward`, of a plan whose hops are grouped."""
-    keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
+    keys, values, problem = yield from _gathered(k, v, plan, kernel_run, transport)
     out, lse = empty_results(q, v)
     if plan.hops[0].meets:
-        tiles.kernels.forward(q, keys, values, meeting, state=None, out=out, lse=lse, first=True, last=True)
+        kernel_run.kernels.forward(q, keys, values, problem, state=None, out=out, lse=lse, first=True, last=True)
     else:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -119,26 +119,26 @@ def backward_from_delta(
     lse: Tensor,
     delta: Tensor,
     plan: Plan,
-    tiles: Tiles,
+    kernel_run: KernelRun,
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """As `ring.backward_from_delta`, of a plan whose hops are grouped."""
-    kernels = tiles.kernels
-    keys, values, meeting = yield from _gathered(k, v, plan, tiles, transport)
+    kernels = kernel_run.kernels
+    keys, values, problem = yield from _gathered(k, v, plan, kernel_run, transport)
     wide = kernels.state_dtype(q.dtype)
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (keys, values))
     inputs = (dout, q, keys, values, lse, delta)
     if not plan.hops[0].meets:
         dq = q.new_zeros(q.shape)
-    elif tiles.single_pass(q, values, plan, hops=1):
-        dq_sum = tiles.new_dq(q, hops=1)
-        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False, dq=dq_sum)
+    elif kernel_run.single_pass(q, values, plan, hops=1):
+        dq_sum = kernel_run.new_dq(q, hops=1)
+        kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False, dq=dq_sum)
         dq = dq_sum.finish()
     else:
         dq = q.new_empty(q.shape)
-        kernels.backward_dq(*inputs, dq, meeting, accumulate=False)
-        kernels.backward_dkdv(*inputs, dk, dv, meeting, accumulate=False)
+        kernels.backward_dq(*inputs, dq, problem, accumulate=False)
+        kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False)
     totals = yield from _returned(dk, dv, plan, transport)
     dtype = wide if wide_kv else k.dtype
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in totals)

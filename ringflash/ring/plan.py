@@ -15,10 +15,10 @@ from functools import lru_cache
 
 import torch
 
-from ringflash.layouts.balance import pace, reaches
+from ringflash.layouts.balance import critical_path, reaches
 from ringflash.layouts.layout import Chunk, Layout
 from ringflash.masks import Mask
-from ringflash.masks.pair_counts import Area
+from ringflash.masks.pair_counts import PairCounts
 from ringflash.ring.exchange import Exchange, Part, exchange_of, received_by
 
 SHOWN = 4  # chunks of a hop that are printed
@@ -39,7 +39,7 @@ class Hop:
         send_grad_home: in the backward, this was the KV's last stop: its gradient returns to `owner`.
         grad_comes_home: in the backward, this rank's own KV gradient returns after this hop, from this rank.
         revolution: which one of a double ring, 0 in a ring.
-        begins: whether this KV came from the group of ranks before, and its revolution of this group begins.
+        opens_revolution: whether this KV came from the group of ranks before, and its revolution of this group begins.
         far_to: the rank in the next group that this KV is sent to during the whole revolution, if any.
         far_from: the rank in the group before from which the KV that begins the next revolution arrives meanwhile.
         exchange: where hops are grouped, what is sent and received directly for this one, the only one, which computes
@@ -56,7 +56,7 @@ class Hop:
     send_grad_home: bool
     grad_comes_home: int | None
     revolution: int = 0
-    begins: bool = False
+    opens_revolution: bool = False
     far_to: int | None = None
     far_from: int | None = None
     exchange: Exchange | None = None
@@ -64,7 +64,7 @@ class Hop:
     @property
     def starts(self) -> bool:
         """Whether this KV makes its first stop here, or in this group: a gradient of it starts anew."""
-        return self.index == 0 or self.begins
+        return self.index == 0 or self.opens_revolution
 
     @property
     def meets(self) -> bool:
@@ -137,11 +137,11 @@ class Plan:
 
     def ends_revolution(self, hop: Hop) -> bool:
         """Whether KV of another group is here next, or none."""
-        return hop.index + 1 == len(self.hops) or self.hops[hop.index + 1].begins
+        return hop.index + 1 == len(self.hops) or self.hops[hop.index + 1].opens_revolution
 
     def next_revolution(self, hop: Hop) -> Hop:
         """The hop that begins it."""
-        return next(after for after in self.hops[hop.index + 1 :] if after.begins)
+        return next(after for after in self.hops[hop.index + 1 :] if after.opens_revolution)
 
     def owner_chunks(self, hop: Hop) -> tuple[Chunk, ...]:
         """Chunks of the KV at `hop`."""
@@ -166,12 +166,12 @@ class Plan:
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
     @property
-    def pace(self) -> float:
+    def critical_path(self) -> float:
         """Time of one ring in units of the mean rank's work, when messages cost nothing: at least `balance`.
 
         That is it where hops are grouped: nobody waits for what others compute.
         """
-        return self.balance if self.grouped else pace(torch.tensor(self.pairs, device="cpu"))
+        return self.balance if self.grouped else critical_path(torch.tensor(self.pairs, device="cpu"))
 
     @property
     def share(self) -> float:
@@ -309,7 +309,7 @@ def receives_at_most(layout: Layout, mask: Mask, rows: int) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _area(mask: Mask, seqlen: int) -> Area:
+def _area(mask: Mask, seqlen: int) -> PairCounts:
     """What the mask shows of a whole sequence; the last one alone, as it holds numbers for every query."""
     return mask.area(seqlen, seqlen)
 

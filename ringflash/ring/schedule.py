@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.select import TileKernels
 from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.ring.double_ring import FarGradients
@@ -26,22 +26,22 @@ _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 
 @dataclass(frozen=True)
-class Tiles:
+class KernelRun:
     """How each hop of a pass is computed: the kernels, and what is the same for every hop, or kept for the next."""
 
     kernels: TileKernels
-    scoring: Scoring
+    score_config: ScoreConfig
     deterministic: bool
-    kept: dict[str, Any] = field(default_factory=dict, compare=False)
+    cache: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def meeting(self, plan: Plan, hop: Hop) -> Meeting:
+    def problem(self, plan: Plan, hop: Hop) -> TileProblem:
         """Who meets whom at `hop`."""
-        return Meeting(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.scoring, self.kept)
+        return TileProblem(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.score_config, self.cache)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
         """Whether one kernel computes all of a backward, in so many hops of as many keys as v has rows."""
         deterministic = self.deterministic
-        return self.kernels.has_single_pass(q, v, plan.mask, self.scoring, hops=hops, deterministic=deterministic)
+        return self.kernels.fuses_dq(q, v, plan.mask, self.score_config, hops=hops, deterministic=deterministic)
 
     def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
         """What that kernel adds dq of so many hops to."""
@@ -187,7 +187,7 @@ class _GradientRing:
             return self._own
         return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
 
-    def beside(self, hop: Hop) -> tuple[Tensor, Tensor]:
+    def scratch_grads(self, hop: Hop) -> tuple[Tensor, Tensor]:
         """Where this rank may write its share at `hop` before what others have added: `visiting` where KV starts."""
         return self.visiting(hop) if hop.starts else self._empty(self._plan.layout.length(hop.owner))
 
@@ -236,7 +236,7 @@ class _GradientRing:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """Attention of this rank's queries over the keys of all ranks.
 
@@ -245,7 +245,7 @@ def forward(
         k: (batch, seqlen_local, nheads_kv, headdim).
         v: (batch, seqlen_local, nheads_kv, headdim_v).
         plan: this rank's hops.
-        tiles: kernels and scoring.
+        kernel_run: kernels and scoring.
         transport: joins this rank to the others of the plan.
 
     Returns:
@@ -262,16 +262,16 @@ def forward(
         lse.fill_(-torch.inf)
     state = None
     if len(computed) > 1:
-        dtype = tiles.kernels.state_dtype(q.dtype)
+        dtype = kernel_run.kernels.state_dtype(q.dtype)
         state = AttentionState.allocate(batch, seqlen, nheads, v.shape[3], device=q.device, dtype=dtype)
     kv = _KVRing(k, v, plan, transport)
     for hop in plan.hops:
         moving_kv = kv.start(hop)
         if hop.meets:
-            tiles.kernels.forward(
+            kernel_run.kernels.forward(
                 q,
                 *kv.visiting(hop),
-                tiles.meeting(plan, hop),
+                kernel_run.problem(plan, hop),
                 state=state,
                 out=out,
                 lse=lse,
@@ -291,7 +291,7 @@ def backward_from_delta(
     lse: Tensor,
     delta: Tensor,
     plan: Plan,
-    tiles: Tiles,
+    kernel_run: KernelRun,
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
@@ -304,12 +304,12 @@ def backward_from_delta(
     KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
     dk and dv are then added to it.
     """
-    kernels = tiles.kernels
+    kernels = kernel_run.kernels
     wide = kernels.state_dtype(q.dtype)
     hops = len(plan.hops)
-    single_pass = tiles.single_pass(q, v, plan, hops=hops)
+    single_pass = kernel_run.single_pass(q, v, plan, hops=hops)
     dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
-    dq_sum, dq = tiles.new_dq(q, hops=hops) if single_pass else None, None
+    dq_sum, dq = kernel_run.new_dq(q, hops=hops) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
     moving_gradients = None
@@ -317,21 +317,21 @@ def backward_from_delta(
         if hop.index > 0:
             moving_gradients = gradients.start_after(plan.hops[hop.index - 1])
         moving_kv = kv.start(hop)
-        inputs, meeting = (dout, q, *kv.visiting(hop), lse, delta), tiles.meeting(plan, hop)
+        inputs, problem = (dout, q, *kv.visiting(hop), lse, delta), kernel_run.problem(plan, hop)
         shares: tuple[Tensor, ...] = ()
         if hop.meets and not single_pass:
             accumulate = dq is not None
             if dq is None:
                 dq = q.new_empty(q.shape, dtype=dtype)
-            kernels.backward_dq(*inputs, dq, meeting, accumulate=accumulate)
+            kernels.backward_dq(*inputs, dq, problem, accumulate=accumulate)
         elif hop.meets:
-            shares = gradients.beside(hop)
-            kernels.backward_dkdv(*inputs, *shares, meeting, accumulate=False, dq=dq_sum)
+            shares = gradients.scratch_grads(hop)
+            kernels.backward_dkdv(*inputs, *shares, problem, accumulate=False, dq=dq_sum)
         if hop.index > 0:
             yield
             gradients.finish(hop, moving_gradients)
         if hop.meets and not single_pass:
-            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), meeting, accumulate=not hop.starts)
+            kernels.backward_dkdv(*inputs, *gradients.visiting(hop), problem, accumulate=not hop.starts)
         elif hop.meets and not hop.starts:
             for total, share in zip(gradients.visiting(hop), shares, strict=True):
                 total += share

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringflash.ring import gathered
 from ringflash.ring import schedule as ring
 from ringflash.ring.plan import Plan
-from ringflash.ring.schedule import Tiles
+from ringflash.ring.schedule import KernelRun
 from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
 
@@ -88,7 +88,7 @@ def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, tiles: Tiles, transport: Transport, group: Group | None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport, group: Group | None
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """`ring.forward`, or that of grouped hops, of this rank's rows, for all heads: out and lse.
 
@@ -97,17 +97,17 @@ def forward(
         k: (batch, rows, nheads_kv, headdim).
         v: (batch, rows, nheads_kv, headdim_v).
         plan: the hops of this rank's ring, over the shards of groups.
-        tiles: kernels, and the scoring of all heads.
+        kernel_run: kernels, and the scoring of all heads.
         transport: joins the ring.
         group: the ranks that share heads; None is a ring alone.
     """
     schedule = gathered if plan.grouped else ring
     if group is None:
-        return (yield from schedule.forward(q, k, v, plan, tiles, transport))
-    split, queries, keys, tiles = _split(q, k, tiles, group)
+        return (yield from schedule.forward(q, k, v, plan, kernel_run, transport))
+    split, queries, keys, kernel_run = _split(q, k, kernel_run, group)
     q, k, v = yield from _to_heads([q, k, v], [queries, keys, keys], group)
     k, v = (_repeated(x, split.copies(group.rank)) for x in (k, v))
-    out, lse = yield from schedule.forward(q, k, v, plan, tiles, transport)
+    out, lse = yield from schedule.forward(q, k, v, plan, kernel_run, transport)
     out, lse = yield from _to_rows([out, _as_heads(lse)], [queries, queries], [split.nheads] * 2, group)
     return out, _as_numbers(lse)
 
@@ -121,7 +121,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     plan: Plan,
-    tiles: Tiles,
+    kernel_run: KernelRun,
     transport: Transport,
     group: Group | None,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -133,13 +133,13 @@ def backward(
     schedule = gathered if plan.grouped else ring
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
     lse = lse.contiguous()  # kernels read it and delta as one vector a head
-    delta = tiles.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
-    dsinks = ring.sinks_gradient(tiles.scoring.sinks, lse, delta)
+    delta = kernel_run.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
+    dsinks = ring.sinks_gradient(kernel_run.score_config.sinks, lse, delta)
     if group is None:
-        grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, tiles, transport)
+        grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, kernel_run, transport)
         return *grads, dsinks
     dtype = q.dtype
-    split, queries, keys, tiles = _split(q, k, tiles, group)
+    split, queries, keys, kernel_run = _split(q, k, kernel_run, group)
     dout, q, k, v, lse, delta = yield from _to_heads(
         [dout, q, k, v, _as_heads(lse), _as_heads(delta)], [queries, queries, keys, keys, queries, queries], group
     )
@@ -147,7 +147,7 @@ def backward(
     k, v = (_repeated(x, copies) for x in (k, v))
     lse, delta = _as_numbers(lse), _as_numbers(delta)
     grads = yield from schedule.backward_from_delta(
-        dout, q, k, v, lse, delta, plan, tiles, transport, wide_kv=split.shares_keys
+        dout, q, k, v, lse, delta, plan, kernel_run, transport, wide_kv=split.shares_keys
     )
     dq, dk, dv = grads[0], *(_summed(x, copies) for x in grads[1:])
     nheads = [split.nheads, split.nheads_kv, split.nheads_kv]
@@ -156,10 +156,12 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-def _split(q: Tensor, k: Tensor, tiles: Tiles, group: Group) -> tuple[HeadSplit, _HeadsOf, _HeadsOf, Tiles]:
+def _split(
+    q: Tensor, k: Tensor, kernel_run: KernelRun, group: Group
+) -> tuple[HeadSplit, _HeadsOf, _HeadsOf, KernelRun]:
     split = HeadSplit(q.shape[2], k.shape[2], len(group.rows))
-    scoring = tiles.scoring.of_heads(split.queries(group.rank))
-    return split, split.queries, split.keys, replace(tiles, scoring=scoring)
+    score_config = kernel_run.score_config.of_heads(split.queries(group.rank))
+    return split, split.queries, split.keys, replace(kernel_run, score_config=score_config)
 
 
 def _as_heads(x: Tensor) -> Tensor:

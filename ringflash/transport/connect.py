@@ -37,7 +37,7 @@ DEADLINE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConnectRequest:
     """What a ring is asked to be.
 
     Args:
@@ -45,14 +45,14 @@ class Asked:
         transport: one of `TRANSPORTS`.
         deadline: how long a rank waits for another.
         double: for a ring of rings, whose messages go over two links.
-        runs_ahead: see `ControlPlane`; between CPUs every call waits, as its messages do.
+        optimistic: see `ControlPlane`; between CPUs every call waits, as its messages do.
     """
 
     group: dist.ProcessGroup
     transport: str
     deadline: timedelta
     double: bool
-    runs_ahead: bool
+    optimistic: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Connection:
         watch: sees to it that what GPUs wait for comes; None where processes wait themselves.
     """
 
-    asked: Asked
+    asked: ConnectRequest
     control: ControlPlane
     transport: Transport
     kind: str
@@ -79,7 +79,7 @@ class Connection:
     device: torch.device | None
     watch: Watch | None = None
 
-    def serves(self, asked: Asked) -> bool:
+    def serves(self, asked: ConnectRequest) -> bool:
         """Whether it joins the ranks of this very group, as asked for, and its ring has not broken."""
         return self.asked == asked and self.control.faults.is_whole
 
@@ -137,7 +137,7 @@ class MeshConnection:
         self.control.faults.close()
 
 
-def connect(asked: Asked) -> Connection:
+def connect(asked: ConnectRequest) -> Connection:
     """Makes a ring of the ranks of `asked.group`, a collective of them.
 
     Raises:
@@ -158,12 +158,12 @@ def connect(asked: Asked) -> Connection:
         expected, got = "nccl for a ring of rings, whose far messages overtake others", "symmetric"
         raise ArgumentError("transport", expected=expected, got=got, remedy=remedy)
     own, faults = _own_gloo(ranks, [group], asked.deadline)
-    control = ControlPlane(group, own, faults, runs_ahead=asked.runs_ahead and on_nccl)
+    control = ControlPlane(group, own, faults, optimistic=asked.optimistic and on_nccl)
     fields = {
         "transport": transport,
         "timeout": asked.deadline.total_seconds(),
         "inner_ring": double,
-        "fixed_lengths": asked.runs_ahead,
+        "fixed_lengths": asked.optimistic,
     }
     control.agree({**fields, "rank": control.rank}, free="rank")
     _introduce(control)
@@ -216,8 +216,8 @@ def connect_mesh(
     both = [mesh.get_group(name) for name in names]
     own, faults = _own_gloo(sorted(mesh.mesh.flatten().tolist()), both, deadline)
     faults.join(ring.control.faults)
-    runs_ahead = ring.asked.runs_ahead and ring.kind != "gloo"
-    control = MeshControlPlane(mesh, names, places, own, faults, runs_ahead=runs_ahead)
+    optimistic = ring.asked.optimistic and ring.kind != "gloo"
+    control = MeshControlPlane(mesh, names, places, own, faults, optimistic=optimistic)
     _introduce(control)
     heads, watch = mesh.get_group(names[1]), None
     if ring.kind == "gloo":

@@ -129,7 +129,7 @@ class SymmetricTransport:
         with torch.cuda.device(device):
             self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, self._rendezvous, device)
             self._streams = _together(control, self._begin)  # before anyone writes to the words
-        control.faults.on_release(self._let_go)
+        control.faults.on_release(self._release_waits)
 
     def _begin(self) -> list[torch.cuda.Stream]:
         """A stream for each channel; words are 0."""
@@ -179,13 +179,13 @@ class SymmetricTransport:
             sends, receives = [m for m in batch if m.sends], [m for m in batch if not m.sends]
             # Whoever waits has said before all that others wait for: no order of ranks can block.
             for message in sends:
-                self._say(stream, _READY, message)
+                self._set_flag(stream, _READY, message)
             for message in receives:
-                self._await(stream, _READY, message)
+                self._wait_flag(stream, _READY, message)
                 self._pull(stream, message)
-                self._say(stream, _FREE, message)
+                self._set_flag(stream, _FREE, message)
             for message in sends:
-                self._await(stream, _FREE, message)
+                self._wait_flag(stream, _FREE, message)
             done = torch.cuda.Event()
             done.record(stream)
             self._watch.add(done.query, batch[0].hop, [message.peer for message in batch])
@@ -213,12 +213,12 @@ class SymmetricTransport:
                 return
         raise AssertionError("what is sent is not of allocate()")
 
-    def _say(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
+    def _set_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
         """Sets the peer's word of this rank, which is 0: the peer has awaited it the last time."""
         base = self._words.of[message.peer].data_ptr()
         self._driver.write(stream, base + self._place(what, message.channel, self._rank), 1)
 
-    def _await(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
+    def _wait_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
         """Waits for this rank's word of the peer, and makes it 0 again."""
         address = self._words.own.data_ptr() + self._place(what, message.channel, message.peer)
         self._driver.wait(stream, address, 1)
@@ -227,7 +227,7 @@ class SymmetricTransport:
     def _place(self, what: int, channel: int, rank: int) -> int:
         return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)
 
-    def _let_go(self) -> None:
+    def _release_waits(self) -> None:
         """Ends all waits of this rank's GPU, by saying in everybody's stead what they wait for, again and again."""
         done = [*(stream.query for stream in self._streams), *self._watch.under_way()]  # a replayed graph has no stream
 

@@ -31,7 +31,7 @@ def test_without_messages_a_ring_keeps_the_pace_of_its_plan(layout: str, world: 
         pairs = np.array(plan.pairs, dtype=float)
         time = seconds(Costs(pairs, np.zeros(world, int), FREE))
         assert time >= plan.balance * pairs.sum() / world * (1 - 1e-9)
-        assert time == pytest.approx(plan.pace * pairs.sum() / world, rel=0.02)
+        assert time == pytest.approx(plan.critical_path * pairs.sum() / world, rel=0.02)
         assert [step.owner[plan.rank] for step in steps(pairs > 0)] == [hop.owner for hop in plan.hops]
 
 

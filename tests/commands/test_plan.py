@@ -49,7 +49,13 @@ def test_layouts_send_what_their_plans_do(capsys: pytest.CaptureFixture[str]) ->
         plans = [context.plan(rf.Causal() & rf.SlidingWindow(700), 4096, rank) for rank in range(4)]
         (row,) = [line.split() for line in out.splitlines() if line.startswith(f"│ {layout} ")]
         sent = f"{sum(plan.rows_sent for plan in plans) / (3 * 4096):.0%}"
-        assert row[3::2] == [f"{plans[0].balance:.3f}", f"{plans[0].pace:.3f}", str(len(plans[0].hops)), sent, row[-2]]
+        assert row[3::2] == [
+            f"{plans[0].balance:.3f}",
+            f"{plans[0].critical_path:.3f}",
+            str(len(plans[0].hops)),
+            sent,
+            row[-2],
+        ]
 
 
 def test_large_worlds_are_shown_in_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 import ringflash as rf
 from ringflash import context as contexts
-from ringflash.coordination.failures import Faults, Word, conclude
+from ringflash.coordination.failures import FailureReport, Faults, conclude
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError, PeerFailed, PeerLost, RankMismatch, RingTimeout
 from ringflash.ring.plan import Plan
@@ -370,8 +370,8 @@ def test_a_collective_that_is_done_just_after_a_wait_for_it_has_ended() -> None:
 
 
 def test_words_of_ranks() -> None:
-    def said(rank: int, kind: Any, hop: int | None, *peers: int) -> Word:
-        return Word(rank, kind, hop, peers, f"plan or traceback of {rank}")
+    def said(rank: int, kind: Any, hop: int | None, *peers: int) -> FailureReport:
+        return FailureReport(rank, kind, hop, peers, f"plan or traceback of {rank}")
 
     late, closed = said(2, "late", 1, 1), said(0, "closed", 2, 2)
     error = conclude([closed, late], [], 4, 3.0, rank=0)  # rank 3 is busy, nobody waited for it

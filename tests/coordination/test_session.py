@@ -21,7 +21,7 @@ def control_of_all() -> ControlPlane:
     group = dist.group.WORLD
     assert group is not None
     gloo, faults = _own_gloo(range(dist.get_world_size()), [group], timedelta(seconds=20))
-    control = ControlPlane(group, gloo, faults, runs_ahead=True)
+    control = ControlPlane(group, gloo, faults, optimistic=True)
     _introduce(control)
     return control
 

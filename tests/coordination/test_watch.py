@@ -24,7 +24,7 @@ class OfThreeRanks(Faults):
     def ended(self) -> list[int]:
         return []
 
-    def word_of_others(self) -> bool:
+    def was_reported(self) -> bool:
         return self.others_gave_up
 
     def broken(self, kind: Any, hop: int | None, peers: Any = ()) -> RingflashError:

@@ -66,7 +66,7 @@ def _of_two(rank: int, memory: mmap.mmap, deadline: float = 60.0) -> SharedWords
     class Alone(Faults):
         """Of a ring whose other rank lives, and says nothing."""
 
-        def word_of_others(self) -> bool:
+        def was_reported(self) -> bool:
             return False
 
         def broken(self, kind: object, hop: int | None, peers: object = ()) -> RingTimeout:

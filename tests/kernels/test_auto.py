@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.kernels import auto as automatic
-from ringflash.kernels.contract import Scoring
+from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend as hopper
 from ringflash.kernels.hopper.config import adds_in_turns
@@ -19,7 +19,7 @@ from tests.accuracy import Problem, assert_accurate
 from tests.kernels.triton.test_backend import DEVICE, GPU, ROUNDING
 from tests.strategies import block_sparse
 
-PLAIN = Scoring(softmax_scale=0.125)
+PLAIN = ScoreConfig(softmax_scale=0.125)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_backward_of_little_work_is_two_kernels(
     q = torch.empty(batch, seqlen_q, 16, headdim, dtype=torch.bfloat16, device="meta")
     v = torch.empty(batch, seqlen_k, nheads_kv, headdim, dtype=torch.bfloat16, device="meta")
     for mask, deterministic in product((Full(), rf.Causal()), (False, True)):
-        assert automatic.has_single_pass(q, v, mask, PLAIN, hops=1, deterministic=deterministic) == in_one
-        in_ring = automatic.has_single_pass(q, v, mask, PLAIN, hops=2, deterministic=deterministic)
+        assert automatic.fuses_dq(q, v, mask, PLAIN, hops=1, deterministic=deterministic) == in_one
+        in_ring = automatic.fuses_dq(q, v, mask, PLAIN, hops=2, deterministic=deterministic)
         assert in_ring == (headdim <= 128)
 
 
@@ -66,8 +66,8 @@ def test_short_sequences_add_in_turns(rows: int, nheads_kv: int, headdim: int, i
 @pytest.mark.parametrize(("mask", "in_one"), [(block_sparse(64, 32, seed=0, density=0.5), True), (Full(), False)])
 def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
     q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert automatic.has_single_pass(q, q, mask, PLAIN, hops=1, deterministic=False) == in_one
-    assert not automatic.has_single_pass(q, q, mask, PLAIN, hops=1, deterministic=True)
+    assert automatic.fuses_dq(q, q, mask, PLAIN, hops=1, deterministic=False) == in_one
+    assert not automatic.fuses_dq(q, q, mask, PLAIN, hops=1, deterministic=True)
 
 
 def test_only_auto_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_grouped_ring_asks_with_the_keys_that_it_gathered(monkeypatch: pytest.
         rows.append((q.shape[1], v.shape[1]))
         return False
 
-    monkeypatch.setattr(prefill, "has_single_pass", asked)
+    monkeypatch.setattr(prefill, "fuses_dq", asked)
     Problem.random(seqlen=48, headdim=16, mask=None).ring(rf.ContextParallel.local(3, hops="grouped"), backend="eager")
     assert rows == [(16, 48)] * 3
 

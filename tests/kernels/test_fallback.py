@@ -128,7 +128,7 @@ def test_features_of_one_pass_name_it(
 
 
 def test_choosing_the_backward_reports_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
-    (q, _, v), meeting, _ = call(headdim=192)
-    backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=False)
+    (q, _, v), tile_problem, _ = call(headdim=192)
+    backend.fuses_dq(q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=False)
     (record,) = caplog.records
     assert "for the backward alone" in record.getMessage()

@@ -123,7 +123,7 @@ def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
 def test_queries_that_see_nothing_are_never_read(
     shown: list[tuple[int, int]],
     border: float,
-    blind: tuple[float, float],
+    fully_masked: tuple[float, float],
     size: int,
     backend: str,
     deterministic: bool,
@@ -132,7 +132,7 @@ def test_queries_that_see_nothing_are_never_read(
     cells[tuple(torch.tensor(shown).T)] = True
     documents = rf.Documents([0, int(border * size), 4 * size])
     mask = rf.BlockSparse(cells, size) & documents & rf.Causal()
-    rows = slice(*(int(edge * size) for edge in blind))
+    rows = slice(*(int(edge * size) for edge in fully_masked))
     assert not mask.dense(torch.arange(4 * size), torch.arange(4 * size))[0, rows].any()
     dtype = DTYPE_OF.get(backend, torch.float32)
     clean = Problem.random(seqlen=4 * size, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.layouts.balance import EVEN, balanced, pace, reaches
+from ringflash.layouts.balance import EVEN, balanced, critical_path, reaches
 from ringflash.layouts.cuts import joined
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Plan
@@ -135,19 +135,19 @@ def test_ranks_are_numbered_in_the_order_that_keys_take() -> None:
 
 def test_a_ring_waits_where_hops_are_uneven() -> None:
     """Not where every hop is even, nor where a rank has its work at another hop than its neighbour but as much."""
-    assert pace(torch.full((3, 3), 5)) == pytest.approx(1)
-    assert pace(torch.zeros(2, 2, dtype=torch.int64)) == 1
-    assert pace(torch.tensor([[9, 1], [1, 9]])) == pytest.approx(1)
+    assert critical_path(torch.full((3, 3), 5)) == pytest.approx(1)
+    assert critical_path(torch.zeros(2, 2, dtype=torch.int64)) == 1
+    assert critical_path(torch.tensor([[9, 1], [1, 9]])) == pytest.approx(1)
     # rank 1 has nothing to do before hop 2, for which it waits until rank 0, which passes those keys on, is done with
     # hop 0: 100 + 99 of a mean of 199 / 3
-    assert pace(torch.tensor([[100, 0, 0], [0, 0, 99], [0, 0, 0]])) == pytest.approx(3)
+    assert critical_path(torch.tensor([[100, 0, 0], [0, 0, 99], [0, 0, 0]])) == pytest.approx(3)
 
 
 def test_long_documents_are_even_at_every_hop() -> None:
     """Nobody waits long for anybody, whatever the lengths."""
     for seed in range(10):
         made = plans(rf.Causal() & mixed(16, seed), 4)
-        assert made[0].pace <= 1.1
+        assert made[0].critical_path <= 1.1
 
 
 def test_reaches() -> None:

@@ -108,10 +108,14 @@ class Decoding:
             scores = scores.masked_fill(~seen, -math.inf)
             if self.sinks is not None:
                 scores = torch.cat([scores, self.sinks.to(dtype)[:, None, None].expand(-1, seqlen_q, 1)], -1)
-            blind = ~seen.any(1)
-            weights = scores.masked_fill(blind[:, None], 0.0).softmax(-1)[..., :length].masked_fill(blind[:, None], 0.0)
+            fully_masked = ~seen.any(1)
+            weights = (
+                scores.masked_fill(fully_masked[:, None], 0.0)
+                .softmax(-1)[..., :length]
+                .masked_fill(fully_masked[:, None], 0.0)
+            )
             outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-            lses.append(torch.logsumexp(scores, -1).masked_fill(blind, -math.inf))
+            lses.append(torch.logsumexp(scores, -1).masked_fill(fully_masked, -math.inf))
         return torch.stack(outs), torch.stack(lses)
 
 
@@ -156,8 +160,8 @@ def assert_decoded(got: tuple[Tensor, Tensor], problem: Decoding, *, rounding: f
     assert error.max() <= bar.max_absolute
     tolerance = 1e-12 if out.dtype == torch.float64 else 3e-6
     torch.testing.assert_close(lse.double(), exact_lse, rtol=tolerance, atol=tolerance)
-    blind = (exact_lse == -math.inf).transpose(1, 2)
-    assert (out[blind] == 0).all()
+    fully_masked = (exact_lse == -math.inf).transpose(1, 2)
+    assert (out[fully_masked] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

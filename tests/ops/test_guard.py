@@ -57,12 +57,14 @@ def _planted(fault: Fault) -> Iterator[None]:
 
 FORWARD, BACKWARD = 0, 1
 FAULTS: list[Fault] = [
-    *((autograd, name, at, _raise) for name in ("_tiles", "mask_from_spec") for at in (FORWARD, BACKWARD)),
+    *((autograd, name, at, _raise) for name in ("_kernel_run", "mask_from_spec") for at in (FORWARD, BACKWARD)),
     *((autograd, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
     *((autograd, "_joined", at, _raise) for at in (0, 2)),  # out; dq
-    (autograd, "_tiles", FORWARD, _interrupt),
+    (autograd, "_kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
-    *((schedule.Tiles, "meeting", at, _refuse) for at in (1, 4)),  # an argument that only the kernel of a hop refuses
+    *(
+        (schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)
+    ),  # an argument that only the kernel of a hop refuses
 ]
 
 

@@ -110,9 +110,9 @@ def _lse(given: Problem, context: rf.ContextParallel | None = None) -> Tensor:
 def test_lse(mode: str) -> None:
     """It has the sinks, and nothing of dropout."""
     given = problem(mode, MASKS["sparse"])
-    scoring: dict[str, Any] = {"mask": given.mask, "softmax_scale": given.softmax_scale, "softcap": given.softcap}
+    score_config: dict[str, Any] = {"mask": given.mask, "softmax_scale": given.softmax_scale, "softcap": given.softcap}
     expected = reference.attention(
-        given.q, given.k, given.v, **scoring, alibi_slopes=given.alibi_slopes, sinks=given.sinks
+        given.q, given.k, given.v, **score_config, alibi_slopes=given.alibi_slopes, sinks=given.sinks
     )[1]
     for context in (None, rf.ContextParallel.local(3)):
         torch.testing.assert_close(_lse(given, context), expected, rtol=0, atol=1e-12)

@@ -10,14 +10,14 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.ring import cuda_graphs
-from ringflash.ring.cuda_graphs import Replays, _by_dtype, _copy, _Memory
+from ringflash.ring.cuda_graphs import GraphCache, _by_dtype, _copy, _Memory
 from tests.distributed import run_ranks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
 def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST", 2)
-    replays, ran, started = Replays(), list[str](), list[str]()
+    replays, ran, started = GraphCache(), list[str](), list[str]()
 
     def call(kind: str, x: Tensor, y: Tensor | None) -> Tensor:
         def compute(x: Tensor, y: Tensor | None) -> tuple[Tensor]:

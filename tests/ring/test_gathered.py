@@ -244,7 +244,7 @@ def test_a_plan_prints_who_sends_what_to_whom() -> None:
     row = 2 * 8 * 128
     assert plan.bytes_sent(1, 8, 128, itemsize=2) == 4 * row * 2
     assert plan.bytes_sent_backward(1, 8, 128, itemsize=2) == 4 * row * 2 + 4 * row * 4
-    assert plan.pace == plan.balance
+    assert plan.critical_path == plan.balance
     assert plan.meetings(plan.hops[0]) == ((plan.q_chunks[0], plan.owner_chunks(plan.hops[0])[0]),)
     plans = plans_of(2, "contiguous", rf.KeyPadding([2, 2]), seqlen=8)
     assert "KV of rank 0 [0, 2): compute 16 pairs  receive 2 <- 0" in str(plans[1])

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 import ringflash as rf
 from ringflash import reference
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
@@ -43,8 +43,8 @@ def tile(
     """Continues `state` over a tile whose first query and key stand `at` these positions; out and lse of the last."""
     q_chunk, k_chunk = (Chunk(start, x.shape[1]) for start, x in zip(at, (q, k), strict=True))
     out, lse = torch.zeros(1, q.shape[1], 1, v.shape[3]), torch.zeros(1, 1, q.shape[1])
-    meeting = Meeting((q_chunk,), (k_chunk,), mask, Scoring(scale))
-    prefill.forward(q, k, v, meeting, state=state, out=out, lse=lse, first=False, last=last)
+    tile_problem = TileProblem((q_chunk,), (k_chunk,), mask, ScoreConfig(scale))
+    prefill.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=False, last=last)
     return out, lse
 
 

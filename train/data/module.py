@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.corpus import CACHE, load_corpus
 from ringflash.train.data.sampler import BatchSampler, ResumableLoader
-from ringflash.train.data.samples import Line, Packing, TokenSamples, train_and_held_out
+from ringflash.train.data.samples import Packing, TokenSamples, TokenStream, train_and_held_out
 from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
 from ringflash.train.data.tokens import TokenFiles
@@ -91,7 +91,7 @@ class TextDataModule(pl.LightningDataModule):
                 remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
             )
         fraction = self._val_fraction(tokens)
-        self._samples = train_and_held_out(Line(tokens), self.context_length, fraction, self.documents)
+        self._samples = train_and_held_out(TokenStream(tokens), self.context_length, fraction, self.documents)
         if stage == "fit" and self.trainer is not None and self.trainer.loggers:
             folder = self.trainer.log_dir  # a collective
             if folder is not None and self.trainer.is_global_zero:

@@ -24,7 +24,7 @@ Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Line:
+class TokenStream:
     """All documents of token files one after another, in an order that is a pure function of their number.
 
     Neighbours in a folder are often alike; neighbours in the line are not.
@@ -90,7 +90,7 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     so that they have few shapes. Index -1 in it is a row that counts for nothing: all its labels are -100.
     """
 
-    def __init__(self, line: Line, seqlen: int, first: int, last: int, documents: Packing = "joined") -> None:
+    def __init__(self, line: TokenStream, seqlen: int, first: int, last: int, documents: Packing = "joined") -> None:
         self.line, self.seqlen, self.first, self.last, self.documents = line, seqlen, first, last, documents
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class WholeSamples(TokenSamples):
     tokens without labels.
     """
 
-    def __init__(self, line: Line, seqlen: int, first: int, last: int) -> None:
+    def __init__(self, line: TokenStream, seqlen: int, first: int, last: int) -> None:
         super().__init__(line, seqlen, first, last, "whole")
         ends = line.ends.clip(first, last)
         starts = np.concatenate([[first], ends[:-1]])
@@ -167,7 +167,7 @@ class WholeSamples(TokenSamples):
 
 
 def train_and_held_out(
-    line: Line, seqlen: int, val_fraction: float, documents: Packing
+    line: TokenStream, seqlen: int, val_fraction: float, documents: Packing
 ) -> tuple[TokenSamples, TokenSamples]:
     """Samples of all but the end of a line, and of its end, which holds `val_fraction` of the tokens.
 

@@ -30,7 +30,7 @@ from ringflash.bench.common import record, timing
 from ringflash.bench.common.problem import AGREEMENT, Problem, add_options, difference, failure
 from ringflash.commands.options import DTYPES, check_at_least, fill_in
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.select import TileKernels, choose, kernels_of
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import as_mask
@@ -72,10 +72,12 @@ class Rank:
         """One hop, in which all queries meet the keys at some positions."""
         given, (first, last) = self.problem, ROLES[role]
         mask = as_mask(rf.Causal() if given.causal else None)
-        meeting = Meeting((Chunk(0, given.seqlen),), (keys,), mask, Scoring(given.q.shape[3] ** -0.5))
+        tile_problem = TileProblem((Chunk(0, given.seqlen),), (keys,), mask, ScoreConfig(given.q.shape[3] ** -0.5))
         k, v = (x[:, keys.start : keys.stop] for x in (given.k, given.v))
         state = None if first and last else self.state
-        self.kernels.forward(given.q, k, v, meeting, state=state, out=self.out, lse=self.lse, first=first, last=last)
+        self.kernels.forward(
+            given.q, k, v, tile_problem, state=state, out=self.out, lse=self.lse, first=first, last=last
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

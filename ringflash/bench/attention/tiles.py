@@ -17,7 +17,14 @@ import torch
 
 from ringflash.bench.attention import traffic
 from ringflash.bench.attention.traffic import Shape, Tile
-from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config, forward_config, is_little
+from ringflash.kernels.hopper.config import (
+    KEYS,
+    ROWS,
+    adds_in_turns,
+    backward_config,
+    forward_config,
+    prefer_triton_backward,
+)
 from ringflash.kernels.hopper.storage import ALIGNMENT
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.config import TileConfig
@@ -185,7 +192,7 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
         tile = Tile(backward_config(shape.headdim).block_m, KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
         backward = before + traffic.dkdv_kernel(shape, tile)
-        if not is_little(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
+        if not prefer_triton_backward(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
             short = adds_in_turns(shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
             for mode, in_turns in (("deterministic", True), ("fast", short)):
                 passes[f"backward {mode}"] = backward + traffic.added_dq(shape, tile, in_turns=in_turns)

@@ -1,9 +1,9 @@
 """When a ring is done whose messages take time: a walk over the hops of all its ranks at once.
 
-Like `ringflash.layouts.balance.pace`, with times in place of pairs. KV of the next hop travels while a hop computes. In
-the backward the gradients of the hop before travel first, one hop behind their KV. A message starts when both its ends
-have begun their hop. A rank begins its next hop when its own work and its messages are done. In a ring of rings KV
-crosses to the next group in the course of a revolution, and gradients come home in the course of the next.
+Like `ringflash.layouts.balance.critical_path`, with times in place of pairs. KV of the next hop travels while a hop
+computes. In the backward the gradients of the hop before travel first, one hop behind their KV. A message starts when
+both its ends have begun their hop. A rank begins its next hop when its own work and its messages are done. In a ring of
+rings KV crosses to the next group during a revolution, and its gradients return during the next revolution.
 """
 
 from __future__ import annotations

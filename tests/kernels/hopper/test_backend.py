@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend
 from ringflash.kernels.hopper.storage import is_viewable
@@ -25,7 +25,7 @@ from tests.strategies import block_sparse
 CPU = torch.device("cpu")
 SEQLEN = 48
 WHOLE = (Chunk(0, SEQLEN),)
-PLAIN = Scoring(softmax_scale=0.125)
+PLAIN = ScoreConfig(softmax_scale=0.125)
 
 
 def call(
@@ -36,15 +36,15 @@ def call(
     chunks: tuple[Chunk, ...] = WHOLE,
     carried: bool = False,
     change: Callable[[Tensor], Tensor] = lambda x: x,
-    **scoring: Any,
-) -> tuple[list[Tensor], Meeting, bool]:
+    **score_config: Any,
+) -> tuple[list[Tensor], TileProblem, bool]:
     """q, k and v of a hop, what it computes, and whether it is one of several."""
     q, k = (change(torch.ones(2, SEQLEN, heads, headdim, dtype=dtype)) for heads in (4, 2))
     v = change(torch.ones(2, SEQLEN, 2, headdim_v or headdim, dtype=dtype))
-    return [q, k, v], Meeting(chunks, chunks, mask or Full(), replace(PLAIN, **scoring)), carried
+    return [q, k, v], TileProblem(chunks, chunks, mask or Full(), replace(PLAIN, **score_config)), carried
 
 
-Call = tuple[list[Tensor], Meeting, bool]
+Call = tuple[list[Tensor], TileProblem, bool]
 
 
 @pytest.fixture
@@ -63,18 +63,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
 
 
 def run_forward(given: Call) -> None:
-    (q, k, v), meeting, carried = given
+    (q, k, v), tile_problem, carried = given
     out, lse = v.new_zeros((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     state = AttentionState(lse, lse, out.float()) if carried else None
-    backend.forward(q, k, v, meeting, state=state, out=out, lse=lse, first=not carried, last=True)
+    backend.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=not carried, last=True)
 
 
 def run_backward(given: Call, *, deterministic: bool = False) -> None:
-    (q, k, v), meeting, carried = given
+    (q, k, v), tile_problem, carried = given
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     dq = backend.new_dq(q, hops=1, deterministic=deterministic)
-    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, meeting, accumulate=carried, dq=dq)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, tile_problem, accumulate=carried, dq=dq)
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -131,10 +131,10 @@ def run_deterministic(given: Call) -> None:
 def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call], None]) -> None:
     given = KNOWN[name] if kernels == "hopper" else UNKNOWN[name]
     run(given)
-    (q, _, v), meeting, _ = given
+    (q, _, v), tile_problem, _ = given
     deterministic = run is run_deterministic
-    single = kernels == "hopper" or portable.has_single_pass(
-        q, v, meeting.mask, meeting.scoring, hops=1, deterministic=deterministic
+    single = kernels == "hopper" or portable.fuses_dq(
+        q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=deterministic
     )
     assert [kernels_called for kernels_called, _, _ in calls] == [kernels] * (1 if run is run_forward or single else 2)
 
@@ -148,10 +148,10 @@ def test_routes_of_sinks_and_of_wide_heads(calls: list[Any]) -> None:
 
 
 def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
-    (q, k, v), meeting, _ = call()
+    (q, k, v), tile_problem, _ = call()
     lse = torch.zeros(2, 4, SEQLEN)
     dout = torch.ones((), dtype=q.dtype).expand_as(q)
-    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, tile_problem, accumulate=False)
     assert [kernels for kernels, _, _ in calls] == ["portable"]
 
 
@@ -175,14 +175,14 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
     generator = torch.Generator().manual_seed(0)
     sizes = [(4, headdim), (4, headdim), (2, headdim), (2, headdim)]
     dout, q, k, v = (torch.randn(2, SEQLEN, *size, generator=generator) for size in sizes)
-    meeting = Meeting(WHOLE, WHOLE, mask, PLAIN)
+    tile_problem = TileProblem(WHOLE, WHOLE, mask, PLAIN)
     out, lse = torch.empty_like(q), torch.empty(2, 4, SEQLEN)
-    prefill.forward(q, k, v, meeting, state=None, out=out, lse=lse, first=True, last=True)
+    prefill.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
     given = dout, q, k, v, lse, prefill.delta(out, dout, None)
     results = []
     for kernels in (backend, prefill):
         dq, dk, dv = kernels.new_dq(q, hops=1, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
-        kernels.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=dq)
+        kernels.backward_dkdv(*given, dk, dv, tile_problem, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -190,11 +190,13 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: str) -> None:
-    (q, _, v), meeting, _ = given = (KNOWN | UNKNOWN)[name]
+    (q, _, v), tile_problem, _ = given = (KNOWN | UNKNOWN)[name]
     run_backward(given)
     if calls[0][0] == "hopper":
         for deterministic in (False, True):
-            assert backend.has_single_pass(q, v, meeting.mask, meeting.scoring, hops=1, deterministic=deterministic)
+            assert backend.fuses_dq(
+                q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=deterministic
+            )
 
 
 @pytest.mark.parametrize("run", [run_forward, run_backward])
@@ -236,21 +238,21 @@ def test_keys_of_two_chunks_are_cut_by_position(calls: list[Any]) -> None:
     ("mask", "start"), [(rf.KeyPadding([5, SEQLEN]) & rf.Documents([0, 20, SEQLEN]), 0), (rf.Causal(), -8)]
 )
 def test_nan_in_queries_that_see_nothing_is_gone(calls: list[Any], mask: Mask, start: int) -> None:
-    (q, k, v), meeting, _ = call(mask=mask, chunks=(Chunk(start, SEQLEN),))
-    blind = torch.zeros(2, SEQLEN, dtype=torch.bool)
-    blind[0, 20:] = start == 0
-    blind[:, :8] |= start < 0
-    lse = torch.zeros(2, 4, SEQLEN).masked_fill(blind[:, None], -math.inf)
+    (q, k, v), tile_problem, _ = call(mask=mask, chunks=(Chunk(start, SEQLEN),))
+    fully_masked = torch.zeros(2, SEQLEN, dtype=torch.bool)
+    fully_masked[0, 20:] = start == 0
+    fully_masked[:, :8] |= start < 0
+    lse = torch.zeros(2, 4, SEQLEN).masked_fill(fully_masked[:, None], -math.inf)
     dout = torch.ones_like(q)
     for x in (q, dout):
-        x[blind] = math.nan
+        x[fully_masked] = math.nan
     dq = backend.new_dq(q, hops=1, deterministic=True)
-    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, meeting, accumulate=False, dq=dq)
+    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, tile_problem, accumulate=False, dq=dq)
     ((kernels, (got_dout, got_q, *_), _),) = calls
     assert kernels == "hopper"
     for x in (got_dout, got_q):
-        assert (x[blind] == 0).all()
-        assert (x[~blind] == 1).all()
+        assert (x[fully_masked] == 0).all()
+        assert (x[~fully_masked] == 1).all()
 
 
 def test_why_not_here() -> None:

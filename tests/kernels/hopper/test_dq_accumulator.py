@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.hopper import backend
-from ringflash.kernels.hopper.dq_accumulator import TILE, ArrangedSum
+from ringflash.kernels.hopper.dq_accumulator import TILE, DqAccumulator
 from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full
@@ -48,7 +48,7 @@ def arrange(rows: Tensor) -> Tensor:
 def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: bool) -> None:
     seqlen, headdim = shape[1], shape[3]
     q = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q, hops=1, ordered=ordered)
+    total = DqAccumulator(q, hops=1, ordered=ordered)
     tiles = total.tiles(0.5, in_turns=False)
     rows = torch.randn(tiles.shape, device=DEVICE)
     tiles.copy_(arrange(rows))
@@ -70,8 +70,8 @@ def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: boo
 def test_nothing_added_is_contiguous_zeros() -> None:
     q = torch.full((1, 2, 5, 64), torch.nan, dtype=torch.float16, device=DEVICE).transpose(1, 2)
     for total in (
-        ArrangedSum(q, hops=1, ordered=False),
-        ArrangedSum(q, hops=1, ordered=True),
+        DqAccumulator(q, hops=1, ordered=False),
+        DqAccumulator(q, hops=1, ordered=True),
         DqSum(q, torch.float32, ordered=False),
     ):
         dq = total.finish()
@@ -81,7 +81,7 @@ def test_nothing_added_is_contiguous_zeros() -> None:
 
 def test_only_rows_added() -> None:
     q = torch.zeros(1, 5, 2, 64, dtype=torch.float16, device=DEVICE)
-    total = ArrangedSum(q, hops=1, ordered=False)
+    total = DqAccumulator(q, hops=1, ordered=False)
     total.rows().add_(3.0)
     assert torch.equal(total.finish(), torch.full_like(q, 3.0))
     assert torch.equal(total.finish(), q)  # the sum is given once
@@ -94,10 +94,10 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
     """A hop whose keys the copy engine cannot read as they lie is added in rows, beside the others' tiles."""
     shape, halves = (2, 1024, 4, headdim), (Chunk(0, 512), Chunk(512, 512))
     q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
-    scoring = Scoring(headdim**-0.5)
+    score_config = ScoreConfig(headdim**-0.5)
     whole = (Chunk(0, 1024),)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 1024, device=DEVICE)
-    everything = Meeting(whole, whole, Full(), scoring)
+    everything = TileProblem(whole, whole, Full(), score_config)
     backend.forward(q, k, v, everything, state=None, out=out, lse=lse, first=True, last=True)
     delta = backend.delta(out, dout, None)
 
@@ -106,8 +106,8 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
         for chunk, keep in zip(halves, (change, Tensor.contiguous), strict=True):
             keys, values = (keep(x[:, chunk.start : chunk.stop]) for x in (k, v))
             dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
-            meeting = Meeting(whole, (chunk,), Full(), scoring)
-            backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, meeting, accumulate=False, dq=total)
+            tile_problem = TileProblem(whole, (chunk,), Full(), score_config)
+            backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, tile_problem, accumulate=False, dq=total)
         return total.finish().float()
 
     def misaligned(x: Tensor) -> Tensor:
@@ -128,14 +128,14 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
     totals = [backend.new_dq(q, hops=2, deterministic=deterministic) for deterministic in (True, False)]
     documents = rf.Documents([0, 300, 310, 1000])
     for mask in (Full(), rf.Causal(), rf.SlidingWindow(200, 50), documents, rf.KeyPadding([5, 0])):
-        meeting = Meeting(whole, whole, mask, Scoring(headdim**-0.5))
+        tile_problem = TileProblem(whole, whole, mask, ScoreConfig(headdim**-0.5))
         out, lse = torch.empty_like(q), torch.empty(2, 8, 1000, device=DEVICE)
-        backend.forward(q, k, v, meeting, state=None, out=out, lse=lse, first=True, last=True)
+        backend.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
         given = dout, q, k, v, lse, backend.delta(out, dout, None)
         for total in totals:
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            backend.backward_dkdv(*given, dk, dv, meeting, accumulate=False, dq=total)
-        assert isinstance(totals[0], ArrangedSum)
+            backend.backward_dkdv(*given, dk, dv, tile_problem, accumulate=False, dq=total)
+        assert isinstance(totals[0], DqAccumulator)
         assert totals[0].counters is not None
         assert (totals[0].counters == 1).all()
     ordered, expected = (total.finish().float() for total in totals)
@@ -150,18 +150,18 @@ def test_the_first_turn_stores(headdim: int) -> None:
         seqlen=(1000, 700), heads=(4, 4), headdim=headdim, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE
     )
     q, k, v, dout = given.q, given.k, given.v, given.dout
-    queries, scoring = (Chunk(0, 1000),), Scoring(headdim**-0.5)
+    queries, score_config = (Chunk(0, 1000),), ScoreConfig(headdim**-0.5)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 1000, device=DEVICE)
-    both = Meeting(queries, (Chunk(300, 700),), rf.Causal(), scoring)
+    both = TileProblem(queries, (Chunk(300, 700),), rf.Causal(), score_config)
     backend.forward(q, k, v, both, state=None, out=out, lse=lse, first=True, last=True)
     delta = backend.delta(out, dout, None)
     total = backend.new_dq(q, hops=2, deterministic=True)
-    assert isinstance(total, ArrangedSum)
-    total.tiles(scoring.softmax_scale, in_turns=False).fill_(torch.nan)
+    assert isinstance(total, DqAccumulator)
+    total.tiles(score_config.softmax_scale, in_turns=False).fill_(torch.nan)
     for begin, end in ((300, 700), (0, 300)):
         keys, values = k[:, begin:end], v[:, begin:end]
         dk, dv = torch.empty_like(keys), torch.empty_like(values)
-        hop = Meeting(queries, (Chunk(300 + begin, end - begin),), rf.Causal(), scoring)
+        hop = TileProblem(queries, (Chunk(300 + begin, end - begin),), rf.Causal(), score_config)
         backend.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, hop, accumulate=False, dq=total)
     dq, expected = total.finish(), given.exact[1]
     assert not dq[:, :300].any()

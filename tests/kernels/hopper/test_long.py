@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.kernels.contract import Meeting, Scoring
+from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
 from ringflash.kernels.hopper.forward import tiling
 from ringflash.kernels.hopper.mask_tables import intervals
@@ -28,8 +28,8 @@ def test_cases_are_long(seqlen: int, mask: Mask) -> None:
 def test_documents_that_fit_short_tiles_alone_keep_them() -> None:
     """Tiles of 128 need no mask under them, tiles of 192 would."""
     whole = (Chunk(0, 4096),)
-    meeting = Meeting(whole, whole, rf.Documents(range(0, 4097, 128)), Scoring(0.125))
-    config, known = tiling(meeting, 64, torch.device("cpu"))
+    tile_problem = TileProblem(whole, whole, rf.Documents(range(0, 4097, 128)), ScoreConfig(0.125))
+    config, known = tiling(tile_problem, 64, torch.device("cpu"))
     assert config == forward_config(64, masked=True, visits=0)
     assert not known.masked
 

@@ -52,7 +52,7 @@ def test_every_call_has_tiles(dtype: torch.dtype, capability: int) -> None:
                 seqlen_k=config.LONG_KEYS if long else 4096,
                 capability=capability,
             )
-            single_pass = config.has_single_pass(headdim, headdim, listed=listed)
+            single_pass = config.fuses_dq(headdim, headdim, listed=listed)
             for choose in [*CHOICES, config.single_pass_config] if single_pass else CHOICES:
                 tiles = choose(call)
                 assert tiles.block_d >= headdim

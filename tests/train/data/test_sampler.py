@@ -7,7 +7,7 @@ import pytest
 
 from ringflash.errors import ConfigError
 from ringflash.train.data.sampler import PADDING, BatchSampler, ResumableLoader
-from ringflash.train.data.samples import Line, TokenSamples
+from ringflash.train.data.samples import TokenSamples, TokenStream
 from tests.train.data.corpora import prepared
 
 
@@ -105,7 +105,7 @@ def test_batch_size_that_ranks_cannot_share(batch_size: int) -> None:
 
 def test_loader_counts_what_it_has_handed_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 5)
-    line = Line(prepared(tmp_path / "to", tmp_path / "a.txt"))
+    line = TokenStream(prepared(tmp_path / "to", tmp_path / "a.txt"))
     samples = TokenSamples(line, 5, 0, len(line))
     assert len(samples) == 10
 

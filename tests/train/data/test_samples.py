@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.packing import fit
-from ringflash.train.data.samples import Line, TokenSamples, train_and_held_out
+from ringflash.train.data.samples import TokenSamples, TokenStream, train_and_held_out
 from tests.train.data.corpora import documents, prepared, write_lines
 
 END = 256
 
 
-def line_of(folder: Path, lengths: list[int], shard_bytes: int = 200) -> Line:
+def line_of(folder: Path, lengths: list[int], shard_bytes: int = 200) -> TokenStream:
     """A line of documents of these lengths, end included, none but their own byte in each."""
     texts = [chr(33 + i % 90) * max(length - 1, 0) for i, length in enumerate(lengths)]
-    return Line(prepared(folder / "to", write_lines(folder / "in.jsonl", texts), shard_bytes=shard_bytes))
+    return TokenStream(prepared(folder / "to", write_lines(folder / "in.jsonl", texts), shard_bytes=shard_bytes))
 
 
-def spread(line: Line) -> list[int]:
+def spread(line: TokenStream) -> list[int]:
     whole = documents(line.tokens)
     return [token for document in line.order for token in whole[document]]
 
