@@ -14,8 +14,8 @@ from tests.patience import PATIENCE
 PROGRAM = """
 import time
 from torch.distributed import TCPStore
-from ringflash.transport import watch
-from ringflash.transport.faults import Faults
+from ringflash.coordination import watch
+from ringflash.coordination.failures import Faults
 
 store = TCPStore("127.0.0.1", 0, 1, True)
 watch.Watch(Faults(store, 0, 1, 60.0)).add(lambda: any(store.check(["what never comes"]) for _ in range(2000)), 0, [0])

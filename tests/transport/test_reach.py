@@ -32,7 +32,7 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, other: dict[str, str], acces
 
 
 def test_processes_that_end() -> None:
-    code = "from ringflash.transport import processes; print(processes.own_identity(), flush=True); input()"
+    code = "from ringflash.coordination import processes; print(processes.own_identity(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         other, own = process.stdout.readline().strip(), processes.own_identity()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.train.lightning.shutdown import Departure
+from ringflash.train.lightning.shutdown import Shutdown
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -43,12 +43,12 @@ def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None
     if dist.is_initialized():  # by a program that calls the command, and ends the group too
         yield place, rf.ContextParallel(dist.group.WORLD)
         return
-    departure = Departure()
+    shutdown = Shutdown()
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=place if kind == "cuda" else None)
     try:
         yield place, rf.ContextParallel(dist.group.WORLD)
     except BaseException:
-        departure.fail()  # this rank neither waits for the others nor lets them wait
+        shutdown.fail()  # this rank neither waits for the others nor lets them wait
         raise
 
 

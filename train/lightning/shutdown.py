@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 PATIENCE = timedelta(seconds=20)
 
 
-class Departure:
+class Shutdown:
     """Destroys the default process group when this process exits, once every rank has come to that.
 
     A rank that leaves at once breaks off what a slower peer, or a thread of gloo's own, has not finished; gloo then
@@ -42,7 +42,7 @@ class Departure:
         dist.destroy_process_group()
 
     def _arrive(self, stage: str, *, wait: bool) -> None:
-        store, key = distributed_c10d._get_default_store(), f"ringflash/departure/{stage}"
+        store, key = distributed_c10d._get_default_store(), f"ringflash/shutdown/{stage}"
         if store.add(key, 1) == dist.get_world_size():
             store.set(f"{key}/all", "1")
         if wait:

@@ -32,7 +32,7 @@ from ringflash.train.lightning.batch import (
 )
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
-from ringflash.train.lightning.shutdown import Departure
+from ringflash.train.lightning.shutdown import Shutdown
 from ringflash.train.lightning.user_modules import (
     REMEDY,
     MetricGuard,
@@ -113,7 +113,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._world_group: dist.ProcessGroup | None = None
         self._window: list[Tensor] = []
         self._warned_of_repeats = False
-        self._departure: Departure | None = None
+        self._shutdown: Shutdown | None = None
 
     @property
     def context(self) -> rf.ContextParallel:
@@ -153,7 +153,7 @@ class RingAttentionStrategy(ShardedStrategy):
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
             # At exit and not at teardown: `fit` is followed by `validate` or `test` on the same sharded weights.
-            self._departure = Departure()
+            self._shutdown = Shutdown()
         self._setup_distributed()
         shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
         self._data_parallel_size, self._context_parallel_size = shape
@@ -207,8 +207,8 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Lets this rank leave without its peers, which may never come to the end of theirs."""
-        if self._departure is not None and not isinstance(exception, Preempted):  # on which all ranks agree
-            self._departure.fail()
+        if self._shutdown is not None and not isinstance(exception, Preempted):  # on which all ranks agree
+            self._shutdown.fail()
         super().on_exception(exception)
 
     def _is_agreed(self, error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.xdist_group("departure")
+pytestmark = pytest.mark.xdist_group("shutdown")
 
 # One process imports torch, and is forked into the ranks, which end as processes of their own do.
 SCRIPT = """
@@ -24,7 +24,7 @@ import socket
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from ringflash.train.departure import Departure
+from ringflash.train.lightning.shutdown import Shutdown
 
 
 def fork(case):
@@ -49,10 +49,10 @@ file = os.open(f"{case} {rank}", os.O_CREAT | os.O_WRONLY)
 os.dup2(file, 1)
 os.dup2(file, 2)
 dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}")
-departure = Departure(timedelta(seconds=0.5)) if case == "late" else Departure()
+shutdown = Shutdown(timedelta(seconds=0.5)) if case == "late" else Shutdown()
 dist.barrier()
 if case == "failed" and rank == 1:
-    departure.fail()
+    shutdown.fail()
     raise SystemExit(3)
 if case != "failed":
     time.sleep(3 * rank if case == "slow" else 5 * (rank == 2))
@@ -71,7 +71,7 @@ class Ends:
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
-    folder = tmp_path_factory.mktemp("departure")
+    folder = tmp_path_factory.mktemp("shutdown")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
