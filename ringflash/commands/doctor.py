@@ -1,4 +1,4 @@
-"""A report of what is installed and which kernels attention runs on, with a test of attention on each device."""
+"""Report of the installed packages and of the kernels that attention uses, with a self-test on each device."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ OPTIONAL = {
     "ring-flash-attn": "extra bench: a peer of `ringflash bench ring`",
 }
 
-
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the relative RMS error: above rounding, below a wrong kernel
+# Bounds on the relative RMS error: above the error of rounding, below the error of a wrong kernel.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def report(*, as_json: bool = False) -> bool:
-    """Prints what this machine and environment offer, as a table or as one JSON object.
+    """Prints the installed packages, the devices and the self-tests, as a table or as one JSON object.
 
     Returns:
-        True when nothing needed is missing, and attention passed its test on each device.
+        True if nothing needed is missing and attention passed its self-test on each device.
     """
     rows = facts()
     found = problems(rows)
     if as_json:
         print(json.dumps({"ok": not found, "problems": found, "facts": rows}, indent=2))
-    elif find_spec("rich") is None:  # the rows say that it is missing
+    elif find_spec("rich") is None:  # rich is missing, and the rows say so
         print("\n".join(f"{name}: {value}" for name, value in rows.items()))
     else:
         _print_table(rows)
@@ -49,12 +49,12 @@ def report(*, as_json: bool = False) -> bool:
 
 
 def problems(rows: dict[str, str]) -> list[str]:
-    """Returns the names of the rows that say that something is missing or failed."""
+    """Returns the names of the rows that report a missing package or a failure."""
     return [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
 
 
 def _print_table(rows: dict[str, str]) -> None:
-    from rich.console import Console  # here: without it the report is plain text
+    from rich.console import Console  # imported here, because the report is plain text without rich
     from rich.table import Table
 
     table = Table(title="ringflash doctor", title_justify="left", show_header=False)
@@ -67,7 +67,7 @@ def _print_table(rows: dict[str, str]) -> None:
 
 def facts() -> dict[str, str]:
     """Returns the rows of the report."""
-    rows = {"python": platform.python_version(), "ringflash": __version__}  # a checkout has no metadata
+    rows = {"python": platform.python_version(), "ringflash": __version__}  # a checkout has no metadata to read
     rows |= {name: _version(name) or "MISSING" for name in PACKAGES}
     rows |= {name: _version(name) or f"not installed ({use})" for name, use in OPTIONAL.items()}
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -87,7 +87,7 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str:
     """Compares a small causal attention and its gradients with the plain formula in float64."""
     try:
         errors = _errors(device, dtype)
-    except Exception as error:  # kernels may fail to compile or to load, in many ways
+    except Exception as error:  # kernels may fail to compile or to load in many ways
         return f"FAILED: {type(error).__name__}: {error}"
     name = max(errors, key=lambda name: errors[name])
     what = f"largest relative RMS error {errors[name]:.1e}, of {name}, in {str(dtype).removeprefix('torch.')}"
@@ -95,8 +95,8 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Returns the relative RMS error of the output and of each gradient; infinity where it is not a number."""
-    generator = torch.Generator().manual_seed(0)  # of its own: the caller's random numbers stay as they are
+    """Returns the relative RMS errors of the output and of each gradient, with infinity in place of NaN."""
+    generator = torch.Generator().manual_seed(0)  # private, so the caller's random numbers do not change
     shapes = ((1, 128, 4, 64), (1, 128, 2, 64), (1, 128, 2, 64), (1, 128, 4, 64))
     q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     expected = [x.double().requires_grad_() for x in (q, k, v)]
@@ -114,7 +114,7 @@ def _relative_rms(got: Tensor | None, exact: Tensor | None) -> float:
     if got is None or exact is None:
         return float("inf")
     error = ((got.detach().cpu().double() - exact).norm() / exact.norm()).item()
-    return error if error == error else float("inf")  # NaN compares with nothing
+    return error if error == error else float("inf")  # NaN differs from itself
 
 
 def _version(package: str) -> str | None:
@@ -125,7 +125,7 @@ def _version(package: str) -> str | None:
 
 
 def _nccl_version() -> str:
-    from torch.cuda import nccl  # not an attribute of every build
+    from torch.cuda import nccl  # not every build of torch has it
 
     return ".".join(map(str, nccl.version()))
 
@@ -137,7 +137,7 @@ def _backend(device: str, dtype: torch.dtype) -> str:
         return f"FAILED: {error}"
     if chosen is prefill:
         return "eager kernels"
-    from ringflash.kernels.hopper import backend as hopper  # here: Triton is imported late
+    from ringflash.kernels.hopper import backend as hopper  # imported here, because it imports Triton
 
     missing = hopper.why_not(torch.device(device))
     return "Gluon kernels for sm_90" if missing is None else f"Triton kernels; not those for sm_90: {missing}"

@@ -1,4 +1,4 @@
-"""The `ringflash` command: trains, evaluates, generates, exports, plans, measures, looks at the installation."""
+"""The `ringflash` command: training, evaluation, generation, export, plans, benchmarks, checks of the installation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from importlib import import_module
 from ringflash import __version__
 from ringflash.errors import ArgumentError, RingflashError
 
-# Everything else is imported by the command that needs it: Lightning alone takes seconds.
+# Each command imports the modules that it needs, because Lightning alone takes seconds to import.
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 2 for an error of usage, 1 for any other of the library's errors."""
+    """Runs one command and returns its exit code: 2 for a usage error, 1 for any other error of the library."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "train": (_train, "train a model: `train fit --config FILE`, or `train auto` for what this machine has"),
@@ -91,7 +91,7 @@ def _plan(args: list[str]) -> int:
 
 def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
-    benchmarks = {  # module and what it measures
+    benchmarks = {  # name: module, line of the help
         "ring": ("ring.throughput", "ring attention over all ranks, beside its peers; started by torchrun"),
         "scaling": ("ring.scaling", "ring attention by length and by number of ranks; started by torchrun"),
         "training": (

@@ -1,4 +1,4 @@
-"""Options of commands: what several of them choose from, fill in and check."""
+"""Options that several commands share: choices, defaults and checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAVE_OUT = "Leave it out for the default."
 
 
 def fill_in(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Gives options that were left out their `defaults`; that of `nheads_kv`, where it has none there, is `nheads`."""
+    """Sets omitted options to their `defaults`; `nheads_kv` without a default becomes `nheads`."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -33,7 +33,7 @@ def check_at_least(
 
 
 def check_positive(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """As `check_at_least`, for numbers that must be more than 0."""
+    """Raises ArgumentError unless every number of the options `names` is more than 0; None is skipped."""
     for flag, given in _given(options, names):
         if not given > 0:
             raise ArgumentError(flag, expected="more than 0", got=given, remedy=LEAVE_OUT)
@@ -47,7 +47,7 @@ def check_heads(options: argparse.Namespace) -> None:
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Flag and number, for each number of the options."""
+    """Yields the flag and the number for each number of the options `names`."""
     for name in names:
         value = getattr(options, name)
         for number in value if isinstance(value, list) else [] if value is None else [value]:

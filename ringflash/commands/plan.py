@@ -1,6 +1,8 @@
-"""`ringflash plan`: who holds what, what meets at each hop, and what that costs, as tables and a picture.
+"""`ringflash plan`: the plan of a ring and its cost, as tables and a picture.
 
-ringflash plan --seqlen 131072 --world-size 4 --layout balanced --documents lengths.txt --image plan.png
+It shows the tokens that each rank holds, the KV that each rank computes with at each hop, and the FLOPs and bytes.
+
+    ringflash plan --seqlen 131072 --world-size 4 --layout balanced --documents lengths.txt --image plan.png
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Hop, Plan
 
-WIDTH = 150  # where the output is no terminal
-MOST_COLUMNS = 8  # ranks that the table of hops has a column for
-MOST_HOPS = 64  # that it has a line for
-MOST_COMPARED = 1024  # ranks over which layouts are compared: pairs of ranks are counted for each
+WIDTH = 150  # columns, if the output is not a terminal
+MOST_COLUMNS = 8  # ranks up to which the table of hops has a column for each rank
+MOST_HOPS = 64  # lines of the table of hops
+MOST_COMPARED = 1024  # ranks up to which layouts are compared: each layout counts the pairs of all ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables, and draws the picture where one is asked for."""
+    """Prints the tables, and draws the picture if `--image` is given."""
     options = _parser().parse_args(argv)
     _check(options)
     mask = _mask(options)
@@ -97,7 +99,7 @@ def _mask(options: argparse.Namespace) -> Mask:
 
 
 def _lengths(given: str) -> list[int]:
-    """Whole numbers separated by commas or white space, or those in the file of that name."""
+    """Returns the whole numbers in `given` or in the file of that name, separated by commas or white space."""
     path = Path(given)
     text = path.read_text(errors="replace") if path.is_file() else given
     words = text.replace(",", " ").split()

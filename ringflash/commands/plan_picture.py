@@ -1,4 +1,4 @@
-"""The picture of a plan: who holds which part of the sequence, what meets at each hop, and who computes how much."""
+"""Picture of a plan: the tokens of each rank, the hop that computes each pair, and each rank's share of the FLOPs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from ringflash.layouts.layout import Layout
 from ringflash.ring.plan import Plan
 
-CELLS = 256  # of the map, along each side
+CELLS = 256  # cells of the map along each side
 WHITE = (1.0, 1.0, 1.0, 1.0)
-MOST_LABELS = 16  # hops the legend names
+MOST_LABELS = 16  # hops that the legend names
 
 
 def draw(path: Path, plans: Sequence[Plan]) -> None:
-    """Draws the plans of all ranks."""
+    """Draws `plans`, one of each rank, to the file `path`."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def draw(path: Path, plans: Sequence[Plan]) -> None:
 
 
 def _map(plans: Sequence[Plan], colours: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
-    """A colour for each cell of queries and keys: that of the hop at which the ranks of its middle meet."""
+    """Returns the colour of each cell of queries and keys: it shows the hop that computes the middle of the cell."""
     layout, world = plans[0].layout, len(plans)
     cells = min(CELLS, layout.seqlen)
     edges = torch.tensor([index * layout.seqlen // cells for index in range(cells + 1)], device="cpu")
@@ -75,7 +75,8 @@ def _map(plans: Sequence[Plan], colours: Sequence[tuple[float, ...]]) -> list[li
     rows = []
     for row, (start, stop) in enumerate(zip(edges.tolist(), edges.tolist()[1:], strict=False)):
         seen = (area.seen([(start, stop)], edges) > 0).tolist()
-        # A cell on a border may see what the ranks of its middle do not: then there is no such hop, and none is drawn.
+        # A cell on a border may have visible pairs where the ranks of its middle have none. Then the plan may lack
+        # this hop, and the cell stays white.
         hops = [(owners[row] - owner) % world for owner in owners]
         drawn = [shown and hop < len(colours) for shown, hop in zip(seen, hops, strict=True)]
         rows.append([colours[hop] if there else WHITE for there, hop in zip(drawn, hops, strict=True)])
@@ -83,7 +84,7 @@ def _map(plans: Sequence[Plan], colours: Sequence[tuple[float, ...]]) -> list[li
 
 
 def _owners(layout: Layout, positions: Sequence[int]) -> list[int]:
-    """The rank that holds each position."""
+    """Returns the rank that holds each of `positions`."""
     pieces = sorted((chunk.start, rank) for rank, chunks in enumerate(layout.chunks) for chunk in chunks)
     starts, ranks = (torch.tensor(x, device="cpu") for x in zip(*pieces, strict=True))
     index = torch.searchsorted(starts, torch.tensor(positions, device="cpu"), right=True) - 1
