@@ -1,1 +1,1 @@
-"""Hugging Face transformers: the attention function, its masks, positions, RoPE and checks."""
+"""Integration with Hugging Face transformers: the attention function, its masks, positions, RoPE and checks."""

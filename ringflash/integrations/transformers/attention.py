@@ -1,8 +1,8 @@
-"""Attention of transformers models by name: `register()`, then `attn_implementation="ring_attention"`.
+"""Attention of transformers models by name: call `register()`, then pass `attn_implementation="ring_attention"`.
 
-The context is an argument of the model's forward, `model(..., ring_context=context)`; transformers hands it down to
-the attention function with its other keywords. Without it attention runs on one device. The first forward with a
-context checks the model.
+The context is an argument of the model's forward, `model(..., ring_context=context)`. transformers passes the context
+to the attention function with the other keywords. Without a context, attention runs on one device. The first forward
+with a context checks the model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ringflash.integrations.transformers.rope import largest_position
 from ringflash.masks import Documents, Mask
 from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
 
-NAME = "ring_attention"  # a name with "flash" in it is taken for one of transformers' own
-# Keywords that transformers hands to attention, and that attention does not need.
+NAME = "ring_attention"  # transformers takes a name that contains "flash" for one of its own
+# Keywords that transformers passes to attention, and that attention does not need.
 OF_OTHERS = {
     "max_length_q",
     "max_length_k",
@@ -39,16 +39,16 @@ OF_OTHERS = {
     "encoder_hidden_states",
     "shift_labels",
 }
-CHECKED = "_ring_checked"  # an attribute of checked models
-AGREED = "_ring_position_agreed"  # an attribute of models in a forward whose largest position the ranks agreed on
+CHECKED = "_ring_checked"  # attribute of a checked model
+AGREED = "_ring_position_agreed"  # attribute of a model while its ranks have agreed on the largest position
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Makes `attn_implementation="ring_attention"` known to transformers.
 
-    Models of transformers then look at `ring_context` when they are called: the first call with a context checks the
-    model. Classes that choose attention by a table of their own raise ArgumentError when they are made.
+    A transformers model then reads `ring_context` at each call, and its first call with a context checks the model.
+    Models that choose attention from a table of their own raise ArgumentError when they are made.
 
     Raises:
         ImportError: transformers is not installed.
@@ -58,7 +58,7 @@ def register() -> None:
     except ImportError as error:
         raise ImportError("transformers is not installed: pip install 'ringflash[hf]'") from error
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, describe)  # without one, models pass no mask and do not say so
+    AttentionMaskInterface.register(NAME, describe)  # without a mask function, models silently pass no mask
     if PreTrainedModel.__call__.__module__ == __name__:
         return
     chosen = PreTrainedModel.get_correct_attn_implementation
@@ -84,22 +84,23 @@ class Keywords:
     """Keywords that reach attention, from the model and from the caller of its forward.
 
     Args:
-        dropout: probability; 0 while evaluating.
-        scaling: of the scores; None is 1 / sqrt(headdim).
-        sliding_window: keys that a row sees, its own included; None is all.
-        softcap: bound of the scores; None is none.
-        s_aux: (nheads,), a sink's logit a head.
-        is_causal: what the caller wants; None leaves it to the model.
+        dropout: dropout probability; 0 in evaluation.
+        scaling: softmax scale; None means 1 / sqrt(headdim).
+        sliding_window: number of keys that a row sees, its own included; None means all.
+        softcap: bound of the scores; None means no bound.
+        s_aux: (nheads,), the logit of each head's attention sink.
+        is_causal: whether the caller wants a causal mask; None leaves the choice to the model.
         deterministic: as in `AttentionOptions`.
-        position_ids: (batch | 1, seqlen) of the rows, in the whole sequence or in their documents.
-        cu_seq_lens_q: (ndocuments + 1,), where documents begin and end, in the whole sequence.
-        cu_seq_lens_k: the same.
+        position_ids: (batch | 1, seqlen), positions of the rows in the whole sequence or in their documents.
+        cu_seq_lens_q: (ndocuments + 1,), boundaries of the documents in the whole sequence.
+        cu_seq_lens_k: the same boundaries as `cu_seq_lens_q`.
         use_cache: whether keys are kept for later forwards.
-        output_attentions: whether weights are wanted.
-        ring_context: the ranks that share the sequence.
-        ring_documents: packed documents, of the whole sequence.
-        ring_dropout_seed: the same on all ranks of the context, another one at each forward; of a tensor, each layer.
-        others: keywords of other names, that are not None or False.
+        output_attentions: whether the caller wants attention weights.
+        ring_context: context of the ranks that share the sequence, or the `Witness` of a check.
+        ring_documents: packed documents of the whole sequence.
+        ring_dropout_seed: dropout seed, the same on all ranks of the context and different at each forward. A tensor
+            holds the seed of one layer.
+        others: names of the other keywords that are neither None nor False.
     """
 
     dropout: float = 0.0
@@ -121,13 +122,13 @@ class Keywords:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Keywords:
-        """The keywords of one call, by name."""
+        """Returns the keywords of one call, from `given` by name."""
         others = [n for n, x in given.items() if n not in KNOWN_OR_OTHERS and x is not None and x is not False]
         return Keywords(**{n: x for n, x in given.items() if n in KNOWN}, others=tuple(others))
 
     @property
     def documents(self) -> Documents | None:
-        """The packed documents that the caller names."""
+        """Returns the packed documents that the caller gives, as `ring_documents` or as `cu_seq_lens_q`."""
         return self.ring_documents if self.cu_seq_lens_q is None else Documents(self.cu_seq_lens_q)
 
 
@@ -143,21 +144,21 @@ def attention(
     attention_mask: object,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The entry for `AttentionInterface`: `ring_attention` with a context among the keywords, else `flash_attention`.
+    """Calls `ring_attention` if the keywords have a context, else `flash_attention`; the entry of `AttentionInterface`.
 
     Args:
         module: the model's attention layer.
         query: (batch, nheads, seqlen, headdim).
         key: (batch, nheads_kv, seqlen_k, headdim), not repeated.
         value: (batch, nheads_kv, seqlen_k, headdim_v).
-        attention_mask: what `describe` made of the model's mask, or None.
+        attention_mask: result of `describe` for the model's mask, or None.
         keywords: see `Keywords`.
 
     Returns:
-        out (batch, seqlen, nheads, headdim_v), and no weights.
+        out (batch, seqlen, nheads, headdim_v), and None in place of attention weights.
 
     Raises:
-        ArgumentError: anything that cannot be honoured.
+        ArgumentError: an argument asks for something that this attention cannot do.
     """
     call = Keywords.of(keywords)
     context, witness = call.ring_context, None
@@ -169,7 +170,7 @@ def attention(
             causal = bool(getattr(module, "is_causal", True)) if call.is_causal is None else call.is_causal
             starts = torch.zeros(1, query.shape[2], dtype=torch.bool, device=query.device)
             window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
-            seqlen_k = query.shape[2] if causal else key.shape[2]  # where others begin is not said
+            seqlen_k = query.shape[2] if causal else key.shape[2]  # a causal row has no known place among more keys
             attention_mask = Asked(causal, window, query.shape[2], seqlen_k, 0, starts)
         asked = _check_asked(attention_mask, query, key, call, getattr(module, "config", None))
         if witness is not None and witness.any_positions:
@@ -183,7 +184,7 @@ def attention(
         modes |= {"dropout": _dropout(module, call, context), "options": options}
     except Exception as error:
         if isinstance(context, ContextParallel):
-            context.announce_failure(error)  # the others are about to wait for this rank
+            context.announce_failure(error)  # the other ranks are about to wait for this one
         raise
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = flash_attention(q, k, v, **modes) if context is None else ring_attention(q, k, v, context, **modes)
@@ -194,18 +195,18 @@ def attention(
 def settle(
     layer: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a layer's forward, with which `torch.compile` traces its attention in one piece.
+    """Returns arguments of a layer's forward that let `torch.compile` trace its attention without a graph break.
 
-    Masks are resolved, which looks at positions, and dropout's seed is this layer's, in a tensor: a number would be
-    compiled in.
+    Masks are resolved here, because that reads the positions. The dropout seed becomes this layer's seed in a tensor,
+    because a number would be compiled into the graph.
 
     Args:
-        layer: of a transformers model, with the attention.
-        args: that its forward is called with.
-        keywords: that its forward is called with, without cache.
+        layer: a layer of a transformers model, with its attention.
+        args: positional arguments of the layer's forward.
+        keywords: keyword arguments of the layer's forward, without a cache.
 
     Raises:
-        ArgumentError: as `attention`, about masks and positions.
+        ArgumentError: a mask or positions that `attention` would refuse.
     """
     call = Keywords.of(keywords)
     context = call.ring_context if isinstance(call.ring_context, ContextParallel) else None
@@ -229,11 +230,11 @@ def settle(
 def check_model(model: nn.Module) -> None:
     """Runs a few tokens through a transformers model, and checks that its results are the same on a ring.
 
-    The first forward on a ring does the same. Under FSDP it is a collective, as any forward is. A model without storage
-    (on the meta device) is checked at its first forward.
+    The first forward on a ring makes the same check. Under FSDP the check is a collective, as any forward is. A model
+    without storage (on the meta device) is checked at its first forward.
 
     Raises:
-        ArgumentError: another attn_implementation; a model that keeps the context or the positions from its attention,
+        ArgumentError: the model has another attn_implementation, keeps the context or the positions from its attention,
             counts positions in its own way, or mixes tokens outside of attention.
     """
     if any(x.is_meta for x in model.parameters()):
@@ -249,7 +250,7 @@ def _checked(model: nn.Module) -> Checked:
     config: Any = model.config
     try:
         text = config.get_text_config()
-    except ValueError as error:  # what transformers raises for an encoder and a decoder of text
+    except ValueError as error:  # raised for a model with both a text encoder and a text decoder
         remedy = "Call the decoder that is inside it with ring_context."
         expected = "a model with one text model"
         raise ArgumentError("model", expected=expected, got=type(model).__name__, remedy=remedy) from error
@@ -264,7 +265,7 @@ def _checked(model: nn.Module) -> Checked:
 
 
 def _inside(model: nn.Module, module: nn.Module, checked: Checked) -> Checked:
-    """The findings about `model`, for `module` inside of it."""
+    """Returns the findings about `model` that concern its submodule `module`, with names relative to `module`."""
     prefix = next(f"{name}." for name, each in model.named_modules() if each is module)
     return Checked(tuple(name.removeprefix(prefix) for name in checked.rotary if name.startswith(prefix)))
 
@@ -280,14 +281,14 @@ def _call(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
-    """Calls a model of transformers on a ring; the first such call checks it.
+    """Calls a transformers model on a ring; the first such call checks the model.
 
     Args:
-        model: of transformers.
-        context: among the keywords.
-        rotary_of: `_rotary_modules`, which `torch.compile` does not trace.
-        args: of the call.
-        keywords: of the call.
+        model: a transformers model.
+        context: the context among the keywords.
+        rotary_of: `_rotary_modules`, wrapped so that `torch.compile` does not trace it.
+        args: positional arguments of the call.
+        keywords: keyword arguments of the call.
     """
     try:
         rotary = rotary_of(model)
@@ -311,7 +312,7 @@ def _call(
 
 
 def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Calls the model; a mask that is refused on this rank makes the other ranks raise PeerFailed."""
+    """Calls the model. If the model's mask is refused on this rank, the other ranks raise PeerFailed."""
     try:
         return nn.Module.__call__(model, *args, **keywords)
     except MaskRefused as error:
@@ -322,7 +323,7 @@ def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...]
 
 
 def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules whose RoPE depends on length, of a model that is checked now if it was not before."""
+    """Returns the names of the modules whose RoPE depends on length. Checks the model first, unless that was done."""
     if not hasattr(model, CHECKED):
         check_model(model)
     return getattr(model, CHECKED).rotary
@@ -336,7 +337,7 @@ def _largest_of(positions: object) -> int:
 
 
 def _check_tables(model_class: type) -> None:
-    """Raises ArgumentError for a class that takes its attention from a table of its own, which lacks this library."""
+    """Raises ArgumentError for a class that takes its attention from its own table without this library in it."""
     for name, table in vars(sys.modules[model_class.__module__]).items():
         if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and NAME not in table:
             raise ArgumentError(
@@ -404,7 +405,10 @@ def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords, conf
 
 
 def _is_window(window: int | None, call: Keywords, config: object) -> bool:
-    """Returns False for chunks. They look like a window within a shard, which the caller or configuration names."""
+    """Returns whether `window` is None or a sliding window, not attention in chunks.
+
+    Both look alike within a shard, but only a sliding window is named by the caller or by the configuration.
+    """
     if window is None or call.sliding_window is not None:
         return True
     return getattr(config, "attention_chunk_size", None) is None and getattr(config, "sliding_window", None) == window

@@ -1,8 +1,8 @@
 """Behavioural check of transformers models: cutting a sequence over ranks must not change the results.
 
-The model runs on a few tokens, whole and in the order of a ring. Each attention call of the second run must get the
-queries, keys and values that it got in the first, and returns the first run's output. So rounding does not add up over
-layers, and everything that depends on the order of rows outside of attention shows as a difference.
+The model runs on a few tokens twice, in their own order and in the order of a ring. Each attention call of the second
+run must get the queries, keys and values of the first run, and returns the first run's output. Rounding errors
+therefore do not add up over layers, and any dependence on the order of rows outside of attention shows as a difference.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Witness:
     """Stands in for a context during the check. It records attention calls, or compares them with a recording.
 
     Args:
-        recorded: calls of the first run; None records.
-        order: positions of the rows, in the order in which this run has them.
-        context: virtual ranks of this run; None has the rows in order.
-        any_positions: whether this run has positions that no mask would fit.
+        recorded: calls of the first run; None means that this run records them.
+        order: positions of the rows, in the order of this run.
+        context: virtual ranks of this run; None means that the rows are in order.
+        any_positions: whether this run has positions that fit no mask.
         calls: calls so far.
         positions: for each call, whether position_ids reached it.
         difference: the first difference from the recording, in words.
@@ -110,19 +110,19 @@ class Witness:
         return first.out[:, self.order].to(q.dtype) if first.out.shape[1] == len(self.order) else first.out
 
     def note(self, difference: str) -> None:
-        """Keeps the first difference."""
+        """Keeps `difference`, unless an earlier one is known."""
         self.difference = self.difference or difference
 
 
 def check(model: nn.Module, layers: int) -> Checked:
-    """Runs the model on 16 tokens: with given positions, with its own, and in the order of two zigzag ranks.
+    """Runs the model on 16 tokens: with given positions, with its own positions, and in the order of two zigzag ranks.
 
-    Under FSDP it is a collective, as any forward is. Training state, buffers, random numbers and autocast's cache stay
-    as they were.
+    Under FSDP the check is a collective, as any forward is. It leaves the training state, buffers, random numbers and
+    autocast's cache unchanged.
 
     Args:
-        model: of transformers, with this library's attention.
-        layers: attention calls that a forward makes at least.
+        model: a transformers model with this library's attention.
+        layers: lowest number of attention calls in a forward.
 
     Raises:
         ArgumentError: the model's results would be wrong on a ring, or it cannot run.
@@ -193,7 +193,7 @@ def check(model: nn.Module, layers: int) -> Checked:
 
 
 def _token_ids(config: Any) -> Tensor:
-    """(1, 16) ids that are no special tokens; all different where the vocabulary allows it."""
+    """Returns (1, 16) ids of tokens that are not special; all ids differ if the vocabulary is large enough."""
     config = config.get_text_config()
     special: set[int] = set()
     for name, value in vars(config).items():
@@ -204,7 +204,7 @@ def _token_ids(config: Any) -> Tensor:
 
 
 def _same_rows(got: Tensor, expected: Tensor, order: Tensor, dim: int) -> bool:
-    """Compares rows to rounding: `got` has the rows of `expected` in `order`."""
+    """Returns whether `got` has the rows of `expected` in `order`, up to rounding."""
     if got.shape != expected.shape or got.shape[dim] != len(order):
         return False
     expected = expected.index_select(dim, order)
@@ -218,7 +218,7 @@ def _same_rows(got: Tensor, expected: Tensor, order: Tensor, dim: int) -> bool:
 
 
 def _eager(modules: list[nn.Module]) -> AbstractContextManager[object]:
-    """Keeps compiled modules from compiling a graph for the check."""
+    """Returns a context manager that keeps compiled modules from compiling a graph for the check."""
     if any(module._compiled_call_impl is not None for module in modules):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
@@ -226,7 +226,7 @@ def _eager(modules: list[nn.Module]) -> AbstractContextManager[object]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Runs forwards in evaluation, and puts back all that they change."""
+    """Runs forwards in evaluation mode, and restores everything that they change."""
     modules = list(model.modules())
     attributes = [{n: x for n, x in vars(m).items() if not n.startswith("_")} for m in modules]
     buffers = [
@@ -236,7 +236,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     cached = torch.is_autocast_cache_enabled()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices), _eager(modules):
-            torch.set_autocast_cache_enabled(False)  # weights that are cast here would have no gradients later
+            torch.set_autocast_cache_enabled(False)  # weights cast here would stay cached without gradients
             model.eval()
             yield
     finally:
@@ -247,11 +247,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             vars(module).update(kept)
             for name, (buffer, value, version) in tensors.items():
                 module._buffers[name] = buffer
-                if _version(buffer) != version:  # graphs of earlier forwards may hold those that did not change
+                if _version(buffer) != version:  # an earlier forward's graph may hold an unchanged buffer
                     with torch.no_grad():
                         buffer.copy_(value)
 
 
 def _version(x: Tensor) -> int:
-    """Counts changes in place; inference tensors do not count, and do not change outside of inference mode."""
+    """Returns the number of in-place changes of `x`.
+
+    It is 0 for an inference tensor, which counts no changes and cannot change outside of inference mode.
+    """
     return 0 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""Masks of transformers models, read off the functions that describe them."""
+"""Masks of transformers models, derived from the mask functions that describe them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.masks import Causal, Mask, SlidingWindow
 
-MULTIPLIERS = (2654435761, 3266489917)  # of hashes that spread rows over keys
+MULTIPLIERS = (2654435761, 3266489917)  # multipliers of the hashes that spread rows over keys
 REMEDY = 'Leave it out, or choose attn_implementation="sdpa" for this model.'
 
 
 class MaskAsTensor(ArgumentError, AttributeError):
-    """A model that computes with its mask, instead of handing it to the attention that was chosen.
+    """Error for a model that computes with its mask instead of passing the mask to the chosen attention.
 
-    It is an AttributeError too, so that `hasattr` keeps its meaning.
+    The error is an AttributeError too, so that `hasattr` keeps its meaning.
 
     Args:
-        got: what the model does with the mask.
+        got: the operation of the model on the mask.
     """
 
     def __init__(self, got: str) -> None:
@@ -36,19 +36,20 @@ class MaskAsTensor(ArgumentError, AttributeError):
 
 
 class MaskRefused(ArgumentError):
-    """A mask of a model that no mask of the library equals.
+    """Error for a model's mask that no mask of the library equals.
 
-    It is found before any attention, where only the caller of the model's forward knows the context.
+    It is raised before any attention call, where only the caller of the model's forward knows the context.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Of a mask: causal or not, in a window or not.
+    """Form of a mask: causal or not, with a sliding window or without.
 
     Args:
         causal: whether rows see no later key.
-        window: keys that a row sees, its own included, if causal; else keys to either side. None is all.
+        window: if causal, the number of keys that a row sees, its own included; else the number of keys to either
+            side. None means all.
     """
 
     causal: bool
@@ -56,24 +57,25 @@ class Form:
 
     @property
     def left(self) -> int | None:
-        """Keys before its own that a row sees; None is all."""
+        """Returns the number of keys that a row sees before its own; None means all."""
         return self.window if self.window is None or not self.causal else self.window - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Asked(Form):
-    """The mask of one forward, as the model describes it: its form, and documents or not.
+    """Mask of one forward as the model describes it: its form, and its documents if it has any.
 
-    Under a context rows and keys are the shard's, and so are the documents: a jump in the positions looks like one.
+    Under a context the rows, keys and documents are those of the shard. A jump in the positions of a shard looks like
+    the start of a document.
 
     Args:
         causal: as in `Form`.
         window: as in `Form`.
-        seqlen_q: rows.
-        seqlen_k: keys; more than rows where a cache holds earlier ones.
+        seqlen_q: number of rows.
+        seqlen_k: number of keys; more than the rows if a cache holds earlier keys.
         first: index of the first row in the sequence.
-        starts: bool (batch | 1, seqlen_q), rows that do not see the row before them.
-        resolved: masks of `resolve`, found once a forward instead of once a layer.
+        starts: bool (batch | 1, seqlen_q), True for rows that do not see the row before them.
+        resolved: cache of `resolve`, so that a mask is found once a forward instead of once a layer.
     """
 
     seqlen_q: int
@@ -84,11 +86,11 @@ class Asked(Form):
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> Any:
-        """Raises ArgumentError: a model that adds its mask to scores does not call the attention that was chosen."""
+        """Raises ArgumentError: a model that adds its mask to scores does not call the chosen attention."""
         raise MaskAsTensor(f"mask in {function}")
 
     def __getattr__(self, name: str) -> Any:
-        """Raises ArgumentError for attributes of tensors, and AttributeError for those of Python's protocols."""
+        """Raises ArgumentError for attributes of tensors, and AttributeError for attributes of Python's protocols."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise MaskAsTensor(f"mask.{name}")
@@ -108,7 +110,7 @@ class Asked(Form):
     __and__ = __rand__ = __or__ = __ror__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     def resolve(self, given: tuple[object, ...], find: Callable[[], Mask | None]) -> Mask | None:
-        """`find()`, or what it said when `given` were the same objects."""
+        """Returns `find()`, or its earlier result if `given` were the same objects."""
         for known, mask in self.resolved:
             if all(a is b for a, b in zip(known, given, strict=True)):
                 return mask
@@ -119,13 +121,16 @@ class Asked(Form):
 
 @dataclass(frozen=True, eq=False)
 class Settled(Form):
-    """A resolved mask that can be traced: its form, and the mask over the whole sequence."""
+    """Resolved mask that can be traced: its form, and the mask over the whole sequence."""
 
     mask: Mask | None
 
 
 def base_mask(causal: bool, left: int | None) -> Mask | None:
-    """Causal or not, with a window that goes `left` keys back, and as many ahead where it is not causal."""
+    """Returns a mask that is causal or not, with a window of `left` keys back; None means full attention.
+
+    A window without a causal mask goes `left` keys ahead too.
+    """
     parts: list[Mask] = [Causal()] if causal else []
     if left is not None:
         parts.append(SlidingWindow(left, None if causal else left))
@@ -146,13 +151,14 @@ def describe(
     use_vmap: bool = False,
     **_: Any,
 ) -> Asked:
-    """The entry for `AttentionMaskInterface`: what `mask_function(batch, head, row, key)` shows, without an N x N mask.
+    """Describes `mask_function(batch, head, row, key)` without an N x N mask; the entry of `AttentionMaskInterface`.
 
-    It is asked about the keys beside both ends of what each row should see, and a few elsewhere, ten times N answers,
-    so that a mask of another form is noticed. The other arguments of the interface say how to make a dense mask.
+    The function is evaluated for each row at the keys near both ends of the expected range, and at a few other keys.
+    These are ten times N results, enough to notice a mask of another form. The interface's other arguments concern
+    dense masks and are ignored.
 
     Raises:
-        MaskRefused: padding, functions of one's own, a cache with room for more, any other mask.
+        MaskRefused: padding, a custom mask function, a cache with room for more keys, or a mask of another form.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         remedy = "Cut padding off, or pack sequences into one with position_ids that restart."

@@ -1,4 +1,4 @@
-"""Positions of a transformers model's rows: which rows of the whole sequence they are, and where documents begin."""
+"""Positions of a transformers model's rows in the whole sequence, and the starts of its documents."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ringflash.masks import Documents, Mask
 def resolve_mask(
     asked: Asked, positions: Tensor | None, documents: Documents | None, context: ContextParallel | None
 ) -> Mask | None:
-    """The mask over the whole sequence, from a model's mask over the rows at hand and from their positions.
+    """Returns the mask over the whole sequence, from the model's mask over the given rows and from their positions.
 
     Args:
         asked: the model's mask.
-        positions: position_ids of the rows, (batch | 1, seqlen), or of another shape, which says nothing here.
-        documents: packed documents of the whole sequence, if the caller names them.
-        context: the ranks that share the sequence; None when the rows are the whole sequence, or follow a cache.
+        positions: position_ids of the rows, (batch | 1, seqlen). Positions of another shape are ignored.
+        documents: packed documents of the whole sequence, if the caller gives them.
+        context: the ranks that share the sequence; None if the rows are the whole sequence or follow a cache.
 
     Raises:
-        ArgumentError: positions that are not these rows'; a mask that says something else of the rows at hand.
+        ArgumentError: the positions do not belong to the rows, or the model's mask has documents that they do not show.
     """
     base = base_mask(asked.causal, asked.left)
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != asked.seqlen_q):
@@ -46,7 +46,11 @@ def resolve_mask(
 
 
 def _check_cached(asked: Asked, positions: Tensor | None, documents: Documents | None) -> None:
-    """Of rows behind those of a cache, or that see another sequence's keys, on one device."""
+    """Checks rows on one device that follow the rows of a cache, or that see another sequence's keys.
+
+    Raises:
+        ArgumentError: there are documents, or the positions of causal rows do not follow the cache.
+    """
     if documents is not None or bool(asked.starts.any()):
         remedy = "Pack only what has no cache."
         raise ArgumentError("past_key_values", expected="no cache with documents", got="both", remedy=remedy)
@@ -59,7 +63,13 @@ def _check_cached(asked: Asked, positions: Tensor | None, documents: Documents |
 
 
 def _documents(starts: Tensor, positions: Tensor | None) -> Documents | None:
-    """Documents of a whole sequence: they begin where positions restart, and where the model's mask begins anew."""
+    """Returns the documents of a whole sequence; None if there is only one.
+
+    A document begins where the positions restart, and where a row does not see the row before it.
+
+    Raises:
+        ArgumentError: a run of positions does not begin at 0.
+    """
     if positions is not None:
         jumps = torch.ones_like(positions, dtype=torch.bool)
         jumps[:, 1:] = positions.diff(dim=1) != 1
@@ -85,10 +95,13 @@ def _expected(
     context: ContextParallel | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the rows in the whole sequence (seqlen,), and those where their documents begin (batch | 1, seqlen).
+    """Returns the positions of the rows in the whole sequence, and the positions at which their documents begin.
+
+    Returns:
+        Positions of the rows, (seqlen,), and the first position of each row's document, (batch | 1, seqlen).
 
     Raises:
-        ArgumentError: `positions` are neither the former nor counted from the latter.
+        ArgumentError: `positions` are neither positions in the whole sequence nor positions in the rows' documents.
     """
     device = asked.starts.device
     if context is None and documents is not None:
@@ -116,7 +129,7 @@ def _expected(
 
 
 def _lengths(rows: int, documents: Documents | None, context: ContextParallel | None) -> list[int]:
-    """Lengths that the whole sequence may have: ranks hold as many rows as any other, to one or two."""
+    """Returns the possible lengths of the whole sequence. The shards of two ranks differ by at most one or two rows."""
     if documents is not None:
         return [int(documents.spec[1][0].max())]
     assert context is not None

@@ -1,7 +1,7 @@
-"""RoPE whose frequencies depend on the length of the sequence ("dynamic", "longrope"), on a ring of ranks.
+"""RoPE with frequencies that depend on the length of the sequence ("dynamic", "longrope"), on a ring of ranks.
 
-Such modules read the length off the largest position that they get, and a rank has its own rows alone. So the ranks
-agree on the largest position, and each module gets it as one more row, which is cut off its result.
+Such modules take the length from the largest position that they get, but a rank has only its own rows. The ranks
+therefore agree on the largest position. Each module gets this position as an extra row, which is cut off its result.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotary_modules(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules whose RoPE depends on the largest position.
+    """Returns the names of the modules whose RoPE depends on the largest position.
 
     Raises:
-        ArgumentError: the configuration asks for such a RoPE, and no module takes positions for it.
+        ArgumentError: the configuration asks for such a RoPE, but no module computes it from positions.
     """
     config: Any = model.config
     kinds = _kinds(config.get_text_config())
@@ -42,7 +42,7 @@ def rotary_modules(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def largest_position(model: nn.Module, names: Sequence[str], position: int) -> Iterator[None]:
-    """Has the rotary modules `names` compute their frequencies as for a sequence whose largest position this is."""
+    """Makes the rotary modules `names` compute the frequencies of a sequence with the largest position `position`."""
     handles: list[Any] = []
     try:
         for name in names:
@@ -56,7 +56,7 @@ def largest_position(model: nn.Module, names: Sequence[str], position: int) -> I
 
 
 class _Append:
-    """Appends a position to those that a module gets."""
+    """Forward pre-hook that appends a position to the positions of a rotary module."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -72,12 +72,15 @@ class _Append:
 
 
 def _cut(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    """Cuts the appended row off: tensors are (..., seqlen, width)."""
+    """Forward hook that cuts off the appended row. Tensors are (..., seqlen, width)."""
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(x[..., :-1, :] for x in output)
 
 
 def _kinds(config: Any) -> list[str]:
-    """Kinds of RoPE in a configuration that depend on length; one configuration may have a kind for each layer type."""
+    """Returns the kinds of RoPE in a configuration that depend on length.
+
+    A configuration may have one kind for each layer type.
+    """
     found: set[str] = set()
     stack = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     while stack:
