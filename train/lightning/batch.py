@@ -1,4 +1,4 @@
-"""The contract of batches, and the agreement of all ranks on one."""
+"""Contract of batches, and the agreement of all ranks on one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADDED = ("position_ids", "num_valid_tokens")
 WHOLE = ("cu_seqlens",)
 CUT = ("input_ids", "labels")
 CHECKSUM_PERIOD = 65521
-# Labels that equal their own input and differ from the next one: by chance there are not so many.
+# A batch counts as unshifted from this many labels that equal their own input and differ from the next one.
 UNSHIFTED_TOKENS = 8
 SAMPLER = (
     "Leave Trainer(use_distributed_sampler=True), its default, which keeps shuffle=True; or give the DataLoader a "
@@ -32,7 +32,7 @@ class BatchAgreement:
 
     Args:
         num_valid: valid tokens of the micro-batch over all ranks.
-        is_repeated: whether all data-parallel groups, of which there are several, hold the same sequences.
+        is_repeated: whether there are several data-parallel groups and all hold the same sequences.
     """
 
     num_valid: int
@@ -42,10 +42,10 @@ class BatchAgreement:
 def check_batch(batch: Any, context_parallel_size: int, shard_keys: Sequence[str] = ()) -> None:
     """Raises ArgumentError unless `batch` holds "input_ids" and "labels", (batch, seqlen) int64 of whole sequences.
 
-    It may hold "cu_seqlens", (batch, ndocuments + 1) int64: where the documents packed into each sequence begin, and
-    the sequence's length. Further entries with a value for each token must be named in `shard_keys`.
-    It may not hold what the strategy adds: positions of one's own would be overwritten. Labels must be shifted, and an
-    attention_mask must hide nothing.
+    The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64: the starts of the documents packed into each
+    sequence, then the sequence's length. Further entries with a value for each token must be named in `shard_keys`.
+    The batch may not hold the entries that the strategy adds, since the user's own positions would be overwritten.
+    Labels must be shifted, and an attention_mask must hold no zeros.
     """
     if not isinstance(batch, Mapping):
         raise ArgumentError(
@@ -143,7 +143,7 @@ def _check_entries(batch: Mapping[str, Any], context_parallel_size: int, shard_k
 
 
 def cut_keys(batch: Mapping[str, Any], shard_keys: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of a checked batch's entries that are cut along the sequence."""
+    """Returns the names of a checked batch's entries that are cut along the sequence."""
     mask, shape = batch.get("attention_mask"), batch["input_ids"].shape
     cut_mask = isinstance(mask, Tensor) and mask.shape == shape and "attention_mask" not in shard_keys
     return (*CUT, *(("attention_mask",) if cut_mask else ()), *shard_keys)
@@ -168,7 +168,7 @@ def _check_documents(cu_seqlens: Any, batch: int, seqlen: int) -> None:
 
 
 def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """Positions in a sequence -> positions in its documents.
+    """Converts positions in a sequence to positions in its documents.
 
     Args:
         cu_seqlens: (batch, ndocuments + 1) int64.
@@ -183,7 +183,10 @@ def document_positions(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
 
 
 def positions_of(batch: Mapping[str, Any]) -> Tensor:
-    """(seqlen,) or (batch, seqlen) positions of a batch's tokens: the strategy's, else those of whole sequences."""
+    """Returns positions of a batch's tokens, (seqlen,) or (batch, seqlen).
+
+    A sharded batch has them from the strategy; for whole sequences they are counted here.
+    """
     if (position_ids := batch.get("position_ids")) is not None:
         return position_ids
     labels, cu_seqlens = batch["labels"], batch.get("cu_seqlens")
@@ -192,7 +195,10 @@ def positions_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def documents_of(batch: Mapping[str, Any]) -> rf.Documents | None:
-    """What a batch's whole sequences are packed of, one row for all that are cut alike; None without "cu_seqlens"."""
+    """Returns the documents packed into a batch's whole sequences, or None without "cu_seqlens".
+
+    One row of bounds stands for all sequences if their bounds are equal.
+    """
     if (cu_seqlens := batch.get("cu_seqlens")) is None:
         return None
     return rf.Documents(cu_seqlens[0] if bool((cu_seqlens == cu_seqlens[0]).all()) else cu_seqlens)
@@ -201,8 +207,8 @@ def documents_of(batch: Mapping[str, Any]) -> rf.Documents | None:
 def check_tokens(batch: Mapping[str, Tensor], vocab_size: int) -> None:
     """Raises ArgumentError that names the first id outside the vocabulary.
 
-    On a GPU such an id would end the process in a kernel, without a word of where it came from. Of a batch on the CPU,
-    as loaders give it, this waits for no device.
+    On a GPU such an id would end the process in a kernel, without naming its origin. For a batch on the CPU, as loaders
+    yield it, this check waits for no device.
     """
     for name in ("input_ids", "labels"):
         ids = batch[name]
@@ -221,7 +227,7 @@ def check_tokens(batch: Mapping[str, Tensor], vocab_size: int) -> None:
 
 
 def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n,) of this rank -> (world_size, n) of all, in rank order."""
+    """Gathers (n,) of this rank into (world_size, n) of all ranks, in rank order."""
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
     return torch.stack(gathered)
@@ -235,16 +241,16 @@ def agree_on_batch(
     vocab_size: int | None = None,
     shard_keys: Sequence[str] = (),
 ) -> BatchAgreement:
-    """Agrees on the micro-batch of all ranks; one small collective over `group`.
+    """Agrees on the micro-batch of all ranks with one small collective over `group`.
 
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
-    context_parallel_size) share sequences, and it is checked that they do. A batch that is wrong on one rank
-    raises on all of them, so that none waits for it. Ids are compared with `vocab_size`, where it is known.
+    context_parallel_size) share sequences, which this function checks. A batch that is wrong on one rank raises on all
+    ranks, so that none of them waits for it. Ids are compared with `vocab_size`, if it is known.
 
     Raises:
-        ArgumentError: on a rank whose batch is not of the contract, or has ids outside the vocabulary.
-        PeerFailed: on the others.
-        RankMismatch: on all, when ranks that share sequences hold different ones; the sampler is named.
+        ArgumentError: on a rank with a batch that breaks the contract or has ids outside the vocabulary.
+        PeerFailed: on the other ranks.
+        RankMismatch: on all ranks, when ranks that share sequences hold different ones; the error names the sampler.
     """
     error: ArgumentError | None = None
     facts = [0] * 7

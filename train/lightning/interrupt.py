@@ -1,4 +1,4 @@
-"""The end of a run by Ctrl-C."""
+"""End of a run by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 class Interrupt(Callback):
     """Ends training on an interrupt that Python has dropped.
 
-    An exception that a signal raises while a finalizer runs is printed and forgotten, and Ctrl-C would do nothing.
+    Python prints and drops an exception that a signal handler raises while a finalizer runs. Ctrl-C would then do
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -20,19 +21,19 @@ class Interrupt(Callback):
         self._previous: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes note of interrupts from here on, unless the program has a handler of its own."""
+        """Records interrupts from now on, unless the program has its own handler."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._note)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raises the interrupt again that did not come through."""
+        """Raises an interrupt that was dropped."""
         if self._pending:
             raise KeyboardInterrupt
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the handler back."""
+        """Restores the previous handler."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 

@@ -25,8 +25,8 @@ from ringflash.train.models.weights import Weights
 class LanguageModel(RingModule):
     """Next-token training of a `Decoder`.
 
-    Under `RingAttentionStrategy` the blocks are sharded with FSDP2 and the sequence runs over the ring; under a
-    single-device strategy the same model trains whole. What it logs: see `RingModule`.
+    Under `RingAttentionStrategy` the blocks are sharded with FSDP2 and the sequence runs over the ring. Under a
+    single-device strategy the same model trains whole. `RingModule` lists the metrics that it logs.
 
     Args:
         model: shape of the decoder; None takes it from `init_from`.
@@ -36,9 +36,9 @@ class LanguageModel(RingModule):
         activation_offload: as in `RingModule`.
         compile_blocks: as in `RingModule`.
         reshard_after_forward: as in `RingModule`.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
         nonfinite: as in `RingModule`.
-        init_from: folder of transformers', with config.json and safetensors, whose weights to begin with.
+        init_from: transformers folder, with config.json and safetensors, that holds the initial weights.
 
     Raises:
         ConfigError: neither a model nor a folder, a folder of another kind of model, or as in `RingModule`.
@@ -78,12 +78,12 @@ class LanguageModel(RingModule):
 
     @property
     def decoder(self) -> Decoder:
-        """The model; there once `configure_model` has run."""
+        """The model; available after `configure_model` has run."""
         return super().decoder
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model has."""
+        """Number of token ids of the model."""
         return self.model_config.vocab_size
 
     @property
@@ -92,11 +92,11 @@ class LanguageModel(RingModule):
         return self.model_config
 
     def model_fields(self) -> dict[str, Any]:
-        """The model's shape."""
+        """Returns the model's shape as plain values."""
         return asdict(self.model_config)
 
     def configure_model(self) -> None:
-        """Builds the decoder, sharded and without storage under `RingAttentionStrategy`, whole elsewhere.
+        """Builds the decoder: sharded and without storage under `RingAttentionStrategy`, whole under another strategy.
 
         Raises:
             ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
@@ -124,7 +124,7 @@ class LanguageModel(RingModule):
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]
         num_valid = batch.get("num_valid_tokens")
-        if self.context is None:  # a ring's strategy has looked at the batch while it was on the CPU
+        if self.context is None:  # RingAttentionStrategy has checked the batch on the CPU already
             check_tokens(batch, self.vocab_size)
         with self._autocast():
             losses = self.decoder(

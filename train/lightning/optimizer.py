@@ -1,4 +1,4 @@
-"""AdamW and its learning rate: warmup, then a cosine, or a plateau with a decay at its end."""
+"""AdamW and its learning rate: warmup, then a cosine, or a plateau followed by a decay."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ class OptimizerConfig:
     """AdamW with linear warmup and a schedule.
 
     "cosine" falls from the end of the warmup to `max_steps`. "wsd" (warmup, stable, decay) stays at `lr` and falls over
-    the last `decay_fraction` of the steps, so that a run can go on from before its decay with more of them.
+    the last `decay_fraction` of the steps. A "wsd" run can therefore continue from before its decay with a larger
+    `max_steps`.
 
     Args:
         lr: highest learning rate.
         betas: decay of the gradient's first and second moment.
-        weight_decay: of matrices; vectors such as norms have none.
+        weight_decay: weight decay of matrices; vectors such as norms have none.
         warmup_steps: steps of linear rise to `lr`.
         max_steps: step at which the schedule ends.
-        min_lr_ratio: learning rate from there on, as a part of `lr`.
+        min_lr_ratio: learning rate from that step on, as a fraction of `lr`.
         schedule: "cosine" or "wsd".
-        decay_fraction: of `max_steps`, that "wsd" decays over; 0.1 by default.
-        decay_shape: of "wsd": "sqrt", the default, falls as 1 - sqrt(progress), "linear" as 1 - progress.
+        decay_fraction: fraction of `max_steps` over which "wsd" decays; 0.1 by default.
+        decay_shape: shape of the "wsd" decay: "sqrt", the default, falls as 1 - sqrt(progress), "linear" as 1 -
+            progress.
 
     Source: Loshchilov & Hutter 2017, "SGDR"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
     Fixed Training Durations", section 3 (wsd, and its square root).
@@ -86,7 +88,7 @@ class OptimizerConfig:
             raise ConfigError("decay_fraction", expected="above 0, at most 1", got=self.decay_fraction, remedy=remedy)
 
     def lr_scale(self, step: int) -> float:
-        """The learning rate of `step`, from 0, as a part of `lr`."""
+        """Returns the learning rate of `step`, counted from 0, as a fraction of `lr`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         start = self.warmup_steps
@@ -102,7 +104,7 @@ class OptimizerConfig:
 
 
 def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> AdamW:
-    """AdamW over `parameters`, fused on CUDA; only matrices decay."""
+    """Makes AdamW over `parameters`, fused on CUDA; weight decay applies to matrices only."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},

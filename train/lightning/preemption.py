@@ -1,4 +1,4 @@
-"""The end of a run that is told to go: on SIGTERM all ranks stop after the same step, and save it."""
+"""End of a run by SIGTERM: all ranks stop after the same step and save it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Preempted(SystemExit):
-    """Every rank's end after a SIGTERM that one of them got; the exit code is 143.
+    """Exit of every rank after one of them received SIGTERM; the exit code is 143.
 
     Args:
-        text: what is said of it.
+        text: message of the exception.
     """
 
     def __init__(self, text: str) -> None:
@@ -33,40 +33,41 @@ class Preempted(SystemExit):
 
 
 class Preemption(Callback):
-    """Ends training after a SIGTERM on any rank: at the end of a step all save with `LastCheckpoint`, if it is there.
+    """Ends training after a SIGTERM on any rank.
 
-    The signal's handler sets a flag and nothing else. All ranks ask for each other's after every optimizer step and
-    every batch of a validation, which costs one small exchange over gloo; so what remains of a step, and a save, must
-    fit into the time that is left before the launcher kills. A run that has come to its end ends as ever.
+    At the end of a step all ranks save with `LastCheckpoint`, if it is in use. The signal handler only sets a flag. All
+    ranks exchange their flags after every optimizer step and every validation batch, which costs one small exchange
+    over gloo. The rest of the step and the save must therefore fit into the time before the launcher kills the
+    processes. A run that has already finished training ends normally.
     """
 
     def __init__(self) -> None:
         self._requested, self._step = False, 0
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes note of SIGTERM from here on."""
+        """Records SIGTERM from now on."""
         self._listen()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes note of SIGTERM from here on."""
+        """Records SIGTERM from now on."""
         self._step = trainer.global_step
         self._listen()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raises Preempted after an optimizer step, if a rank was told to go."""
+        """Raises Preempted after an optimizer step, if a rank received SIGTERM."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self._stop_if_told(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Raises Preempted, if a rank was told to go."""
+        """Raises Preempted, if a rank received SIGTERM."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._stop_if_told(trainer)
 
     def _listen(self) -> None:
-        # In place of Lightning's handler, which broadcasts from inside. Its Trainer puts back what was there before.
+        # Replaces Lightning's handler, which runs a broadcast inside. The Trainer restores the old handler.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._note)
 

@@ -1,4 +1,4 @@
-"""The states of all ranks' random number generators, for a run that goes on where another one stopped."""
+"""States of all ranks' random number generators, saved in checkpoints so that a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from torch import Tensor
 
 from ringflash.train.lightning.batch import all_ranks
 
-STEP_STRIDE = 0xBF58476D1CE4E5B9  # odd, so that no two steps have one seed
+STEP_STRIDE = 0xBF58476D1CE4E5B9  # odd, so that no two steps share a seed
 
 
 def collect(device: torch.device, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """(world_size, nbytes) uint8 by device type, "cpu" and that of `device`; `group` serves tensors of the CPU."""
+    """Returns the generator states of all ranks, (world_size, nbytes) uint8 by device type.
+
+    The types are "cpu" and the type of `device`; `group` must serve CPU tensors.
+    """
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -20,14 +23,14 @@ def collect(device: torch.device, group: dist.ProcessGroup) -> dict[str, Tensor]
 
 
 def restore(states: dict[str, Tensor], rank: int, world_size: int, device: torch.device, step: int) -> None:
-    """Sets this rank's generators to what `collect` found, where that was on as many ranks and the same device type.
+    """Sets this rank's generators to the states of `collect`, if the number of ranks and the device type are the same.
 
-    Elsewhere no generator can go on where it stopped. The ranks then begin with seeds that follow from their own and
-    from `step`, so that numbers are neither those of another rank, nor those that the run began with.
+    Otherwise the states cannot be restored. Each rank then derives a new seed from its own seed and from `step`. Its
+    numbers differ from other ranks' numbers and from the numbers at the start of the run.
     """
     if {*states} != {"cpu", device.type} or len(states["cpu"]) != world_size:
         torch.manual_seed((torch.initial_seed() + STEP_STRIDE * step) % 2**63)
         return
-    torch.set_rng_state(states["cpu"][rank].clone())  # torch crashes on a part of a larger tensor
+    torch.set_rng_state(states["cpu"][rank].clone())  # torch crashes on a slice of a larger tensor
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type][rank].clone(), device)

@@ -1,4 +1,4 @@
-"""What LightningModules that train on a ring share: optimizer, schedule, losses and gradients over all ranks."""
+"""Base of LightningModules that train on a ring: optimizer, schedule, losses and gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What a training step leaves for the end of its accumulation window."""
+    """Results of a training step that the end of its accumulation window needs."""
 
     batch_idx: int
     loss_sum: Tensor
@@ -55,30 +55,30 @@ class _MicroBatch:
 
 
 class RingModule(pl.LightningModule, ABC):
-    """Next-token training of a model that `configure_model` makes, under `RingAttentionStrategy` or on one device.
+    """Next-token training of the model that `configure_model` makes, under `RingAttentionStrategy` or on one device.
 
     Logs train/loss, train/grad_norm (before clipping) and train/learning_rate every optimizer step, val/loss and
-    test/loss every epoch; losses are means over all valid tokens of all ranks.
+    test/loss every epoch. Losses are means over all valid tokens of all ranks.
 
     Args:
         optimizer: AdamW and its schedule.
-        compute_dtype: of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
+        compute_dtype: dtype of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
             Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
-        activation_checkpointing: "block" keeps each block's input and attention's result for the backward, and runs
-            the rest of the block, not its ring, again there; "none" keeps everything.
+        activation_checkpointing: "block" keeps each block's input and attention's result for the backward. The backward
+            recomputes the rest of the block without repeating its ring. "none" keeps everything.
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
-        seed: of the initial weights.
-        nonfinite: what becomes of a step whose loss or gradient is NaN or infinite; None: it stops the run.
-        activation_offload: what "block" keeps lies in the host's memory meanwhile.
+        seed: seed of the initial weights.
+        nonfinite: policy for a step with a NaN or infinite loss or gradient; None: such a step stops the run.
+        activation_offload: keep in host memory, until the backward, the tensors that "block" keeps.
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
 
     Raises:
-        ConfigError: another activation_checkpointing, or activation_offload without "block".
+        ConfigError: an unknown activation_checkpointing, or activation_offload without "block".
     """
 
-    in_pieces = False  # whether feed-forward layers take their tokens in pieces
-    offloads_sum = False  # whether activation_offload keeps what lies between attention and the feed-forward layer too
-    init_from: str | None = None  # folder of the weights to begin with, whose tokenizer data are compared with
+    in_pieces = False  # whether feed-forward layers process their tokens in pieces
+    offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
+    init_from: str | None = None  # folder of the initial weights; its tokenizer is compared with the data
 
     def __init__(
         self,
@@ -114,38 +114,38 @@ class RingModule(pl.LightningModule, ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """Token ids that the model has; None where that is not known. Ids of batches are compared with it."""
+        """Number of token ids of the model; None if it is unknown. Ids of batches are checked against it."""
 
     @abstractmethod
     def model_fields(self) -> dict[str, Any]:
-        """The model's configuration as plain values, which checkpoints hold and are compared by."""
+        """Returns the model's configuration as plain values. Checkpoints store and compare it."""
 
     @abstractmethod
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
-        """Losses of this rank's tokens, and the number of valid tokens on all ranks."""
+        """Returns the losses of this rank's tokens, and the number of valid tokens on all ranks."""
 
     @property
     def decoder(self) -> Any:
-        """The model; there once `configure_model` has run."""
+        """The model; available after `configure_model` has run."""
         if self._decoder is None:
             raise RuntimeError("The decoder exists only after configure_model.")
         return self._decoder
 
     @property
     def context(self) -> rf.ContextParallel | None:
-        """The ring the sequence runs over; None under a single-device strategy."""
+        """Context-parallel ring of the sequence; None under a single-device strategy."""
         strategy = self.trainer.strategy
         return strategy.context if isinstance(strategy, RingAttentionStrategy) else None
 
     @property
     def estimated_config(self) -> ModelConfig | None:
-        """The decoder whose memory is the model's; None where that is not known."""
+        """Decoder configuration that needs the same memory as the model; None if it is unknown."""
         return None
 
     def memory_estimate(self) -> MemoryEstimate | None:
-        """What training under the Trainer's strategy takes at least, on one GPU; None without `estimated_config`.
+        """Returns the least memory of one GPU under the Trainer's strategy; None without `estimated_config`.
 
-        Activations are counted where the data module has `context_length` and `batch_size`, as TextDataModule.
+        Activations are counted if the data module has `context_length` and `batch_size`, like TextDataModule.
         """
         if (config := self.estimated_config) is None:
             return None
@@ -171,16 +171,16 @@ class RingModule(pl.LightningModule, ABC):
         return estimate_memory(config, shape)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW, fused on CUDA, and its schedule by optimizer step."""
+        """Returns AdamW, fused on CUDA, and its schedule by optimizer step."""
         optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
         scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Local sum of token losses over the micro-batch's valid tokens on all ranks.
+        """Computes the local sum of token losses / the micro-batch's valid tokens on all ranks.
 
         Returns:
-            loss: that, a scalar.
+            loss: this quotient, a scalar.
             token_losses: (batch, seqlen_local) float32 of this rank's tokens, detached, 0 where the label is -100.
 
         Raises:
@@ -207,7 +207,7 @@ class RingModule(pl.LightningModule, ABC):
         self._evaluate(batch)
 
     def on_train_epoch_start(self) -> None:
-        """Forgets a window that an earlier run left unfinished."""
+        """Drops a window that an earlier run left unfinished."""
         self._window = []
 
     def on_validation_epoch_start(self) -> None:
@@ -227,10 +227,11 @@ class RingModule(pl.LightningModule, ABC):
         self._log_evaluated("test/loss")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the window's loss and gradient norm; all ranks hold the same figures, so all raise or none.
+        """Logs the window's loss and gradient norm. All ranks hold the same values, so either all raise or none does.
 
         Raises:
-            NonFiniteError: either is NaN or infinite, and such steps are not to be skipped, or too many were in a row.
+            NonFiniteError: one of them is NaN or infinite, and `nonfinite` stops the run or has skipped too many steps
+                in a row.
         """
         window, self._window = self._window, []
         losses = gathered(self.trainer, torch.stack([m.loss_sum for m in window]))
@@ -253,7 +254,7 @@ class RingModule(pl.LightningModule, ABC):
                 "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
             )
             self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
-            optimizer.zero_grad()  # parameters without gradients are left as they are
+            optimizer.zero_grad()  # the optimizer skips parameters without gradients
             return
         self._skipped = 0
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
@@ -265,7 +266,7 @@ class RingModule(pl.LightningModule, ABC):
         checkpoint["model_config"] = self.model_fields()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises CheckpointError when the checkpoint is of another model."""
+        """Raises CheckpointError when the checkpoint holds another model."""
         compare_model_configs(checkpoint.get("model_config"), self.model_fields())
 
     def _evaluate(self, batch: dict[str, Tensor]) -> None:
@@ -293,7 +294,7 @@ class RingModule(pl.LightningModule, ABC):
             )
 
     def _check_context_length(self) -> None:
-        """Says so where sequences of the data module are longer than those that the model is meant for."""
+        """Warns on stderr if the data module's sequences are longer than the model's max_position_embeddings."""
         config, data = self.estimated_config, getattr(self.trainer, "datamodule", None)
         longest = None if config is None or config.rope_scaling is not None else config.max_position_embeddings
         length = getattr(data, "context_length", None) or 0
@@ -307,7 +308,7 @@ class RingModule(pl.LightningModule, ABC):
         print(f"ringflash: {text}", file=sys.stderr, flush=True)
 
     def _check_memory(self) -> None:
-        """Says what training takes at least on a GPU, and of its host; raises ConfigError when there is less."""
+        """Prints the least memory of a GPU and its host for training; raises ConfigError when there is less."""
         device = self.trainer.strategy.root_device
         if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -330,7 +331,7 @@ class RingModule(pl.LightningModule, ABC):
         strategy: RingAttentionStrategy,
         head: nn.Module | None = None,
     ) -> None:
-        """FSDP over `model`, block by block."""
+        """Shards `model` block by block with FSDP."""
         dtype = self._resolved_dtype(strategy.root_device)
         reshard = self.reshard_after_forward
         shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
@@ -351,12 +352,12 @@ class RingModule(pl.LightningModule, ABC):
             return
         local, counts = (torch.stack(column) for column in zip(*self._evaluated, strict=True))
         loss = gathered(self.trainer, local.sum()[None]).sum() / counts.sum().clamp(min=1)
-        # Equal on every rank already. Lightning asks for a reduction, and the maximum leaves equal values untouched.
+        # The loss is already equal on every rank. Lightning asks for a reduction; the maximum keeps equal values.
         self.log(name, loss, prog_bar=True, sync_dist=True, reduce_fx="max")
 
 
 def refused_precision(got: object) -> ConfigError:
-    """The error of a Trainer precision that would cast behind FSDP."""
+    """Makes the error for a Trainer precision that would cast behind FSDP."""
     return ConfigError(
         "precision",
         expected="32-true, the Trainer's default",
@@ -374,15 +375,17 @@ def shard_model(
     head: nn.Module | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """FSDP2 over `model`, block by block: weights as they are, gathered in `compute_dtype`, reduced in float32.
+    """Shards `model` block by block with FSDP2.
+
+    Weights keep their dtype; they are gathered in `compute_dtype`, and gradients are reduced in float32.
 
     Args:
-        model: still without storage, or with.
-        blocks: of `model`, each gathered when it runs.
-        mesh: of one dimension, or (replicate, shard).
-        compute_dtype: bfloat16, or the dtype that weights have.
-        head: of `model`, if it has weights of its own and runs as a module: gathered for the loss and its backward
-            alone. What is in neither is gathered for all of a step.
+        model: module with or without storage.
+        blocks: blocks of `model`; each is gathered when it runs.
+        mesh: mesh of one dimension, or (replicate, shard).
+        compute_dtype: bfloat16, or the dtype of the weights.
+        head: head of `model`, if it has its own weights and runs as a module; gathered only for the loss and its
+            backward. Weights outside the blocks and the head stay gathered for the whole step.
         reshard_after_forward: free a block's gathered weights until its backward.
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -1,4 +1,4 @@
-"""What a Lightning strategy with sharded weights needs to save and to load them."""
+"""Saving and loading of sharded weights by a Lightning strategy."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ringflash.train.lightning import random_state
 from ringflash.train.lightning.batch import all_ranks
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# How long a run that an error ends lets a checkpoint finish that it was writing.
+# After an error, a run waits this long for a checkpoint that is being written.
 WRITER_PATIENCE_SECONDS = 60.0
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Saves folders of sharded tensors, on request while training goes on, and loads them at any world size.
+    """Saves checkpoints as folders of sharded tensors, also while training continues, and loads them at any world size.
 
     Args:
-        data_parallel_size: as ModelParallelStrategy's.
+        data_parallel_size: as in ModelParallelStrategy.
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
-        timeout: of collectives, and of waiting for what other ranks write.
+        timeout: limit of a collective, and of the wait for other ranks' files.
     """
 
     def __init__(self, data_parallel_size: Any, process_group_backend: str | None, timeout: timedelta) -> None:
@@ -48,7 +48,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """A group of all ranks that serves tensors of the CPU; a collective of them the first time."""
+        """Process group of all ranks for CPU tensors. Its first use is a collective of all ranks."""
         if self._control is None:
             shared = dist.get_backend() == "gloo"
             group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)
@@ -57,11 +57,11 @@ class ShardedStrategy(ModelParallelStrategy):
         return self._control
 
     def exchange(self, *flags: int) -> list[list[int]]:
-        """The `flags` of every rank, in rank order; a small collective that no GPU waits for."""
+        """Returns the `flags` of every rank, in rank order. This is a small collective that no GPU waits for."""
         return all_ranks(torch.tensor([int(flag) for flag in flags]), self.control).tolist()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets a checkpoint finish that is being written, within a minute."""
+        """Waits up to a minute for a checkpoint that is being written."""
         self.saver.give_up(WRITER_PATIENCE_SECONDS)
         super().on_exception(exception)
 
@@ -69,18 +69,18 @@ class ShardedStrategy(ModelParallelStrategy):
         """Waits for a checkpoint that is being written.
 
         Raises:
-            CheckpointError: on every rank, when one of them could not write.
+            CheckpointError: on every rank, when one rank could not write.
         """
         self.saver.wait()
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's tensors where they are; Lightning's own copies them to the CPU first."""
+        """Returns the model's tensors on their devices; Lightning's own method copies them to the CPU first."""
         assert self.model is not None
         return cast("dict[str, Any]", get_model_state_dict(self.model))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's tensors where they are, by the names of their parameters."""
+        """Returns the optimizer's tensors on their devices, by parameter name."""
         assert self.model is not None
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return cast("dict[str, Any]", get_optimizer_state_dict(self.model, inner))
@@ -88,16 +88,16 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a folder of sharded tensors, complete or not at all; see `ringflash.train.checkpoint.save`.
 
-        An error on one of several ranks that calls for a checkpoint gets none, and a line that says so: its peers are
-        elsewhere, and a rank that waited for them would hide its error until their deadline.
+        After an error on one of several ranks this method saves nothing and prints a line that says so. The other ranks
+        may be at another step, and waiting for them would hide the error until their deadline.
 
         Args:
-            checkpoint: Lightning's.
-            filepath: of the folder.
-            storage_options: a `SaveOptions`; None: at once, and the folder's other checkpoints are left alone.
+            checkpoint: Lightning's checkpoint.
+            filepath: path of the folder.
+            storage_options: a `SaveOptions`; None: write at once, and keep the folder's other checkpoints.
 
         Raises:
-            CheckpointError: on every rank, when one of them could not write, or for a URL.
+            CheckpointError: on every rank, when one rank could not write, or for a URL.
         """
         if storage_options is not None and not isinstance(storage_options, SaveOptions):
             raise ArgumentError(
@@ -117,24 +117,24 @@ class ShardedStrategy(ModelParallelStrategy):
         self.saver.save(checkpoint, path, storage_options or SaveOptions())
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks, unless a checkpoint was just skipped, for which this rank came alone."""
+        """Waits for all ranks, unless a checkpoint was just skipped, because then only this rank came here."""
         is_skipped, self._is_save_skipped = self._is_save_skipped, False
         if not is_skipped:
             super().barrier(name)
 
     def _failure(self) -> BaseException | None:
-        """The error that ends the run on this rank of several, where ranks have not agreed on it."""
+        """Returns the error that ends the run on this rank, or None if there is none or all ranks agreed on it."""
         error = sys.exception()
         if error is None or self.world_size == 1 or self.lightning_module is None or self._is_agreed(error):
             return None
         return error if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED else None
 
     def _is_agreed(self, error: BaseException) -> bool:
-        """Says whether all ranks raise `error` after the same step."""
+        """Returns whether all ranks raise `error` after the same step."""
         return False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restores weights and optimizer at any world size; returns the rest, which is always loaded weights_only."""
+        """Restores weights and optimizer at any world size. Returns the other entries, loaded with weights_only."""
         assert self.model is not None
         if weights_only is False:
             raise ArgumentError(
@@ -147,17 +147,18 @@ class ShardedStrategy(ModelParallelStrategy):
         fields = None if model_fields is None else model_fields()
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []  # after `fit`, an evaluation still finds its optimizers here
-        self.saver.wait()  # it may be what is to be loaded
+        optimizers = self.optimizers if fitting else []  # an evaluation after `fit` still has fit's optimizers
+        self.saver.wait()  # the pending save may be the checkpoint to load
         rest = load(local_path(self.broadcast(str(checkpoint_path)), "ckpt_path"), self.model, optimizers, fields)
         states = rest.pop("random", {})
         self._random = (states, rest.get("global_step", 0)) if fitting else None
         return rest
 
     def restore_random(self) -> None:
-        """Sets this rank's random numbers to what a checkpoint that was loaded says, once.
+        """Sets this rank's random number generators from the loaded checkpoint, once.
 
-        Before the first training step and not where it is loaded: making the iterators of data draws numbers too.
+        This happens before the first training step and not in `load_checkpoint`, because making the data iterators
+        draws numbers too.
         """
         if self._random is not None:
             states, step = self._random

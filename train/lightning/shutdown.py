@@ -1,4 +1,4 @@
-"""The end of a process group: a rank that has finished waits for its peers before it leaves."""
+"""End of a process group: a rank that has finished waits for its peers before it exits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PATIENCE = timedelta(seconds=20)
 
 
 class Shutdown:
-    """Destroys the default process group when this process exits, once every rank has come to that.
+    """Destroys the default process group when this process exits, after every rank has reached that point.
 
-    A rank that leaves at once breaks off what a slower peer, or a thread of gloo's own, has not finished; gloo then
-    aborts the process. The ranks meet in the group's store and not in a barrier, which would hang, or meet another
-    collective, where a rank has failed.
+    A rank that exits at once breaks connections that a slower peer, or one of gloo's threads, still uses; gloo then
+    aborts the process. The ranks synchronise through the group's store. If a rank has failed, a barrier would hang or
+    match another collective.
 
     Args:
-        patience: how long a rank waits for the others; what they do after that they do without it.
+        patience: longest wait for the other ranks; after that this rank exits without them.
     """
 
     def __init__(self, patience: timedelta = PATIENCE) -> None:
@@ -28,16 +28,16 @@ class Shutdown:
         atexit.register(self.leave)
 
     def fail(self) -> None:
-        """Notes that the run broke off: this rank will neither wait nor be waited for."""
+        """Records that the run broke off: at exit this rank does not wait for its peers."""
         self._failed = True
 
     def leave(self) -> None:
-        """Meets the other ranks, then destroys the process group, if there still is one."""
+        """Waits for the other ranks, then destroys the process group, if there still is one."""
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError):  # a peer is late, or the rank that serves the store has died
             self._arrive("done", wait=not self._failed)
-            # Rank 0 may serve the store, which the others have just asked for the last time.
+            # Rank 0 may serve the store, so it also waits until the others have made their last request to it.
             self._arrive("leaving", wait=not self._failed and dist.get_rank() == 0)
         dist.destroy_process_group()
 

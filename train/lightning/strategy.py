@@ -1,4 +1,4 @@
-"""Lightning strategy: the sequence over a ring of ranks, the weights sharded over all of them."""
+"""Lightning strategy that runs the sequence over a ring of ranks and shards the weights over all ranks."""
 
 from __future__ import annotations
 
@@ -45,33 +45,35 @@ from ringflash.train.lightning.user_modules import (
 logger = logging.getLogger(__name__)
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
-LAYOUTS = ("zigzag", "contiguous", "striped")  # those that need no mask
+LAYOUTS = ("zigzag", "contiguous", "striped")  # the layouts that need no mask
 
 
 class RingAttentionStrategy(ShardedStrategy):
-    """Context parallelism x data parallelism, with FSDP2 over both, or over groups of ranks that replicate it.
+    """Context parallelism x data parallelism, with FSDP2 over all ranks or over replicated groups of ranks.
 
-    A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group;
-    `batch_to_device` leaves this rank's shard of them. `training_step` returns `context.token_mean(...).loss`, or the
-    local sum of token losses / `num_valid_tokens`; gradients are summed over all ranks, and over an accumulation window
-    weighted by its micro-batches' valid tokens, so that an optimizer step sees the gradient of
+    A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group.
+    `batch_to_device` cuts this rank's shard from it. `training_step` returns `context.token_mean(...).loss`, or the
+    local sum of token losses / `num_valid_tokens`. The strategy sums gradients over all ranks. Over an accumulation
+    window it weights each micro-batch by its valid tokens, so that an optimizer step sees the gradient of
 
         sum of the window's token losses / number of the window's valid tokens.
 
-    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must
-    be sharded. With micro-batches the gradients are reduced each time, which keeps them sharded.
+    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
+    sharded. With several micro-batches the gradients are reduced after each micro-batch, which keeps them sharded.
 
     Args:
-        context_parallel_size: ranks that share a sequence; "auto": all that `data_parallel_size` leaves.
-        data_parallel_size: sequences in flight; "auto": all that `context_parallel_size` leaves, 1 when both are auto.
-        layout: how a sequence is cut: "zigzag" or "striped" (even causal work) or "contiguous".
-        transport: how keys and values travel, as in `rf.ContextParallel`.
+        context_parallel_size: ranks that share a sequence; "auto": all ranks that `data_parallel_size` leaves.
+        data_parallel_size: sequences in flight; "auto": all ranks that `context_parallel_size` leaves, 1 when both are
+            auto.
+        layout: cut of the sequence: "zigzag" or "striped" (even causal work) or "contiguous".
+        transport: transport of keys and values, as in `rf.ContextParallel`.
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
-        timeout: of collectives; a timedelta or seconds.
-        replicate_size: groups of ranks, neighbours, that each hold all weights; they are sharded within a group (HSDP).
-            With as many groups as hosts, gradients are all of FSDP's that goes between hosts. 1 shards over all ranks.
+        timeout: limit of a collective; a timedelta or seconds.
+        replicate_size: number of copies of the weights. Neighbouring ranks form a group that holds one copy, sharded
+            within the group (HSDP). With one group a host, FSDP sends only gradients between hosts. 1 shards over all
+            ranks.
         cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: for short sequences.
-        shard_keys: further entries of batches to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
+        shard_keys: further batch entries to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def context(self) -> rf.ContextParallel:
-        """The context-parallel group and layout; there once the processes have met.
+        """Context-parallel group and layout; available after the strategy has set up its environment.
 
-        Calls of one's own, of sequences of another length than the batch's, need `context.forget_lengths()` before.
+        User code that calls it with sequences of another length than the batch's must call `context.forget_lengths()`
+        first.
         """
         if self._context is None:
             raise RuntimeError("The context exists only after the strategy has set up its environment.")
@@ -127,32 +130,32 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """What weights are sharded over: the 1-D mesh of all ranks, with `replicate_size` (replicate, shard)."""
+        """Mesh over which weights are sharded: 1-D over all ranks, or (replicate, shard) with `replicate_size`."""
         if self._shard_mesh is None:
             raise RuntimeError("The mesh exists only after the strategy has set up its environment.")
         return self._shard_mesh
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks, data x context parallel."""
+        """Process group of all ranks, data x context parallel."""
         if self._world_group is None:
             raise RuntimeError("The group exists only after the strategy has set up its environment.")
         return self._world_group
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of the weights."""
+        """Number of ranks that share one copy of the weights."""
         return self.world_size // self._replicate_size
 
     def setup_environment(self) -> None:
-        """Joins the process group and lays the ranks out as (data_parallel, context_parallel)."""
+        """Joins the process group and arranges the ranks as (data_parallel, context_parallel)."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
             check_callbacks(trainer)
-        # Not ModelParallelStrategy's own, which asserts data x tensor == world.
+        # Skips ModelParallelStrategy.setup_environment, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
-            # At exit and not at teardown: `fit` is followed by `validate` or `test` on the same sharded weights.
+            # Destroys the group at exit, not at teardown: `validate` may follow `fit` on the same sharded weights.
             self._shutdown = Shutdown()
         self._setup_distributed()
         shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
@@ -176,7 +179,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 self._device_mesh[CONTEXT],
                 layout=self._layout,
                 transport=self._transport,
-                fixed_lengths=True,  # within a batch: see `batch_to_device`
+                fixed_lengths=True,  # within one batch: see `batch_to_device`
                 cuda_graphs=self._cuda_graphs,
             )
             self._context.gradients = "sum"
@@ -184,7 +187,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Materialises the weights, makes the optimizer, and gives each rank random numbers of its own."""
+        """Materialises the weights, makes the optimizer, and gives each rank its own random numbers."""
         self._window = []
         assert self.model is not None
         assert self.lightning_module is not None
@@ -195,19 +198,19 @@ class RingAttentionStrategy(ShardedStrategy):
         reshard(self.model)
         sum_gradients(self.model)
         super().setup(trainer)
-        # Lightning seeds all ranks alike. Dropout must differ between the shards of a sequence; the order of the data,
-        # which must not, comes from samplers with a seed of their own.
+        # Lightning seeds all ranks alike, but dropout must differ between the shards of a sequence. The order of the
+        # data must not differ; samplers take it from their own seed.
         torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
 
     def teardown(self) -> None:
-        """Leaves the weights sharded, and the process group for the next stage; it goes when the process exits."""
+        """Reshards the weights. The process group stays for the next stage and is destroyed when the process exits."""
         if self.model is not None:
             reshard(self.model)
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets this rank leave without its peers, which may never come to the end of theirs."""
-        if self._shutdown is not None and not isinstance(exception, Preempted):  # on which all ranks agree
+        """Lets this rank exit without waiting for its peers, which may never finish."""
+        if self._shutdown is not None and not isinstance(exception, Preempted):  # all ranks raise Preempted together
             self._shutdown.fail()
         super().on_exception(exception)
 
@@ -215,18 +218,20 @@ class RingAttentionStrategy(ShardedStrategy):
         return isinstance(error, Preempted)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The rank's shard of a batch of whole sequences.
+        """Returns this rank's shard of a batch of whole sequences.
 
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
-        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}; entries named in `shard_keys` are
-        cut too, others are only moved.
-        With "cu_seqlens", (batch, ndocuments + 1) int64 of the documents packed into the whole sequences, positions
-        restart at each document and are (batch, seqlen_local); it stays whole, and on the CPU, where masks are made.
+        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. Entries named in `shard_keys` are
+        cut too; other entries are only moved to the device.
+        The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into the
+        whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
+        whole, and on the CPU, where masks are made.
 
         Raises:
-            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has entries of
-                the names that are added, labels that are not shifted, an attention_mask with zeros, an entry with a
-                value for each token that nobody cuts, or ids outside the module's vocab_size, if it has one.
+            ArgumentError: the batch is not of this form, is shorter than the context-parallel group, has unshifted
+                labels, or has entries of the names that the strategy adds. Or it holds an attention_mask with zeros, or
+                an entry with a value for each token that `shard_keys` does not name. Or ids lie outside the module's
+                vocab_size, if it has one.
             PeerFailed: another rank's batch is not of this form.
             RankMismatch: ranks of one context-parallel group hold different sequences.
         """
@@ -254,16 +259,16 @@ class RingAttentionStrategy(ShardedStrategy):
         return moved
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step and notes the micro-batch's valid tokens.
+        """Runs the module's step and records the number of valid tokens of the micro-batch.
 
         Raises:
             ConfigError: there are several ranks, and the step neither calls `context.token_mean` nor reads
-                `num_valid_tokens`: its loss is none of the two that give the gradient of the mean over all ranks.
+                `num_valid_tokens`. Such a loss does not give the gradient of the mean over all ranks.
         """
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
         self.restore_random()
         assert self.lightning_module is not None
-        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # Lightning zeroes gradients here
             self._window = []
         self._window.append(batch["num_valid_tokens"])
         watched, made = WatchedBatch(batch), self.context.token_means_made
@@ -277,7 +282,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """Reduces over ranks, for `self.log(..., sync_dist=True)`.
 
         Raises:
-            ConfigError: a mean of numbers that differ: it would weigh ranks, not tokens.
+            ConfigError: a mean of values that differ between ranks; it would weight ranks, not tokens.
         """
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
@@ -290,12 +295,12 @@ class RingAttentionStrategy(ShardedStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of a micro-batch, weighted by its valid tokens in units of the window's first micro-batch."""
+        """Runs a micro-batch's backward, weighted by its valid tokens relative to the window's first micro-batch."""
         assert self.lightning_module is not None
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         if micro_batches > 1 and self.lightning_module.automatic_optimization:
             valid = self._window[-1].to(closure_loss.dtype)
-            # Lightning has divided by the number of micro-batches, which is not how tokens are averaged.
+            # Undoes the division by the number of micro-batches in Lightning: the mean is over tokens.
             closure_loss = closure_loss * (micro_batches * valid / self._reference().to(closure_loss.dtype))
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -306,7 +311,7 @@ class RingAttentionStrategy(ShardedStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps on the window's token mean; gradients are final before any hook or clipping sees them."""
+        """Steps on the window's token mean. Gradients are final before any hook or clipping sees them."""
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -315,7 +320,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
         def closure_then_rescale() -> Any:
             result = closure()
-            if micro_batches > 1:  # and the window may still hold just one, at the end of an epoch
+            if micro_batches > 1:  # the last window of an epoch may hold fewer
                 self._rescale(optimizer)
             return result
 
@@ -335,10 +340,10 @@ class RingAttentionStrategy(ShardedStrategy):
 def resolve_sizes(
     data_parallel_size: Literal["auto"] | int, context_parallel_size: Literal["auto"] | int, world_size: int
 ) -> tuple[int, int]:
-    """(data, context) parallel sizes whose product is `world_size`; context parallelism takes what is free.
+    """Returns (data, context) parallel sizes with the product `world_size`; context parallelism takes free ranks.
 
     Raises:
-        ConfigError: no such sizes.
+        ConfigError: no such sizes exist.
     """
     if context_parallel_size == "auto":
         data = 1 if data_parallel_size == "auto" else data_parallel_size
@@ -370,10 +375,11 @@ def _checked_keys(shard_keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def sum_gradients(model: torch.nn.Module) -> None:
-    """Makes FSDP add gradients over the ranks; its default divides by their number.
+    """Makes FSDP sum gradients over the ranks; its default divides them by the number of ranks.
 
     Raises:
-        ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and break norm clipping.
+        ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and norm clipping would be
+            wrong.
     """
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -394,11 +400,11 @@ def sum_gradients(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # the factor alone is PREMUL_SUM, which gloo lacks
+            module.set_force_sum_reduction_for_comms(True)  # the factor alone selects PREMUL_SUM, which gloo lacks
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered weights: the root's and the head's stay after a forward that no backward follows."""
+    """Frees gathered weights. The weights of the root and the head stay gathered after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,6 +1,7 @@
-"""Whether the logits of a transformers model are its head's product with its final states, and the loss if so.
+"""Loss of a transformers model without whole logits, and the check that its head permits this.
 
-Not by names or configurations, which a new model's would escape: the model runs once and is watched.
+The logits must be the product of the head's weight with the final states. The check runs the model once and watches it,
+because a list of names or configurations would miss new models.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 from ringflash.train.models.linear_loss import linear_token_loss
 from ringflash.train.models.loss import TokenLosses
 
-LARGEST = 100.0  # of the logits that stand in for the head's: beyond where models cap theirs
+LARGEST = 100.0  # largest stand-in logit, beyond the caps that models apply to logits
 
 
 def why_whole_logits(model: Any) -> str | None:
-    """What the model does to its logits besides multiplying final states with its head; None: nothing.
+    """Returns what the model does to its logits besides multiplying final states with its head, or None for nothing.
 
-    Two tokens run through the model in training, on the CPU and before anything is sharded. The head must be a matrix
-    alone; its input must be what `base_model` returns, there and when it is called on its own; and the logits must be
-    the head's results bit for bit, for which others are put, so that weights which are zero or small hide nothing.
+    Two tokens run through the model in training mode, on the CPU and before anything is sharded. The head must be a
+    plain matrix. Its input must equal the output of `base_model`, both in this run and in a separate call of
+    `base_model`. The logits must equal the head's output bit for bit. The check replaces the head's output with other
+    numbers, so that zero or small weights hide no change.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None:
@@ -43,7 +45,7 @@ def why_whole_logits(model: Any) -> str | None:
     hooks = [base.register_forward_hook(note_states), head.register_forward_hook(replace, prepend=True)]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of dropout, the same in both
+            torch.manual_seed(0)  # the same dropout in both runs
             logits = model(tokens, **given).logits
             torch.manual_seed(0)
             base(tokens, **given)
@@ -58,12 +60,13 @@ def why_whole_logits(model: Any) -> str | None:
 
 
 def states_loss(model: Any, input_ids: Tensor, labels: Tensor, **given: Any) -> TokenLosses:
-    """`token_losses(model(input_ids, **given).logits, labels)` where `why_whole_logits` is None, without whole logits.
+    """Computes `token_losses(model(input_ids, **given).logits, labels)` without whole logits.
 
-    Under FSDP it runs in a forward method of `model`, where the head's weight is whole.
+    `why_whole_logits(model)` must be None. Under FSDP it runs in a forward method of `model`, in which the head's
+    weight is whole.
 
     Args:
-        model: whose `base_model` and head are called.
+        model: model with a `base_model` and a head.
         input_ids: (batch, seqlen) int64.
         labels: (batch, seqlen) int64, as in `linear_token_loss`.
         given: keywords of the model's forward.
@@ -73,10 +76,10 @@ def states_loss(model: Any, input_ids: Tensor, labels: Tensor, **given: Any) -> 
 
 
 def _stand_in(logits: Tensor) -> Tensor:
-    """Numbers of both signs and many sizes, none alike."""
+    """Returns distinct numbers of both signs and many sizes."""
     return torch.linspace(-LARGEST, LARGEST, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """To rounding: matrix libraries may add up in another order the next time."""
+    """Returns whether `a` equals `b` up to rounding: matrix libraries may sum in another order the next time."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))

@@ -1,4 +1,4 @@
-"""Layers of a transformers model as they train: checkpointed, with what they keep in the host's memory, compiled."""
+"""Training forward of a transformers model's layers: checkpointed, offloaded to host memory, compiled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ringflash.train.models.activations import ActivationCheckpointing, HostMemo
 
 
 class TrainedLayer:
-    """Forward of one layer, in the place of its own; without gradients it is its own.
+    """Training forward of one layer; without gradients it runs the layer's own forward.
 
-    In the forward's place alone: FSDP's hooks wrap all of it and gather the weights once for what runs again.
+    It replaces only the layer's forward, not the module. FSDP's hooks then wrap the whole call and gather the weights
+    once, also for recomputation.
 
     Args:
-        layer: whose first argument is hidden states, whose other tensors all layers share, and which returns a tensor.
-        checkpointing: what it keeps.
-        host_memory: where it keeps that, with "block"; None is on its device.
+        layer: layer that takes hidden states first and returns one tensor; all layers share its other tensor arguments.
+        checkpointing: choice of the activations that the layer keeps.
+        host_memory: host memory for the kept activations, with "block"; None keeps them on the device.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class TrainedLayer:
         self.compiled: Callable[..., Tensor] | None = None
 
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compiles forward and backward in one piece; all layers of one kind share what is compiled."""
+        """Compiles forward and backward in one piece; all layers of one kind share the compiled code."""
         self.compiled = torch.compile(self._run, backend=backend, fullgraph=True)
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
-        """The layer's forward."""
+        """Runs the layer's forward."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **keywords)
         if self.host_memory is None:
@@ -54,17 +55,17 @@ class TrainedLayer:
         return self.compiled(*args, **keywords)
 
     def _run(self, *args: Any, offload: HostMemory | None = None, **keywords: Any) -> Tensor:
-        """The layer as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
+        """Runs the layer, checkpointed. Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
         if self.checkpointing == "none":
             return self.forward(*args, **keywords)
         return recompute(self.forward, *args, offload=offload, **keywords)
 
 
 def layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a transformers model that are checkpointed, and so sharded, one by one.
+    """Returns the layers of a transformers model that are checkpointed, and therefore sharded, one by one.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has none.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

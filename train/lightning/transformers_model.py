@@ -1,4 +1,4 @@
-"""LightningModule that trains a causal language model of transformers on a ring of ranks."""
+"""LightningModule that trains a transformers causal language model on a ring of ranks."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  # not of the model itself
-CHUNKED_LOSS = "chunked_loss"  # the model's method, beside its forward, that FSDP gathers the head for
+PASSING = ("transformers_version", "_name_or_path", "dtype", "architectures")  # not properties of the model
+CHUNKED_LOSS = "chunked_loss"  # a second method of the model, besides forward, for which FSDP gathers the head
 
 
 class TransformersModel(RingModule):
-    """Next-token training of any `AutoModelForCausalLM` whose layers hand keywords down to attention.
+    """Next-token training of any `AutoModelForCausalLM` with layers that pass keywords down to attention.
 
-    Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss is of the
-    logits alone: a mixture of experts is trained without the auxiliary loss of its router. The logits are never whole,
-    unless the model changes what its head gives, which one line says.
+    Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss uses the
+    logits only: a mixture of experts is trained without the auxiliary loss of its router. The whole logits are never
+    stored, unless the model changes the output of its head; a printed line then says so.
 
     Each rank holds the whole model on its CPU before it keeps its shard.
 
@@ -51,7 +51,7 @@ class TransformersModel(RingModule):
         compute_dtype: as in `RingModule`.
         activation_checkpointing: as in `RingModule`.
         reshard_after_forward: as in `RingModule`.
-        seed: of new weights, and of dropout in attention.
+        seed: seed of new weights, and of dropout in attention.
         nonfinite: as in `RingModule`.
         activation_offload: as in `RingModule`.
         compile_blocks: as in `RingModule`.
@@ -88,11 +88,11 @@ class TransformersModel(RingModule):
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
 
     def configure_model(self) -> None:
-        """Builds the model, each layer sharded under `RingAttentionStrategy`, whole elsewhere.
+        """Builds the model, with each layer sharded under `RingAttentionStrategy`, or whole under another strategy.
 
         Raises:
-            ConfigError: as `LanguageModel`.
-            ArgumentError: a model that cannot run on a ring; see `ringflash.hf.check_model`.
+            ConfigError: as in `LanguageModel`.
+            ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
         """
         if self._decoder is not None:
             return
@@ -139,7 +139,7 @@ class TransformersModel(RingModule):
             return AutoModelForCausalLM.from_config(self.config, **options)
 
     def _prepare(self, layers: Sequence[nn.Module]) -> None:
-        """Puts what training asks for in the place of the layers' forwards."""
+        """Replaces the layers' forwards with checkpointed, offloaded or compiled ones, as the arguments ask."""
         if self.activation_checkpointing == "none" and not self.compile_blocks:
             return
         host_memory = HostMemory() if self.activation_offload else None
@@ -151,19 +151,19 @@ class TransformersModel(RingModule):
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids that the model has."""
+        """Number of token ids of the model."""
         return getattr(self.config.get_text_config(), "vocab_size", None)
 
     @property
     def estimated_config(self) -> ModelConfig | None:
-        """The decoder of this shape, for Llama, Mistral, Qwen 2 and Qwen 3."""
+        """Configuration of a Decoder of the same shape, for Llama, Mistral, Qwen 2 and Qwen 3; None for others."""
         try:
             return from_transformers(self.config.to_dict())
         except ConfigError:
             return None
 
     def model_fields(self) -> dict[str, Any]:
-        """The configuration, without what may differ between versions and places of one model."""
+        """Returns the configuration without fields that may differ between versions and locations of one model."""
         fields = json.loads(self.config.to_json_string(use_diff=True))
         return {n: x for n, x in fields.items() if n not in PASSING}
 
@@ -185,7 +185,7 @@ class TransformersModel(RingModule):
         return losses, count_valid(labels) if num_valid is None else num_valid
 
     def _dropout_seed(self) -> int:
-        """The same on all ranks that share a sequence, another one at every micro-batch."""
+        """Returns a seed that is equal on all ranks that share a sequence, and differs at every micro-batch."""
         strategy = self.trainer.strategy
         data_rank = strategy.distributed_sampler_kwargs["rank"] if isinstance(strategy, RingAttentionStrategy) else 0
         words = f"{self.seed}/{self.trainer.fit_loop.total_batch_idx}/{data_rank}"

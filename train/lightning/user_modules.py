@@ -1,4 +1,4 @@
-"""Checks that keep a LightningModule of the user's own from training or logging a wrong number."""
+"""Checks that keep a user's own LightningModule from training or logging a wrong number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEDY = (
 
 
 class WatchedBatch(dict[str, Any]):
-    """A batch that notes whether `training_step` reads the number of valid tokens."""
+    """A batch that records whether `training_step` reads the number of valid tokens."""
 
     is_count_read = False
 
@@ -42,16 +42,16 @@ class WatchedBatch(dict[str, Any]):
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over names. With a method of its own here, `**batch` and `{**batch}` read entries one by one."""
+        """Iterates over names. This override makes `**batch` and `{**batch}` read entries one by one."""
         return super().__iter__()
 
     def items(self) -> Any:
-        """Returns names and entries, of which the number is one."""
+        """Returns names and entries, including the number of valid tokens."""
         self.is_count_read = True
         return super().items()
 
     def values(self) -> Any:
-        """Returns the entries, of which the number is one."""
+        """Returns the entries, including the number of valid tokens."""
         self.is_count_read = True
         return super().values()
 
@@ -62,7 +62,7 @@ class WatchedBatch(dict[str, Any]):
 
 
 def refuse_loss() -> ConfigError:
-    """Makes the error of a loss that no global number of valid tokens has divided."""
+    """Makes the error for a loss that is not divided by the global number of valid tokens."""
     return ConfigError(
         "training_step",
         expected="a loss from context.token_mean, or the local sum of token losses / batch['num_valid_tokens']",
@@ -73,7 +73,7 @@ def refuse_loss() -> ConfigError:
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Raises ConfigError for callbacks that copy the whole module, and warns of one that cannot save."""
+    """Raises ConfigError for callbacks that copy the whole module, and warns of a callback that cannot save."""
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, AVERAGES):
             raise ConfigError(
@@ -90,19 +90,19 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 class MetricGuard(Callback):
     """Compares logged metrics over ranks before other callbacks act on them.
 
-    A metric that a callback or a scheduler monitors must be equal on all ranks, because each rank acts on its own. A
-    loss that nobody monitors, and that differs, is named once in a warning.
+    A metric that a callback or a scheduler monitors must be equal on all ranks, because each rank acts on its own
+    value. An unmonitored loss that differs between ranks causes one warning.
     """
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compares, before ModelCheckpoint and EarlyStopping read."""
+        """Compares the metrics before ModelCheckpoint and EarlyStopping read them."""
         self._compare(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compares, before ModelCheckpoint and EarlyStopping read."""
+        """Compares the metrics before ModelCheckpoint and EarlyStopping read them."""
         self._compare(trainer)
 
     def _compare(self, trainer: pl.Trainer) -> None:
@@ -127,5 +127,5 @@ class MetricGuard(Callback):
 
 
 def are_equal(values: list[float]) -> bool:
-    """Says whether ranks hold one value, up to rounding."""
+    """Returns whether all ranks hold one value, up to rounding."""
     return all(math.isclose(values[0], value, rel_tol=TOLERANCE) for value in values) or all(map(math.isnan, values))
