@@ -1,1 +1,1 @@
-"""Plans of a ring, and the schedules that run them."""
+"""Ring plans, and the schedules that run them."""

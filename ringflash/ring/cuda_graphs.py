@@ -1,4 +1,4 @@
-"""Passes of a ring captured in CUDA graphs and replayed, for sequences whose launches take longer than their work."""
+"""CUDA graphs of a ring's passes, captured and replayed, for sequences whose launches take longer than their work."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor
 Inputs = Sequence[Tensor | None]
 R = TypeVar("R", bound=tuple[Tensor, ...])
 
-MOST = 32  # graphs that are kept, each with its outputs
+MOST = 32  # graphs kept, each with its outputs
 
 
 class _Graph(Generic[R]):
-    """A captured pass, and the tensors that it reads and writes.
+    """A captured pass, with its input and output tensors.
 
     Args:
         compute: the pass.
-        inputs: like those that it is called with.
-        memory: of inputs, which graphs that run one after another have together.
-        pool: of what else passes take, likewise.
+        inputs: tensors like the inputs of later calls.
+        memory: input tensors shared by all graphs, which run one after another.
+        pool: CUDA memory pool for all other tensors of a pass, shared likewise.
     """
 
     def __init__(self, compute: Callable[..., R], inputs: Inputs, memory: _Memory, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(False):  # else only inference could write to them
+        with torch.inference_mode(False):  # a tensor made in inference mode can be written to only there
             self._inputs = memory.of(inputs)
-            # Threads of loaders and of NCCL go on with what they do.
+            # "thread_local" lets threads of data loaders and of NCCL call CUDA during the capture.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._outputs = compute(*self._inputs)
         self._copied_in, self._copied_out = _by_dtype(self._inputs), _by_dtype(self._outputs)
 
     def replay(self, inputs: Inputs) -> R:
-        """What `compute(*inputs)` gives, bit for bit, in tensors of its own."""
+        """Returns the result of `compute(*inputs)`, bit for bit, in new tensors."""
         for places, targets in self._copied_in:
             _copy([inputs[place] for place in places], targets)
         self._graph.replay()
@@ -48,13 +48,13 @@ class _Graph(Generic[R]):
 
 
 class _Memory:
-    """Tensors for inputs: the same for all that are alike, as long as anyone has them."""
+    """Input tensors shared by graphs: inputs alike get the same tensor as long as a graph refers to it."""
 
     def __init__(self) -> None:
         self._known = WeakValueDictionary[Hashable, Tensor]()
 
     def of(self, inputs: Inputs) -> list[Tensor | None]:
-        """A tensor like each input, and None for None; no two the same."""
+        """Returns a tensor like each input, and None for None; all tensors of one call are distinct."""
         alike = Counter[Hashable]()
         found: list[Tensor | None] = []
         for x in inputs:
@@ -76,7 +76,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
-    """The places of those of one dtype that have anything in them, and these: what is copied in one launch."""
+    """Groups the non-empty tensors by dtype, each with its index in `tensors`; one launch copies a group."""
     found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for place, x in enumerate(tensors):
         if x is not None and x.numel():
@@ -87,26 +87,27 @@ def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
 
 
 def _copy(sources: Sequence[Tensor | None], targets: Sequence[Tensor]) -> None:
-    """All of them, in one launch where they are dense."""
+    """Copies all sources to their targets, in one launch if they are dense."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
 class GraphCache:
-    """The graphs of one context's passes.
+    """CUDA graphs of the passes of one context.
 
-    The first call of a kind runs as it is: it compiles, uploads tables and grows memory that peers see. The second is
-    captured, and replayed from then on. Ranks make the same calls, so they capture the same ones. As passes run one
-    after another, each with its inputs and outputs copied, they share memory of inputs and of what they compute.
+    The first call of a kind runs without a graph: it compiles, uploads tables and grows memory that peers see. The
+    second call is captured, and the graph is replayed from then on. Ranks make the same calls, so they capture the same
+    ones. Passes run one after another and their inputs and outputs are copied, so all graphs share the memory of inputs
+    and of intermediate results.
     """
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: called once
+        self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None after the first call
         self._memory = _Memory()
         self._pool: Any = None
         self._last: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
-        """Graphs that there are."""
+        """Returns the number of captured graphs."""
         return sum(graph is not None for graph in self._graphs.values())
 
     def run(
@@ -117,19 +118,19 @@ class GraphCache:
         around: Callable[[], AbstractContextManager[None]],
         started: Callable[[torch.cuda.Stream], None],
     ) -> R:
-        """What `compute(*inputs)` gives.
+        """Returns the result of `compute(*inputs)`.
 
         Args:
-            kind: all that the pass depends on beside the values, shapes and dtypes of the inputs.
+            kind: everything that the pass depends on, except for the values, shapes and dtypes of the inputs.
             compute: the pass; it enters `around` itself.
-            inputs: tensors of one GPU, any strides; None where the pass has none.
-            around: what a pass runs in.
-            started: called with the stream when a graph is under way.
+            inputs: tensors on one GPU with any strides; None where the pass has no such input.
+            around: returns the context manager that surrounds a pass; entered here for replays.
+            started: called with the stream once a replay is queued on it.
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         current = torch.cuda.current_stream()
         if self._last is not None and self._last != current:
-            current.wait_stream(self._last)  # which may be at the same graph, or reads what peers will write
+            current.wait_stream(self._last)  # it may still run the same graph, or read memory that peers will write
         self._last = current
         key = kind, shapes
         graph = self._graphs.get(key)
@@ -148,10 +149,10 @@ class GraphCache:
         return outputs
 
     def _captured(self, compute: Callable[..., R], inputs: Inputs) -> _Graph[R]:
-        if not len(self):  # of graphs that are gone the pool is gone too
+        if not len(self):  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         try:
             return _Graph(compute, inputs, self._memory, self._pool)
-        except BaseException:  # the allocator may take the pool for one that is still captured into
+        except BaseException:  # the allocator may consider the old pool as still being captured into
             self._pool = torch.cuda.graph_pool_handle()
             raise

@@ -1,11 +1,13 @@
-"""A ring of rings: KV goes around a group of ranks over fast links, while the next is on its way over slow ones.
+"""Double rings: KV goes around a group of ranks over fast links, while the next group's KV crosses slow links.
 
-Groups are `inner` consecutive ranks. KV first visits all ranks of its own group, a hop each; during that revolution it
-is also sent to the rank of the same place in the next group, where its second revolution begins, and so on. So what
-crosses a slow link has a whole revolution to arrive. In the backward the gradient of each revolution starts anew and
-goes home from that revolution's last stop, across slow links in the course of the next revolution.
+A group is `inner` consecutive ranks. KV first makes a full pass around the inner ring of its own group, one rank a hop.
+During an inner pass the rank where the pass began also sends the KV to the rank at the same place in the next group.
+There the next inner pass begins. A message over a slow link therefore has a whole inner pass to arrive.
 
-As in a ring, KV travels no further than it is seen: a revolution ends after the last rank that sees any of it.
+In the backward every inner pass starts a new gradient. The gradient returns from the last stop of its inner pass to the
+owner; the message crosses slow links in the course of the next inner pass.
+
+KV stops at the last rank that sees any of it, like in a single ring: an inner pass ends after that rank.
 Source: Gu et al. 2024, "LoongTrain", "Double-Ring-Attention".
 """
 
@@ -25,16 +27,19 @@ from ringflash.transport.base import Message, Transport
 
 @lru_cache(maxsize=1024)
 def make_double_plan(layout: Layout, mask: Mask, rank: int, inner: int) -> Plan:
-    """The plan of `rank` where groups of `inner` ranks form rings, and the groups a ring."""
+    """Returns the plan of `rank` in a double ring: groups of `inner` ranks form rings, and the groups form a ring."""
     world, pairs = layout.world_size, visible_pairs(layout, mask)
     groups = world // inner
 
     def moved(place: int, revolution: int, turn: int) -> int:
-        """The rank so many groups and turns from `place`."""
+        """Returns the rank some groups after `place`, and `turn` places further within its group."""
         return (place // inner + revolution) % groups * inner + (place + turn) % inner
 
     def last_turn(owner: int, revolution: int) -> int:
-        """Of the KV of `owner` in that revolution; -1 where nobody sees any, though it may pass through."""
+        """Returns the last turn at which a rank of the group sees KV of `owner`.
+
+        If no rank sees any, returns 0 for the owner's group, and -1 for other groups, which may still relay the KV.
+        """
         stops = [moved(owner, revolution, turn) for turn in range(inner)]
         seeing = [turn for turn, stop in enumerate(stops) if pairs[stop][owner]]
         return max(seeing, default=0 if revolution == 0 else -1)
@@ -69,18 +74,24 @@ def make_double_plan(layout: Layout, mask: Mask, rank: int, inner: int) -> Plan:
 
 
 class FarGradients:
-    """Gradients of one revolution on their way home during the next."""
+    """KV gradients of an inner pass, which return to their owners during the next inner pass."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._moving: list[tuple[int, Any, Sequence[Message], tuple[Tensor, Tensor] | None]] = []
 
     def start(self, revolution: int, messages: Sequence[Message], arriving: tuple[Tensor, Tensor] | None) -> None:
-        """Starts messages of a revolution that is over for their KV, and keeps the buffers; `arriving` is for here."""
+        """Starts the messages of gradients that an inner pass has finished, and keeps the buffers.
+
+        Args:
+            revolution: number of the inner pass.
+            messages: the gradient that this rank sends, and the one that it receives.
+            arriving: dk and dv of this rank's own KV, as views of the receive buffer; None if nothing arrives.
+        """
         self._moving.append((revolution, self._transport.start(messages), messages, arriving))
 
     def finish(self, before: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Waits for those of the revolutions before that one, None for all, and returns what has come here."""
+        """Waits for the messages of inner passes before number `before` (None: all); returns the gradients received."""
         arrived, rest = [], []
         for moving in self._moving:
             revolution, handle, _, arriving = moving

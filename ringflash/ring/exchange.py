@@ -1,7 +1,7 @@
-"""Who gives keys and values to whom where hops are grouped: each rank its own, directly to all that see any of them.
+"""Direct messages of a grouped hop: each rank sends its own keys and values to every rank that sees any of them.
 
-A rank keeps its own rows first and behind them those that it gets from other owners, by rank, in one memory. Gradients
-take the same places on their way back.
+A rank stores its own rows first and, behind them, the rows received from other owners in rank order, in one buffer.
+Gradients use the same places of that order on their way back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of one rank's KV that another sees.
+    """Consecutive rows of one rank's KV that another rank sees.
 
     Args:
-        rank: the other end: who owns what is received, who reads what is sent.
-        first: row of the owner's at which they begin.
-        rows: how many.
-        place: where they begin in the reader's memory.
+        rank: the peer: the owner of received rows, or the reader of sent rows.
+        first: index of the first row in the owner's shard.
+        rows: number of rows.
+        place: index of the first row in the reader's buffer.
     """
 
     rank: int
@@ -38,16 +38,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part of it.
+    """Messages of one rank in a grouped hop, and the layout of its buffer.
 
     Args:
-        received: of other ranks' KV, from the first to the last row that this rank may see, in rank order.
-        sent: of this rank's KV, likewise.
+        received: parts of other ranks' KV, each from the first to the last row that this rank may see, in rank order.
+        sent: parts of this rank's KV that other ranks may see, in the order of these ranks.
         sees_own: whether this rank sees any of its own KV.
-        held: chunks of the KV that this rank computes with, in the order of its memory.
+        held: chunks of the KV that this rank computes with, in the order of its buffer.
         own_rows: rows of this rank's KV.
-        rows: in this rank's memory.
-        most_rows: in that of any rank.
+        rows: rows in this rank's buffer.
+        most_rows: rows in the largest buffer of any rank.
     """
 
     received: tuple[Part, ...]
@@ -63,33 +63,33 @@ class Exchange:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.received, self.sent, self.held))  # tables are looked up by it at each call
+        return hash((self.received, self.sent, self.held))  # cached: every call looks tables up with it
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Of all KV that this rank computes with, in the order of their positions, neighbours joined."""
+        """Returns the chunks of all KV that this rank computes with, by position, with adjoining chunks joined."""
         ranges = joined([(chunk.start, chunk.stop) for chunk in self.held])
         return tuple(Chunk(start, stop - start) for start, stop in ranges)
 
     @property
     def rows_sent(self) -> int:
-        """KV rows that leave, once for each rank that sees them."""
+        """Returns the KV rows that this rank sends; a row counts once for each rank that receives it."""
         return sum(part.rows for part in self.sent)
 
     @property
     def rows_received(self) -> int:
-        """KV rows that arrive, and as many of gradients that leave in the backward."""
+        """Returns the KV rows that this rank receives; it sends the same number of gradient rows in the backward."""
         return self.rows - self.own_rows
 
 
 def received_by(layout: Layout, area: PairCounts, seen: Sequence[int], reader: int) -> tuple[Part, ...]:
-    """What `reader` gets of other ranks' KV, in rank order.
+    """Returns the parts of other ranks' KV that `reader` receives, in rank order.
 
     Args:
-        layout: where all rows are.
-        area: what the mask shows of the whole sequence.
-        seen: pairs that the reader's queries see with each rank's keys.
-        reader: the rank.
+        layout: the cut of the sequence over ranks.
+        area: visible pairs of the mask over the whole sequence.
+        seen: visible pairs of the reader's queries with each rank's keys.
+        reader: the rank that receives.
     """
     ranges = area.reach([(chunk.start, chunk.stop) for chunk in layout.chunks[reader]])
     owners = [owner for owner, pairs in enumerate(seen) if pairs and owner != reader]
@@ -102,7 +102,10 @@ def received_by(layout: Layout, area: PairCounts, seen: Sequence[int], reader: i
 
 
 def exchange_of(layout: Layout, received: Sequence[tuple[Part, ...]], rank: int, sees_own: bool) -> Exchange:
-    """What `rank` exchanges, where each rank has `received` its parts; and whether it sees any of its own KV."""
+    """Returns the exchange of `rank`, given the parts that each rank has `received`.
+
+    `sees_own` says whether `rank` sees any of its own KV.
+    """
     lengths = layout.lengths
     rows = [own + sum(part.rows for part in parts) for own, parts in zip(lengths, received, strict=True)]
     sent = [replace(part, rank=reader) for reader, parts in enumerate(received) for part in parts if part.rank == rank]
@@ -118,7 +121,7 @@ def exchange_of(layout: Layout, received: Sequence[tuple[Part, ...]], rank: int,
 
 
 def _rows_within(chunks: Sequence[Chunk], ranges: Sequence[Range]) -> Range:
-    """From the first to the last row of some chunks that lies in any of the ranges, which rise: [first, stop)."""
+    """Returns the rows [first, stop) of `chunks` from the first to the last one that lies in a range; ranges rise."""
     starts, stops = zip(*ranges, strict=True)
     edges: list[int] = []
     row = 0
@@ -132,7 +135,7 @@ def _rows_within(chunks: Sequence[Chunk], ranges: Sequence[Range]) -> Range:
 
 
 def _held(layout: Layout, rank: int, received: Sequence[Part], sees_own: bool) -> tuple[Chunk, ...]:
-    """See `Exchange`."""
+    """Returns the chunks of the KV that `rank` computes with, in the order of its buffer."""
     held = list(layout.chunks[rank]) if sees_own else []
     for part in received:
         row = 0

@@ -1,13 +1,13 @@
-"""Runs a plan whose hops are grouped into one: every rank gets all KV that it sees at once, and computes in one launch.
+"""The executor of a grouped plan: a rank receives all KV that it sees at once, and computes in one launch.
 
-For sequences so short that a ring's launches and messages take longer than its work, and for masks that show a rank
-little of what others have. Each rank sends of its own KV to each other what that one sees, in one batch of messages,
-and puts what it has and gets in the order of positions, so that kernels meet one key side. In the backward the same
-happens again, and the gradients of all these keys then go to their owners in one more batch; an owner adds to its own
-share those of the others in rank order, in the state's dtype, and rounds once.
+It serves sequences so short that a ring's launches and messages take longer than its work. It also serves masks under
+which a rank sees little of the other ranks' KV. In one batch of messages each rank sends every other rank the rows of
+its KV that the other sees. Each rank then sorts its own and the received rows by position, so that kernels get one
+tensor of keys. The backward repeats this. It then sends the gradients of all these keys to their owners in one more
+batch. An owner adds the other ranks' shares to its own in rank order, in the state's dtype, and rounds once.
 
-In memory a row of KV is (batch, nheads_kv, headdim + headdim_v), so that a rank's rows are one message, and what
-comes from all ranks is sorted in one launch.
+In the buffer a row of KV is (batch, nheads_kv, headdim + headdim_v). The rows for one rank are thus one message, and
+one launch sorts the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringflash.transport.base import Message, Transport
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of KV, or of its gradients, in a vector: this rank's own first, then those of other owners."""
+    """Buffer of KV rows, or of their gradients: this rank's own rows first, then the rows of other owners."""
 
     memory: Tensor
     batch: int
@@ -39,31 +39,31 @@ class _Rows:
 
     @staticmethod
     def allocate(channel: int, k: Tensor, v: Tensor, dtype: torch.dtype, most: int, transport: Transport) -> _Rows:
-        """Memory of `most` rows, the same number on all ranks, whose messages are of `channel`."""
+        """Allocates a buffer of `most` rows, the same number on all ranks, for messages on `channel`."""
         batch, _, nheads_kv, headdim = k.shape
         width = batch * nheads_kv * (headdim + v.shape[3])
         memory = transport.allocate((channel, 0), most * width, k, dtype)
         return _Rows(memory, batch, nheads_kv, (headdim, v.shape[3]), width)
 
     def part(self, first: int, rows: int) -> Tensor:
-        """Some rows, as a vector."""
+        """Returns `rows` rows from row `first` on, as a vector."""
         return self.memory[first * self.width : (first + rows) * self.width]
 
     def pair(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) of a vector of whole rows, as views."""
+        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) as views of a vector of rows."""
         rows = part.view(-1, self.batch, self.nheads_kv, sum(self.headdims)).transpose(0, 1)
         keys, values = rows.split_with_sizes(self.headdims, dim=3)
         return keys, values
 
     def seen(self, exchange: Exchange) -> Tensor:
-        """The rows that this rank sees, as a vector."""
+        """Returns the rows that this rank computes with, as a vector."""
         first = 0 if exchange.sees_own else exchange.own_rows
         return self.part(first, exchange.rows - first)
 
 
 @device_tables(maxsize=256)
 def _orders(exchange: Exchange, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the rows that a rank computes with: where each position's row is, and its inverse; int64."""
+    """Returns the permutation from position order to buffer rows of the KV held, and its inverse; int64."""
     order = positions(exchange.held, "cpu").argsort()
     return uploaded(order, device), uploaded(order.argsort(), device)
 
@@ -77,7 +77,7 @@ def _exchange_of(plan: Plan) -> Exchange:
 def _gathered(
     k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor, TileProblem]]:
-    """All keys and values that this rank sees, in the order of their positions, and who meets them."""
+    """Exchanges KV, and returns all keys and values that this rank sees by position, and the kernels' problem."""
     exchange = _exchange_of(plan)
     rows = _Rows.allocate(KV, k, v, k.dtype, exchange.most_rows, transport)
     for target, source in zip(rows.pair(rows.part(0, exchange.own_rows)), (k, v), strict=True):
@@ -92,7 +92,7 @@ def _gathered(
     yield
     transport.finish(moving)
     seen = rows.seen(exchange).view(-1, rows.width)
-    if rows.width * k.itemsize % 8 == 0:  # the widest word that is copied at a time
+    if rows.width * k.itemsize % 8 == 0:  # copies move at most 8 bytes at a time
         seen = seen.view(torch.int64)
     return *rows.pair(seen.index_select(0, order).view(k.dtype).view(-1)), problem
 
@@ -100,7 +100,7 @@ def _gathered(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """As `ring.forward`, of a plan whose hops are grouped."""
+    """Computes `schedule.forward` for a grouped plan."""
     keys, values, problem = yield from _gathered(k, v, plan, kernel_run, transport)
     out, lse = empty_results(q, v)
     if plan.hops[0].meets:
@@ -123,7 +123,7 @@ def backward_from_delta(
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """As `ring.backward_from_delta`, of a plan whose hops are grouped."""
+    """Computes `schedule.backward_from_delta` for a grouped plan."""
     kernels = kernel_run.kernels
     keys, values, problem = yield from _gathered(k, v, plan, kernel_run, transport)
     wide = kernels.state_dtype(q.dtype)
@@ -146,7 +146,7 @@ def backward_from_delta(
 
 
 def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """Sends gradients of all keys that this rank sees to their owners, and returns the sum of its own's shares."""
+    """Sends the gradients of all keys that this rank sees to their owners, and returns the sum for its own keys."""
     exchange = _exchange_of(plan)
     rows = _Rows.allocate(GRADIENT, dk, dv, dk.dtype, exchange.most_rows, transport)
     _, inverse = _orders(exchange, dk.device)
@@ -163,7 +163,7 @@ def _returned(dk: Tensor, dv: Tensor, plan: Plan, transport: Transport) -> Gener
     moving = transport.start(messages)
     yield
     transport.finish(moving)
-    total = rows.part(0, exchange.own_rows)  # nobody else reads these
+    total = rows.part(0, exchange.own_rows)  # no peer reads these rows, so they can be added to in place
     if not exchange.sees_own:
         total.zero_()
     for part, share in zip(exchange.sent, shares, strict=True):

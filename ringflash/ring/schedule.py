@@ -1,7 +1,7 @@
-"""Runs a plan on one rank: exchange -> tile kernel -> state, forward and backward.
+"""The executor of a plan on one rank: exchange -> tile kernel -> state, forward and backward.
 
-Each pass is a generator that yields before it waits for messages. On a process group it is simply run to its end; the
-local transport runs those of all virtual ranks in lockstep.
+Each pass is a generator that yields before it waits for messages. With a process group the generator simply runs to
+its end; the local transport runs the generators of all virtual ranks in lockstep.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 @dataclass(frozen=True)
 class KernelRun:
-    """How each hop of a pass is computed: the kernels, and what is the same for every hop, or kept for the next."""
+    """Kernels of a pass, with the settings common to all hops and a cache that lasts from hop to hop."""
 
     kernels: TileKernels
     score_config: ScoreConfig
@@ -35,21 +35,24 @@ class KernelRun:
     cache: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def problem(self, plan: Plan, hop: Hop) -> TileProblem:
-        """Who meets whom at `hop`."""
+        """Returns the queries and keys of `hop`, with the mask and score settings that kernels need."""
         return TileProblem(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.score_config, self.cache)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
-        """Whether one kernel computes all of a backward, in so many hops of as many keys as v has rows."""
+        """Returns whether one kernel computes dq, dk and dv of a backward of `hops` hops.
+
+        Each hop is taken to have as many keys as `v` has rows.
+        """
         deterministic = self.deterministic
         return self.kernels.fuses_dq(q, v, plan.mask, self.score_config, hops=hops, deterministic=deterministic)
 
     def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
-        """What that kernel adds dq of so many hops to."""
+        """Returns the accumulator to which that kernel adds dq over `hops` hops."""
         return self.kernels.new_dq(q, hops=hops, deterministic=self.deterministic)
 
 
 class _PairBuffer:
-    """Keys and values, or their gradients, of (batch, rows, nheads_kv, headdim) each, in one message."""
+    """Storage of keys and values, or of their gradients, as one message; each is (batch, rows, nheads_kv, headdim)."""
 
     def __init__(
         self,
@@ -65,18 +68,18 @@ class _PairBuffer:
         self._widths = batch * first[0] * first[1], batch * second[0] * second[1]
         self._rows = max_rows
         numel = max_rows * sum(self._widths)
-        if transport is None:  # nothing is sent from it
+        if transport is None:  # no message is sent from this buffer
             self._storage = like[0].new_empty(numel, dtype=dtype)
         else:
             self._storage = transport.allocate(slot, numel, like[0], dtype)
-        self._views: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}  # they are asked for at every hop
+        self._views: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}  # cached: every hop uses them
 
     def message(self, rows: int) -> Tensor:
-        """The storage of both tensors of `rows` rows: one contiguous vector."""
+        """Returns the storage of both tensors of `rows` rows as one contiguous vector."""
         return self._of(rows)[0]
 
     def pair(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Both tensors, as views."""
+        """Returns both tensors of `rows` rows as views."""
         return self._of(rows)[1]
 
     def _of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -89,16 +92,17 @@ class _PairBuffer:
         return views
 
     def _view(self, rows: int, which: int, start: int) -> Tensor:
-        """One of the tensors, in a single step: each one more is felt where sequences are short."""
+        """Returns one of the tensors in a single step, because more steps take noticeable time for short sequences."""
         nheads, headdim = self._heads[which]
         row = nheads * headdim
         return self._storage.as_strided((self._batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start)
 
 
 class _KVRing:
-    """The KV that visits this rank, hop by hop, in two rotating buffers.
+    """KV of the other ranks, hop by hop, in two rotating buffers.
 
-    What begins a revolution of a double ring is in one of two more, as it is sent far until the revolution ends.
+    A double ring uses two more buffers, because the KV that opens an inner pass is still being sent to the next group
+    while it is used.
     """
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
@@ -117,17 +121,17 @@ class _KVRing:
         return 2 + hop.revolution % 2 if hop.starts and self._plan.inner is not None else hop.index % 2
 
     def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
-        """Keys and values at `hop`."""
+        """Returns the keys and values of `hop`."""
         if hop.index == 0:
             return self._own
         return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))
 
     def _message(self, hop: Hop, owner: int) -> Tensor:
-        """The buffer in use at `hop`, as long as the KV of `owner`."""
+        """Returns the buffer in use at `hop` as a vector, as long as the KV of `owner`."""
         return self._buffers[self._slot(hop)].message(self._plan.layout.length(owner))
 
     def start(self, hop: Hop) -> object:
-        """Sends this hop's KV on and receives the next hop's."""
+        """Starts to send the KV of `hop` on, and to receive the KV of the next hop."""
         messages = []
         if hop.send_kv:
             buffer = self._message(hop, hop.owner)
@@ -150,7 +154,7 @@ class _KVRing:
         return moving
 
     def finish(self, hop: Hop, moving: object) -> None:
-        """Waits for what `start` gave at `hop`, and where a revolution ends for what was sent far when it began."""
+        """Waits for the messages that `start` returned at `hop`; at the end of an inner pass, also for its far ones."""
         self._transport.finish(moving)
         if self._moving_far is not None and self._plan.ends_revolution(hop):
             self._transport.finish(self._moving_far)
@@ -158,9 +162,9 @@ class _KVRing:
 
 
 class _GradientRing:
-    """dK and dV in the state's dtype, which follow their KV one hop behind and return home from its last stop.
+    """dK and dV in the state's dtype, which follow their KV one hop behind and return to its owner from its last stop.
 
-    In a double ring they do so in each revolution, and are added up at home.
+    In a double ring one gradient returns from each inner pass, and the owner adds them up.
     """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
@@ -170,7 +174,7 @@ class _GradientRing:
         self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (GRADIENT, i)) for i in range(count)]
         self._far = FarGradients(transport)
         self._own: tuple[Tensor, Tensor] | None = None
-        if not plan.hops[0].send_kv:  # it never leaves, so no travelling buffer may be reused over it
+        if not plan.hops[0].send_kv:  # this rank's gradient never leaves, so no later hop may overwrite its buffer
             self._own = self._empty(k.shape[1])
 
     def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -178,21 +182,27 @@ class _GradientRing:
         return dk, dv
 
     def _message(self, hop: Hop, owner: int) -> Tensor:
-        """The buffer in use at `hop`, as long as the gradient of the KV of `owner`."""
+        """Returns the buffer in use at `hop` as a vector, as long as the gradient of the KV of `owner`."""
         return self._travelling[hop.index % 2].message(self._plan.layout.length(owner))
 
     def visiting(self, hop: Hop) -> tuple[Tensor, Tensor]:
-        """dK and dV of the KV at `hop`: not written yet where it starts, else what the ranks before have added."""
+        """Returns dK and dV of the KV at `hop`: uninitialised if `hop.starts`, else the sum over earlier ranks."""
         if hop.index == 0 and self._own is not None:
             return self._own
         return self._travelling[hop.index % 2].pair(self._plan.layout.length(hop.owner))
 
     def scratch_grads(self, hop: Hop) -> tuple[Tensor, Tensor]:
-        """Where this rank may write its share at `hop` before what others have added: `visiting` where KV starts."""
+        """Returns storage for this rank's share of dK and dV at `hop`, free before the other ranks' sum arrives.
+
+        If `hop.starts` there is no such sum, and the storage is `visiting`.
+        """
         return self.visiting(hop) if hop.starts else self._empty(self._plan.layout.length(hop.owner))
 
     def start_after(self, done: Hop) -> object:
-        """Moves what belongs to hop `done`, now computed: on to the next rank, or home, and receives likewise."""
+        """Starts the gradient messages of hop `done`, which is computed; returns the handle of those within the ring.
+
+        Sends its gradient to the next rank or to the owner, and receives the next hop's gradient or this rank's own.
+        """
         plan, messages, h = self._plan, [], done.index
         if done.send_kv:
             messages.append(Message(plan.next_rank, self._message(done, done.owner), GRADIENT, sends=True, hop=h))
@@ -213,14 +223,19 @@ class _GradientRing:
             homewards.append(Message(done.grad_comes_home, buffer, channel, sends=False, hop=h, mirror=mirror))
         if far and homewards:
             self._far.start(done.revolution, homewards, arriving)
-        if far and done.send_grad_home:  # the buffer is on its way for longer than it would be left alone
+        if far and done.send_grad_home:  # the rotation would reuse the buffer before this slow message is done
             self._travelling[done.index % 2] = _PairBuffer(self._like, max(plan.layout.lengths), self._dtype)
         elif arriving is not None and not far:
             self._own = arriving
         return self._transport.start(messages)
 
     def finish(self, at: Hop | None, moving: object) -> None:
-        """Waits, at hop `at` or after the last one, for what `start_after` gave, and for what must be home by now."""
+        """Waits for the messages `moving` of `start_after`, and for gradients due from earlier inner passes.
+
+        Args:
+            at: the current hop; None after the last one.
+            moving: the handle that `start_after` returned.
+        """
         self._transport.finish(moving)
         if at is None or (self._plan.inner is not None and self._plan.ends_revolution(at)):
             for arrived in self._far.finish(None if at is None else at.revolution):
@@ -229,7 +244,7 @@ class _GradientRing:
                     total += share
 
     def own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The finished gradient of this rank's keys and values in `dtype`, each in storage of its own."""
+        """Returns the finished dK and dV of this rank's own KV in `dtype`, in separate storages."""
         assert self._own is not None
         dk, dv = (gradient.to(dtype) for gradient in self._own)
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
@@ -238,15 +253,15 @@ class _GradientRing:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """Attention of this rank's queries over the keys of all ranks.
+    """Computes the attention of this rank's queries over the keys of all ranks.
 
     Args:
         q: (batch, seqlen_local, nheads, headdim).
         k: (batch, seqlen_local, nheads_kv, headdim).
         v: (batch, seqlen_local, nheads_kv, headdim_v).
-        plan: this rank's hops.
-        kernel_run: kernels and scoring.
-        transport: joins this rank to the others of the plan.
+        plan: the hops of this rank.
+        kernel_run: kernels and score settings.
+        transport: carries messages between the ranks of the plan.
 
     Returns:
         out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
@@ -295,20 +310,20 @@ def backward_from_delta(
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of `forward`, with `lse` of the whole ring: dq, dk and dv as q, k and v.
+    """Computes the gradients of `forward`: dq, dk and dv in the shapes of q, k and v.
 
-    delta = rowsum(dout * out) - dlse; it and `lse` are contiguous, and rows of `dout` dense. With `wide_kv` dk and dv
-    are in the state's dtype.
+    delta = rowsum(dout * out) - dlse, and `lse` covers the keys of the whole ring. Both are contiguous, and the rows of
+    `dout` are dense. With `wide_kv` dk and dv are in the state's dtype, else in the dtype of k.
 
-    dq stays here in the state's dtype. At each hop a kernel hides the arrival of the gradient that follows the visiting
-    KV: the dQ kernel, after which the dK/dV kernel adds to what came, or the one kernel that computes all three, whose
-    dk and dv are then added to it.
+    dq stays on this rank in the state's dtype. At each hop a kernel runs while the gradient of the hop's KV arrives.
+    With separate kernels that is the dQ kernel, and the dK/dV kernel then adds to the received gradient. With one
+    kernel for all three gradients, its dk and dv are added to the received gradient afterwards.
     """
     kernels = kernel_run.kernels
     wide = kernels.state_dtype(q.dtype)
     hops = len(plan.hops)
     single_pass = kernel_run.single_pass(q, v, plan, hops=hops)
-    dtype = q.dtype if plan.world_size == 1 else wide  # alone, every kernel rounds once itself
+    dtype = q.dtype if plan.world_size == 1 else wide  # with one rank every kernel rounds its result once
     dq_sum, dq = kernel_run.new_dq(q, hops=hops) if single_pass else None, None
     kv = _KVRing(k, v, plan, transport)
     gradients = _GradientRing(k, v, wide if wide_kv else dtype, plan, transport)
@@ -353,14 +368,18 @@ def backward_from_delta(
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Storage for what `forward` returns."""
+    """Allocates uninitialised storage for the results of `forward`."""
     batch, seqlen, nheads, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=lse_dtype(q.dtype))
     return q.new_empty((batch, seqlen, nheads, v.shape[3])), lse
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink's weight exp(sink - lse) times dS of a key without a value, -delta; rows that saw nothing have no sink."""
+    """Returns dsinks = sum over rows of exp(sink - lse) * -delta, (nheads,); empty without sinks.
+
+    A sink is a key without a value, so the gradient of its score is its weight times -delta. Fully masked rows have no
+    sink.
+    """
     if sinks is None:
         return lse.new_empty(0)
     weights = torch.exp(sinks[:, None].double() - lse.double()).masked_fill(lse == -torch.inf, 0.0)

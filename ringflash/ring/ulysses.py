@@ -1,9 +1,9 @@
-"""Runs a ring whose ranks are groups: rows are exchanged for heads within the group, and back after the ring.
+"""A ring of groups of ranks: a group exchanges rows for heads before the ring, and heads for rows after the ring.
 
-Before the exchange a rank holds some rows of all heads, after it all rows of the group's shard for its heads. Every
-exchange is one message to each rank of the group, all tensors of one dtype and headdim in it.
+Before the exchange a rank holds some rows of all heads. After the exchange it holds all rows of the group's shard for
+its heads. An exchange sends each rank of the group one message for all tensors of one dtype and headdim.
 
-Shapes: what a rank stores is (batch, rows, heads, headdim); shard_rows are those of its whole group.
+Shapes: a rank stores (batch, rows, heads, headdim); shard_rows counts the rows of the whole group.
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
 """
 
@@ -25,17 +25,17 @@ from ringflash.ring.schedule import KernelRun
 from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
 
-_HeadsOf = Callable[[int], range]  # of a rank of the group
+_HeadsOf = Callable[[int], range]  # from a rank of the group to its heads
 
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of the ranks that it splits heads with.
+    """The ranks that split heads with one another, as one of them sees the group.
 
     Args:
         rank: this rank's index in the group.
-        rows: tokens that each rank of it stores.
-        transport: joins them.
+        rows: tokens that each rank of the group stores.
+        transport: carries messages within the group.
     """
 
     rank: int
@@ -45,9 +45,10 @@ class Group:
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each of `ranks` ranks computes: consecutive query heads, and the KV heads that these share.
+    """Split of heads over `ranks` ranks: each rank has consecutive query heads, and the KV heads that they use.
 
-    A KV head goes to every rank that has a query head of it, so with fewer KV heads than ranks each has but one.
+    A KV head goes to every rank that has one of its query heads. With fewer KV heads than ranks, a rank therefore has
+    one KV head, or two if its query heads use both.
     """
 
     nheads: int
@@ -55,19 +56,19 @@ class HeadSplit:
     ranks: int
 
     def queries(self, rank: int) -> range:
-        """Query heads of `rank`."""
+        """Returns the query heads of `rank`."""
         count = self.nheads // self.ranks
         return range(rank * count, (rank + 1) * count)
 
     def keys(self, rank: int) -> range:
-        """KV heads of `rank`."""
+        """Returns the KV heads of `rank`."""
         group, queries = self.nheads // self.nheads_kv, self.queries(rank)
         return range(queries.start // group, (queries.stop - 1) // group + 1)
 
     def copies(self, rank: int) -> list[int]:
-        """How often `rank` stores each of its KV heads: more than once only where its query heads share them unevenly.
+        """Returns how often `rank` stores each of its KV heads; all once unless its query heads share them unevenly.
 
-        Kernels take query heads that share KV heads in groups of one size.
+        Kernels need the same number of query heads for every KV head.
         """
         group, queries = self.nheads // self.nheads_kv, self.queries(rank)
         edges = [max(queries.start, head * group) for head in self.keys(rank)] + [queries.stop]
@@ -76,13 +77,13 @@ class HeadSplit:
 
     @property
     def shares_keys(self) -> bool:
-        """Whether a KV head goes to several ranks, whose gradients of it are then summed."""
+        """Returns whether several ranks have the same KV head, so that their gradients are summed."""
         return sum(len(self.keys(rank)) for rank in range(self.ranks)) > self.nheads_kv
 
 
 @lru_cache
 def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
-    """KV heads of the rank that has most; looked up at each call."""
+    """Returns the largest number of KV heads of a rank; cached, because every call needs it."""
     split = HeadSplit(nheads, nheads_kv, ranks)
     return max(len(split.keys(rank)) for rank in range(ranks))
 
@@ -90,16 +91,19 @@ def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport, group: Group | None
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """`ring.forward`, or that of grouped hops, of this rank's rows, for all heads: out and lse.
+    """Computes the attention of this rank's rows for all heads, by a ring or a grouped plan.
 
     Args:
         q: (batch, rows, nheads, headdim).
         k: (batch, rows, nheads_kv, headdim).
         v: (batch, rows, nheads_kv, headdim_v).
         plan: the hops of this rank's ring, over the shards of groups.
-        kernel_run: kernels, and the scoring of all heads.
-        transport: joins the ring.
-        group: the ranks that share heads; None is a ring alone.
+        kernel_run: kernels, and the score settings of all heads.
+        transport: carries messages between the ranks of the ring.
+        group: the ranks that split heads; None for a ring without groups.
+
+    Returns:
+        out (batch, rows, nheads, headdim_v) and lse (batch, nheads, rows), as `schedule.forward`.
     """
     schedule = gathered if plan.grouped else ring
     if group is None:
@@ -125,15 +129,16 @@ def backward(
     transport: Transport,
     group: Group | None,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Gradients of `forward`: dq, dk, dv as q, k, v, and dsinks (nheads,), its rows' share, empty without sinks.
+    """Computes the gradients of `forward`: dq, dk, dv in the shapes of q, k, v, and dsinks (nheads,).
 
-    Where ranks share a KV head, each sends its share of that head's gradient to the rank that stores the row, in the
-    state's dtype, and this one adds them up in rank order and rounds once.
+    dsinks is the share of this rank's rows, and is empty without sinks. If several ranks have the same KV head, each
+    sends its share of the gradient, in the state's dtype, to the rank that stores the row. That rank adds the shares in
+    rank order and rounds once.
     """
     schedule = gathered if plan.grouped else ring
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
-    lse = lse.contiguous()  # kernels read it and delta as one vector a head
-    delta = kernel_run.kernels.delta(out, dout, dlse)  # before the exchange: a number a row travels instead of out
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
+    lse = lse.contiguous()  # kernels read lse and delta as one vector a head
+    delta = kernel_run.kernels.delta(out, dout, dlse)  # before the exchange, which then sends delta instead of out
     dsinks = ring.sinks_gradient(kernel_run.score_config.sinks, lse, delta)
     if group is None:
         grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, kernel_run, transport)
@@ -165,17 +170,17 @@ def _split(
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """A number a row, (batch, heads, rows), as heads of headdim 1: (batch, rows, heads, 1)."""
+    """Returns one number a row, (batch, heads, rows), as heads of headdim 1: (batch, rows, heads, 1)."""
     return x.transpose(1, 2)[..., None]
 
 
 def _as_numbers(x: Tensor) -> Tensor:
-    """Inverse of `_as_heads`, contiguous."""
+    """Returns the inverse of `_as_heads`, contiguous."""
     return x[..., 0].transpose(1, 2).contiguous()
 
 
 def _repeated(x: Tensor, copies: list[int]) -> Tensor:
-    """Each head as often as `copies` says, next to each other."""
+    """Returns the heads of `x`, head i repeated `copies[i]` times in place."""
     if max(copies) == 1:
         return x
     heads = zip(x.split(1, dim=2), copies, strict=True)
@@ -183,14 +188,14 @@ def _repeated(x: Tensor, copies: list[int]) -> Tensor:
 
 
 def _summed(x: Tensor, copies: list[int]) -> Tensor:
-    """The gradient of what `_repeated` takes."""
+    """Returns the gradient of the input of `_repeated`: the sum over the copies of each head."""
     if max(copies) == 1:
         return x
     return torch.cat([part.sum(2, keepdim=True) for part in x.split(copies, dim=2)], dim=2)
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which tensors travel together: those of one dtype and headdim."""
+    """Groups the indices of tensors that share a message: tensors of one dtype and headdim."""
     kinds: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, x in enumerate(tensors):
         kinds.setdefault((x.dtype, x.shape[3]), []).append(index)
@@ -200,15 +205,16 @@ def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
 def _to_heads(
     tensors: Sequence[Tensor], heads_of: Sequence[_HeadsOf], group: Group
 ) -> Generator[None, None, list[Tensor]]:
-    """From (batch, rows, all heads, headdim) to (batch, shard_rows, this rank's heads, headdim), views of one message.
+    """Exchanges rows for heads: (batch, rows, all heads, headdim) to (batch, shard_rows, this rank's heads, headdim).
 
-    `heads_of` says for each tensor which of its heads a rank of the group gets.
+    The results are views of one tensor a message. `heads_of` gives for each tensor the heads that a rank of the group
+    receives.
     """
     ranks, moving = range(len(group.rows)), []
     for message in _messages(tensors):
         counts = [[len(heads_of[i](rank)) for i in message] for rank in ranks]
         batch, rows, _, headdim = tensors[message[0]].shape
-        outgoing = torch.cat(  # heads first, so that what a rank gets is contiguous
+        outgoing = torch.cat(  # heads first, so that the elements for one rank are contiguous
             [_heads(tensors[i], heads_of[i](rank)).permute(2, 0, 1, 3) for rank in ranks for i in message]
         )
         received = [sum(counts[group.rank]) * batch * n * headdim for n in group.rows]
@@ -229,15 +235,16 @@ def _to_heads(
 def _to_rows(
     tensors: Sequence[Tensor], heads_of: Sequence[_HeadsOf], nheads: Sequence[int], group: Group
 ) -> Generator[None, None, list[Tensor]]:
-    """From (batch, shard_rows, this rank's heads, headdim) to (batch, rows, all `nheads` heads, headdim), contiguous.
+    """Exchanges heads for rows: (batch, shard_rows, this rank's heads, headdim) to (batch, rows, nheads, headdim).
 
-    Inverse of `_to_heads`; where several ranks have a head, the sum over them.
+    This is the inverse of `_to_heads`, and its results are contiguous. A head that several ranks have is summed over
+    them.
     """
     ranks, moving = range(len(group.rows)), []
     for message in _messages(tensors):
         counts = [[len(heads_of[i](rank)) for i in message] for rank in ranks]
         batch, _, _, headdim = tensors[message[0]].shape
-        # Rows first, so that what a rank gets is contiguous.
+        # Rows first, so that the elements for one rank are contiguous.
         outgoing = torch.cat([tensors[i].transpose(0, 1) for i in message], dim=2).contiguous()
         own_rows = group.rows[group.rank]
         received = [own_rows * batch * sum(count) * headdim for count in counts]
@@ -264,7 +271,7 @@ def _heads(x: Tensor, heads: range) -> Tensor:
 
 
 def _assembled(blocks: Sequence[Tensor], heads: Sequence[range], nheads: int) -> Tensor:
-    """All heads, (batch, rows, nheads, headdim), from blocks of them in rising order, which may overlap by addition."""
+    """Joins blocks of heads in rising order to (batch, rows, nheads, headdim); heads of several blocks are added."""
     if sum(map(len, heads)) == nheads:
         return torch.cat(list(blocks), dim=2).contiguous()
     batch, rows, _, headdim = blocks[0].shape
