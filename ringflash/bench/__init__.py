@@ -1,1 +1,1 @@
-"""Measurements, peers beside us in the same run; run as commands, never as timed tests."""
+"""Benchmarks of the library and its peers in the same run; they are commands, never timed tests."""

@@ -1,4 +1,4 @@
-"""`python -m ringflash.bench NAME ...` is `ringflash bench NAME ...`: what torchrun starts."""
+"""Entry for torchrun: `python -m ringflash.bench NAME ...` is the same as `ringflash bench NAME ...`."""
 
 import sys
 

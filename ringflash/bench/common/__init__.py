@@ -1,1 +1,1 @@
-"""Problems, timing, records, tables and plots that benchmarks share."""
+"""Problems, timing, records, tables and plots that the benchmarks share."""

@@ -1,4 +1,7 @@
-"""Memory of one long forward and backward beside what it may take: inputs, results, one float32 dQ, O(N) statistics."""
+"""Memory check of one long forward and backward against an allowance.
+
+The allowance covers the inputs, the results, one float32 dQ and O(N) statistics.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from ringflash.bench.attention.single import ours
 from ringflash.bench.common.problem import Problem
 from ringflash.errors import ArgumentError
 
-STATISTICS = 4  # of each row and query head, float32: lse and delta, and both as the Hopper kernels take them
-BOUNDS = 4  # of each row, int32: between which keys a query sees, and which queries see a key
-ROUNDING = 2**20  # tables of tiles, and the allocator's rounding
-EXPECTED_TFLOPS = 300  # of forward and backward together, for the estimate alone
+STATISTICS = 4  # float32 numbers a row and query head: lse and delta, and both in the form of the Hopper kernels
+BOUNDS = 4  # int32 numbers a row: bounds of the keys that a query sees, and of the queries that see a key
+ROUNDING = 2**20  # bytes for tables of tiles and for the allocator's rounding
+EXPECTED_TFLOPS = 300  # of forward and backward together; used only to estimate the duration
 
 
 def allowed_bytes(problem: Problem) -> dict[str, int]:
-    """What forward and backward may have allocated at once, by kind."""
+    """Returns the bytes that forward and backward may have allocated at once, by kind."""
     q, kv = problem.q.numel(), problem.k.numel()
     size = problem.q.element_size()
     rows = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2]
@@ -33,7 +36,13 @@ def allowed_bytes(problem: Problem) -> dict[str, int]:
 
 
 def check(seqlen: int, dtype: torch.dtype, *, nheads: int, nheads_kv: int, headdim: int) -> list[dict[str, Any]]:
-    """Runs both backwards once, prints peak and allowance, and returns a row each; `within` says what came out."""
+    """Runs forward and backward once in each mode, prints the peak and the allowance, and returns a row for each mode.
+
+    The key `within` of a row says whether the peak stayed within the allowance.
+
+    Raises:
+        ArgumentError: there is no CUDA device.
+    """
     if not torch.cuda.is_available():
         remedy = "Run it where torch.cuda.is_available() is true."
         raise ArgumentError("--memory", expected="a CUDA device", got="none", remedy=remedy)

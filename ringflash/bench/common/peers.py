@@ -1,4 +1,7 @@
-"""Who runs in the ring benchmark: ring_attention, its peers, and two yardsticks of it, all given the same problem."""
+"""Contenders of the ring benchmark: ring_attention, its peers, and two yardsticks.
+
+All contenders get the same problem.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ringflash.bench.ring.ring_flash_attn import installed_kernels, ring_flash_a
 
 
 def ours(context: rf.ContextParallel) -> Contender:
-    """`ring_attention` over `context`."""
+    """Returns a contender that runs `ring_attention` over `context`."""
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -37,7 +40,10 @@ def ours(context: rf.ContextParallel) -> Contender:
 
 
 def without_messages(context: rf.ContextParallel) -> Contender:
-    """`ours`, every hop with the same work, but nothing sent: what it takes less is what messages cost."""
+    """Returns a contender like `ours`, but without messages between ranks.
+
+    Every hop has the same work, so the time that this contender saves is the cost of the messages.
+    """
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -54,10 +60,10 @@ def without_messages(context: rf.ContextParallel) -> Contender:
 
 
 class _Silent:
-    """A transport whose messages arrive at once, and hold what they held.
+    """Transport whose messages arrive at once and leave their buffers unchanged.
 
-    A buffer that is new gets random numbers: matrices of zeros, or of what memory held, would be multiplied faster than
-    others, as they take less power.
+    A new buffer gets random numbers. Matrices of zeros or of stale memory would be multiplied faster than others,
+    because they take less power.
     """
 
     def __init__(self, transport: Any) -> None:
@@ -65,10 +71,10 @@ class _Silent:
         self._filled: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)  # buffers are allocated as for messages
+        return getattr(self._transport, name)  # buffers are allocated as if messages were sent
 
     def start(self, messages: Sequence[Any]) -> None:
-        """Sends nothing."""
+        """Fills new receive buffers with random numbers, and sends nothing."""
         for message in messages:
             buffer = message.buffer
             if not message.sends and buffer.data_ptr() not in self._filled:
@@ -76,11 +82,11 @@ class _Silent:
                 self._filled.add(buffer.data_ptr())
 
     def finish(self, handle: None) -> None:
-        """Nothing to wait for."""
+        """Returns at once, because no message is under way."""
 
 
 def alone(tokens: int) -> Contender:
-    """`flash_attention` on every rank by itself: causal, over the first `tokens` tokens, one sequence."""
+    """Returns a contender that runs `flash_attention` on every rank by itself, causal, over the first `tokens` tokens."""
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -97,7 +103,10 @@ def alone(tokens: int) -> Contender:
 
 
 def torch_context_parallel(mesh: DeviceMesh, backend: SDPBackend, rotation: str) -> Contender:
-    """torch's context_parallel over scaled_dot_product_attention; it wants KV heads repeated to the query heads."""
+    """Returns torch's context_parallel over scaled_dot_product_attention as a contender.
+
+    It needs KV heads repeated to the query heads.
+    """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 
@@ -118,7 +127,7 @@ def torch_context_parallel(mesh: DeviceMesh, backend: SDPBackend, rotation: str)
 
 
 def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: bool) -> dict[str, Contender]:
-    """Everything to compare on this machine, by name; ours first."""
+    """Returns all contenders of this machine by name, ours first."""
     named: dict[str, Contender] = {f"ringflash {context.layout}": ours(context)}
     if with_peers:
         backends = {"flash": SDPBackend.FLASH_ATTENTION}

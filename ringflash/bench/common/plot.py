@@ -1,4 +1,4 @@
-"""The picture of the kernel benchmark: TFLOP/s over seqlen, a column a headdim, a row a pass and mask."""
+"""Picture of the kernel benchmark: TFLOP/s over seqlen, with a column per headdim and a row per pass and mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PANELS = (("forward", True), ("backward", True), ("forward", False), ("backward"
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
-    """Draws `rows` of the benchmark; failed contenders and passes that were not timed are left out."""
+    """Draws `rows` of the benchmark to `path`, without failed contenders and without passes that were not timed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
                 points = sorted((row["seqlen"], row[f"{part}_tflops"]) for row in cell if _has(row, name, part))
                 twin = name.replace("deterministic", "fast")
                 if not points or (part == "forward" and name != twin and twin in names):
-                    continue  # the forward of both modes is one
+                    continue  # both modes have the same forward
                 width, order = (2.2, 3) if name.startswith("ringflash") else (1.2, 2)
                 style, colour = "o-" if name == _mode(name) else "o--", colours[_mode(name)]
                 xs, ys = zip(*points, strict=True)
@@ -63,10 +63,10 @@ def _has(row: Mapping[str, Any], name: str, part: str) -> bool:
 
 
 def _mode(name: str) -> str:
-    """The name without its kernels', where it has one: the same mode has the same colour."""
+    """Returns the name without the name of the kernels, so that the same mode has the same colour."""
     return name.partition(", ")[0]
 
 
 def short(seqlen: int) -> str:
-    """Tokens in thousands of 1024, where they are whole."""
+    """Returns a label of `seqlen`, in units of 1024 tokens if it is a multiple of them."""
     return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)

@@ -1,4 +1,4 @@
-"""What is measured: a problem, random self-attention, how a contender takes it, and options that say which."""
+"""Problems of the benchmarks: random self-attention, its form for a contender, and the shared options."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.commands.options import DTYPES
 
-AGREEMENT = 0.05  # of the largest value: more than low precision explains, less than a wrong mask or scale
+AGREEMENT = 0.05  # share of the largest value: above errors of low precision, below errors of a wrong mask or scale
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of whole sequences: full, causal, or under any mask.
+    """Self-attention of whole sequences: full, causal, or under any other mask.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
         k: (batch, seqlen, nheads_kv, headdim).
-        v: as k.
-        dout: as q.
+        v: (batch, seqlen, nheads_kv, headdim).
+        dout: (batch, seqlen, nheads, headdim).
         causal: whether a query sees only keys up to its own position.
-        mask: what else hides keys from it, with all that `causal` says; None is nothing.
+        mask: the whole mask, the causal part included; None means that `causal` is the whole mask.
     """
 
     q: Tensor
@@ -51,7 +51,7 @@ class Problem:
         causal: bool = True,
         mask: Any = None,
     ) -> Problem:
-        """Normal inputs, the same in every process."""
+        """Returns a problem with normally distributed inputs, the same in every process."""
         generator = torch.Generator(device).manual_seed(seqlen)
 
         def draw(heads: int) -> Tensor:
@@ -61,50 +61,53 @@ class Problem:
 
     @property
     def seqlen(self) -> int:
-        """Tokens in a whole sequence."""
+        """Number of tokens in a whole sequence."""
         return self.q.shape[1]
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Number of query heads that share a KV head."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
     def visible(self) -> Any:
-        """The mask that attention is given."""
+        """Returns the mask to pass to attention."""
         return self.mask or (rf.Causal() if self.causal else None)
 
     @property
     def forward_flops(self) -> float:
-        """4 batch seqlen^2 nheads headdim, halved where half the scores are masked; under a mask, of visible pairs."""
+        """Returns the FLOPs of a forward: 4 batch seqlen^2 nheads headdim, halved for a causal problem.
+
+        Under `mask`, the exact number of visible pairs replaces seqlen^2.
+        """
         batch, seqlen, nheads, headdim = self.q.shape
         if self.mask is not None:
             return 4.0 * batch * int(self.mask.area(seqlen, seqlen).row_pairs.sum()) * nheads * headdim
         return (2.0 if self.causal else 4.0) * batch * seqlen**2 * nheads * headdim
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """The problem with `change` made to every tensor."""
+        """Returns the problem with `change` applied to every tensor."""
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), dout=change(self.dout))
 
     def repeated(self) -> Problem:
-        """The problem with KV heads repeated to the query heads, for those who know no groups."""
+        """Returns the problem with KV heads repeated to the query heads, for contenders without grouped heads."""
         return replace(self, k=self.k.repeat_interleave(self.group, 2), v=self.v.repeat_interleave(self.group, 2))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as leaves that require gradients, on the same storage."""
+        """Returns q, k and v as leaves that require gradients, on the same storage."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A problem, or one rank's part of it, in a contender's hands.
+    """A problem, or one rank's part of it, in the form that a contender takes.
 
     Args:
-        inputs: q, k and v as the contender wants them: leaves that require gradients.
-        dout: the gradient of its output.
-        call: the attention.
-        whole: takes an output or gradient to (batch, seqlen, heads, headdim), all ranks' parts joined.
+        inputs: q, k and v in the contender's form, as leaves that require gradients.
+        dout: the gradient of the output.
+        call: the attention function of q, k and v.
+        whole: converts an output or gradient to (batch, seqlen, heads, headdim), with the parts of all ranks joined.
     """
 
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -113,15 +116,15 @@ class Setup:
     whole: Callable[[Tensor], Tensor]
 
     def forward(self) -> Tensor:
-        """One forward."""
+        """Runs one forward and returns out."""
         return self.call(*self.inputs)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk, dv of an output, whose graph stays for the next call."""
+        """Returns dq, dk and dv of `out`, and keeps its graph for the next call."""
         return torch.autograd.grad(out, self.inputs, self.dout, retain_graph=True)
 
     def forward_backward(self) -> tuple[Tensor, ...]:
-        """One forward and backward: out, dq, dk, dv."""
+        """Runs one forward and backward, and returns out, dq, dk and dv."""
         out = self.forward()
         return out, *torch.autograd.grad(out, self.inputs, self.dout)
 
@@ -130,7 +133,7 @@ Contender = Callable[[Problem], AbstractContextManager[Setup]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that the benchmarks of hops and of masks share."""
+    """Adds the options that the benchmarks of hops and of masks share."""
     parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
     parser.add_argument("--nheads", type=int, help="default: 16")
     parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
@@ -140,10 +143,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """Largest difference, as a share of the largest expected value."""
+    """Returns the largest difference as a share of the largest expected value."""
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
 def failure(error: Exception) -> str:
-    """The first line of what a contender raised, for its row."""
+    """Returns the first line of a contender's exception, for its row."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,7 +1,7 @@
-"""HBM bytes of a pass, measured by the GPU's counters: through Nsight Compute, or CUPTI by way of torch's profiler.
+"""HBM bytes of a pass, measured by the GPU's counters with Nsight Compute, or with CUPTI through torch's profiler.
 
-Counters may be out of reach: no profiler installed, or none allowed to read them. Each way runs in a process of its
-own, so that one that fails or aborts costs only its answer.
+The counters may be out of reach, because no profiler is installed or because none may read them. Each profiler runs in
+its own process, so that a failure or an abort costs only this profiler's figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MARK = "measured bytes: "
 
 
 def measure(shape: Shape, dtype: str) -> tuple[dict[str, float], str]:
-    """Bytes of our passes that a profiler on this machine measures, and which; without one none, and why."""
+    """Measures the HBM bytes of our passes with the first profiler that works on this machine.
+
+    Returns:
+        Bytes by pass and the profiler's name; without a profiler, no bytes and the reason.
+    """
     if not torch.cuda.is_available():
         return {}, "no profiler at hand (no CUDA device)"
     tried = []
@@ -58,7 +62,11 @@ def _with_ncu(child: list[str]) -> float:
 
 
 def ncu_bytes(lines: Iterable[str]) -> float:
-    """Sum over all kernels and both metrics of Nsight Compute's table, which comes after other lines."""
+    """Returns the sum over all kernels and both metrics of Nsight Compute's table, which follows other lines.
+
+    Raises:
+        ValueError: there is no table, or it has no figures.
+    """
     rows = list(csv.reader(line for line in lines if line.startswith('"')))
     if not rows or "Metric Value" not in rows[0]:
         raise ValueError("ncu gave no table")
@@ -85,10 +93,10 @@ def _output(command: list[str]) -> str:
 
 
 def trace_bytes(trace: str) -> float:
-    """Sum of both metrics over all events of a Chrome trace.
+    """Returns the sum of both metrics over all events of a Chrome trace.
 
     Raises:
-        ValueError: the trace has none.
+        ValueError: the trace has no such metrics.
     """
     events = json.loads(trace)["traceEvents"]
     found = [float(event["args"][metric]) for event in events for metric in METRICS if metric in event.get("args", {})]
@@ -103,7 +111,7 @@ def _run_pass(setup: Setup, what: str) -> Callable[[], object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one pass once under a profiler; started by `measure`."""
+    """Runs one pass once under a profiler. `measure` starts it in a process of its own."""
     parser = argparse.ArgumentParser("ringflash.bench.common.profiler")
     parser.add_argument("sizes", type=int, nargs=6, help="batch, seqlen, nheads, nheads_kv, headdim, causal")
     parser.add_argument("--dtype", choices=DTYPES, required=True)

@@ -1,4 +1,4 @@
-"""What benchmarks over ranks share: options, how they join, and times of the slowest rank."""
+"""Shared parts of the benchmarks over ranks: options, process groups, and the times of the slowest rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ringflash.bench.common.problem import Contender, Problem
 from ringflash.commands.options import DTYPES
 from ringflash.errors import ArgumentError
 
-FORWARD_BACKWARD = 3.5  # in forwards
+FORWARD_BACKWARD = 3.5  # FLOPs of both passes over the FLOPs of a forward
 PARTS = {"forward": 1.0, "forward_backward": FORWARD_BACKWARD}
 
 
 @dataclass
 class Samples:
-    """What rounds of one contender add up to.
+    """Measurements of one contender over all rounds.
 
     Args:
-        seconds: of each pass.
-        bytes: the most that was allocated for it at once, its inputs among them.
+        seconds: times of each pass.
+        bytes: largest memory that was allocated at once for the contender, its inputs included.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -35,7 +35,7 @@ class Samples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that all of them have, and mean alike."""
+    """Adds the options that all benchmarks over ranks have in common."""
     lengths = [2**n for n in range(13, 21)]
     parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
     parser.add_argument("--nheads", type=int, default=32)
@@ -49,10 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def join(program: str, arguments: Sequence[str]) -> DeviceMesh:
-    """The process group and mesh of all ranks, on GPUs when there are any.
+    """Joins the process group of all ranks, on GPUs if there are any, and returns its mesh.
 
     Raises:
-        ArgumentError: not started by torchrun.
+        ArgumentError: the process was not started by torchrun.
     """
     if "RANK" not in os.environ:
         remedy = " ".join(["Start it with torchrun --nproc-per-node N -m", program, *arguments])
@@ -68,21 +68,21 @@ def join(program: str, arguments: Sequence[str]) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's."""
+    """Returns this rank's device."""
     return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
 
 
 def device_name(mesh: DeviceMesh) -> str:
-    """What the ranks run on."""
+    """Returns the name of the device that the ranks run on."""
     return torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU process"
 
 
 def take_round(
     contender: Contender, problem: Problem, samples: Samples, repeats: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Adds `repeats` times of each pass, and the memory, after one call that is not timed.
+    """Adds `repeats` times of each pass, and the memory, to `samples`, after one call that is not timed.
 
-    Memory that a transport shows to peers is not torch's to count.
+    torch does not count the memory that a transport shares with peers.
     """
     on_gpu = problem.q.is_cuda
     with contender(problem) as shard:
@@ -100,7 +100,7 @@ def take_round(
 
 
 def slowest_seconds(call: Callable[[], object], on_gpu: bool, group: dist.ProcessGroup | None = None) -> float:
-    """Time of one call on the slowest rank; all ranks start together."""
+    """Returns the time of one call on the slowest rank. All ranks start together."""
     dist.barrier(group)
     if on_gpu:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

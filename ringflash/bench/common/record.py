@@ -1,4 +1,4 @@
-"""What a run leaves behind: its figures as JSON, with the command, date, device and versions that made them."""
+"""Record of a run: its figures as JSON, with the command, the date, the device and the versions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 
 
 def command(program: str, arguments: Sequence[str]) -> str:
-    """The command line, as a shell takes it, without folders: where its files lie says nothing about the run."""
+    """Returns the command line, quoted for a shell.
+
+    Arguments lose their folders, because the place of a file says nothing about the run.
+    """
     names = (Path(argument).name if os.sep in argument else argument for argument in arguments)
     return " ".join([program, *map(shlex.quote, names)])
 
 
 def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Writes `rows` and whatever `more` is to be said; a file that is there is replaced in one step."""
+    """Writes `rows` and the entries of `more` to `path`. An existing file is replaced in one step."""
     record = {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,4 +1,4 @@
-"""Tables of the benchmarks of kernels and of rings."""
+"""Tables of the kernel benchmark and of the ring benchmark."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 
 from ringflash.bench.ring.accuracy import TENSORS
 
-WIDTH = 170  # where the output is no terminal
+WIDTH = 170  # columns, if the output is not a terminal
 
 
 def print_cells(rows: Sequence[Mapping[str, Any]], missing: Sequence[str], device: str) -> None:
-    """One table a cell: every contender's rates, memory and errors, or why it has none."""
+    """Prints one table a cell: the rates, memory and errors of every contender, or the reason for a failure."""
     console = _console()
     cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -58,7 +58,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def print_ring(rows: Sequence[Mapping[str, Any]], device: str) -> None:
-    """A table of every contender's times, rates and memory, and why some have none; then errors, where measured."""
+    """Prints a table of the times, rates and memory of every contender.
+
+    The reasons for failures follow, and the errors if they were measured.
+    """
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
     table = Table(title=f"Ring attention, {first['mask']}: {heads}, {device}")
@@ -95,7 +98,10 @@ def _rate(tflops: float) -> str:
 
 
 def print_traffic(rows: Sequence[Mapping[str, Any]], kernels: str) -> None:
-    """HBM bytes in MiB: compulsory, with the tiles of `kernels` and no cache, measured, and standard attention's."""
+    """Prints HBM bytes in MiB: compulsory, computed for the tiles of `kernels`, measured, and of standard attention.
+
+    The bytes of the tiles are computed without a cache.
+    """
     table = Table(title=f"HBM traffic of the {kernels} kernels in MiB; computed, but for the columns that say measured")
     for column in ("cell", "pass", "compulsory", "tiled, no cache", "measured", "standard attention"):
         table.add_column(column, justify="left" if column in ("cell", "pass") else "right")

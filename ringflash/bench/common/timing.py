@@ -1,7 +1,7 @@
-"""Times of one device's calls: the GPU's own time, by events, with the launches queued behind a busy GPU.
+"""Timing of calls on one device: the GPU's own time between events, with the launches queued behind a busy GPU.
 
-A call of a few microseconds is bound by Python and launches when it stands alone; queued, what is timed is what the
-kernels take. The time that Python needs to launch a call is kept beside it.
+A single call of a few microseconds is bound by Python and by launches. Queued calls are bound by the kernels alone. The
+time that Python needs to launch a call is kept separately.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 
 T = TypeVar("T")
 
-SAMPLE_SECONDS = 0.02  # a sample is as many calls as take this long
+SAMPLE_SECONDS = 0.02  # duration of a sample, which fixes its number of calls
 MAX_CALLS = 20
-MAX_CLOCK_HZ = 2e9  # of the GPUs at hand: a spin of so many cycles takes at least a second
+MAX_CLOCK_HZ = 2e9  # bound on the clocks of supported GPUs: a spin of this many cycles takes at least a second
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a call is sampled: how often in a row, and the seconds that launching it once takes."""
+    """Sampling of a call: the number of calls in a row, and the seconds that one launch takes."""
 
     calls: int
     launch_seconds: float
 
 
 def pace(call: Callable[[], object], on_gpu: bool) -> Pace:
-    """Chooses the number of calls by timing one; the call must have run before."""
+    """Chooses the number of calls in a sample by timing one call. The call must have run before."""
     _wait(on_gpu)
     begin = time.perf_counter()
     call()
@@ -40,7 +40,7 @@ def pace(call: Callable[[], object], on_gpu: bool) -> Pace:
 
 
 def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
-    """Mean time of one of `pace.calls` calls in a row."""
+    """Returns the mean time of one call, in seconds, over `pace.calls` calls in a row."""
     if not on_gpu:
         begin = time.perf_counter()
         for _ in range(pace.calls):
@@ -59,9 +59,9 @@ def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
 
 
 def turns(names: Sequence[T], number: int) -> list[T]:
-    """The order of round `number`: each two rounds begin with the next name, and the second of them runs backwards.
+    """Returns the order of round `number`: each pair of rounds begins one name later, and odd rounds run backwards.
 
-    So nobody always comes after the same one, whose work sets the clocks and temperature that it starts with.
+    No name then always follows the same other name. The work before a sample sets its first clocks and temperature.
     """
     first = number // 2 % max(1, len(names))
     order = [*names[first:], *names[:first]]

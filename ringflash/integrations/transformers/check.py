@@ -1,8 +1,8 @@
 """Behavioural check of transformers models: cutting a sequence over ranks must not change the results.
 
-The model runs on a few tokens twice, in their own order and in the order of a ring. Each attention call of the second
-run must get the queries, keys and values of the first run, and returns the first run's output. Rounding errors
-therefore do not add up over layers, and any dependence on the order of rows outside of attention shows as a difference.
+The model runs on a few tokens in their own order, and then in the order of a ring. Each attention call of the later run
+must get the queries, keys and values of the first run, and returns the first run's output. Rounding errors therefore do
+not add up over layers, and any dependence on the order of rows outside of attention shows as a difference.
 """
 
 from __future__ import annotations

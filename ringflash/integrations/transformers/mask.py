@@ -154,8 +154,8 @@ def describe(
     """Describes `mask_function(batch, head, row, key)` without an N x N mask; the entry of `AttentionMaskInterface`.
 
     The function is evaluated for each row at the keys near both ends of the expected range, and at a few other keys.
-    These are ten times N results, enough to notice a mask of another form. The interface's other arguments concern
-    dense masks and are ignored.
+    These are about nine times N results, enough to notice a mask of another form. The other arguments of the interface
+    concern dense masks and are ignored.
 
     Raises:
         MaskRefused: padding, a custom mask function, a cache with room for more keys, or a mask of another form.
