@@ -1,4 +1,4 @@
-"""What all ranks do together with a checkpoint: an error on one of them is raised by all."""
+"""Collective work of all ranks on a checkpoint: an error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGr
     """Calls `function` on each rank of `group` and gathers the results; an error on one rank is raised on all.
 
     Raises:
-        CheckpointError: `function`'s own, or one that names the rank and what it raised.
+        CheckpointError: the error of `function`, or an error that names the rank and its exception.
     """
     result, failure, own = None, None, None
     try:
         result = function()
-    except Exception as raised:  # whatever it is, the other ranks wait for word of it
+    except Exception as raised:  # any error, because the other ranks wait for the result
         own = raised
         where = f"rank {dist.get_rank(group)}: {type(raised).__name__}: {raised}"
         error = raised if isinstance(raised, CheckpointError) else failed(path, where)
@@ -39,7 +39,7 @@ def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGr
 
 @contextmanager
 def among_ranks(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raises CheckpointError for what a collective raises when another rank is gone: gloo's own error names nobody."""
+    """Raises CheckpointError when another rank is gone during a collective, because gloo's error names no rank."""
     rank = dist.get_rank(group)
     try:
         yield
@@ -49,7 +49,7 @@ def among_ranks(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[
 
 
 def failed(path: Path, what: str) -> CheckpointError:
-    """The error of a checkpoint that ranks could not all read or write."""
+    """Makes the error for a checkpoint that some rank could not read or write."""
     return CheckpointError(
         str(path),
         expected="every rank to read and write it",

@@ -1,4 +1,4 @@
-"""Loads sharded checkpoints at any world size, verified before anything is opened."""
+"""Loading of sharded checkpoints at any world size. Files are verified before they are opened."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from ringflash.train.checkpoint.save import named_tensors, optimizer_tensors
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 
-FOLDER = "checkpoint_folder"  # the key under which `load` says which checkpoint it took
+FOLDER = "checkpoint_folder"  # key under which `load` returns the path of the checkpoint that it loaded
 
 
 def load(
     path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Fills `model` and `optimizers`, at any world size, and returns the rest; every rank calls it.
+    """Fills `model` and `optimizers`, at any world size, and returns the other entries; every rank calls it.
 
     Args:
-        path: a checkpoint; or a folder of them, which stands for the newest that is undamaged. Damaged ones that are
-            newer are named on stderr.
-        model: with the parameters to fill, sharded or not.
-        optimizers: to restore too; none, to evaluate.
-        model_config: of `model`; None: not compared.
+        path: a checkpoint, or a folder of checkpoints, from which the newest undamaged one is loaded. Damaged newer
+            checkpoints are named on stderr.
+        model: module with the parameters to fill, sharded or not.
+        optimizers: optimizers to restore too; empty for evaluation.
+        model_config: configuration of `model`; None: not compared.
 
     Raises:
-        CheckpointError: no such folder; incomplete; or another model or optimizer, whose tensors have other names or
-            shapes.
-        CheckpointCorrupt: a file that is not as the manifest says.
+        CheckpointError: no such folder, an incomplete checkpoint, or another model or optimizer with tensors of other
+            names or shapes.
+        CheckpointCorrupt: a file differs from its entry in the manifest.
     """
     paths: list[Path] = on_every_rank(lambda: _candidates(path), path)[0]
     for index, candidate in enumerate(paths):
@@ -99,25 +99,28 @@ def _load(
 
 
 def read_tensors(prefix: str, tensors: dict[str, Any], path: Path) -> None:
-    """Fills `tensors`, sharded or not, with those that were saved under `prefix`; every rank calls it.
+    """Fills `tensors`, sharded or not, from the tensors saved under `prefix`; every rank calls it.
 
     Raises:
-        CheckpointError: tensors of other names or shapes.
+        CheckpointError: the saved tensors have other names or shapes.
     """
     _read(named_tensors(prefix, tensors), path, f"{prefix}.")
 
 
 def load_decoder(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder that a checkpoint of `LanguageModel` holds, whole, on the CPU of this one process.
+    """Loads the whole decoder of a `LanguageModel` checkpoint on the CPU of this one process.
 
     Raises:
-        CheckpointError: as `load`; or a checkpoint that holds no decoder.
+        CheckpointError: as `load`; or the checkpoint holds no decoder.
     """
     return load_decoder_and_rest(path, dtype=dtype)[0]
 
 
 def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Decoder, dict[str, Any]]:
-    """`load_decoder`, and what the checkpoint holds beside tensors: the state of its data module by its class, say."""
+    """Loads the decoder as `load_decoder`, and the checkpoint's entries other than tensors.
+
+    One such entry is the state of the data module, by its class.
+    """
     path = locate(Path(path))
     rest = _open(path, alone=True)
     if not isinstance(config := rest.get("model_config"), dict):
@@ -142,7 +145,7 @@ def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float3
 
 
 def of_transformers(path: Path, config: dict[str, Any]) -> CheckpointError:
-    """Makes the error of a checkpoint of `TransformersModel`, where only a decoder of our own can be used."""
+    """Makes the error for a checkpoint of `TransformersModel` where only a Decoder can be used."""
     return CheckpointError(
         str(path),
         expected="a checkpoint of LanguageModel",
@@ -152,10 +155,10 @@ def of_transformers(path: Path, config: dict[str, Any]) -> CheckpointError:
 
 
 def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, Any]) -> Any:
-    """Loads the model that a checkpoint of `TransformersModel` holds, whole, on the CPU of this one process.
+    """Loads the whole model of a `TransformersModel` checkpoint on the CPU of this one process.
 
     Raises:
-        CheckpointError: as `load`; or a configuration that transformers does not know.
+        CheckpointError: as `load`; or transformers does not know the configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -176,7 +179,7 @@ def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, An
 
 
 def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Verifies a checkpoint, and returns its folder and all content but its tensors.
+    """Verifies a checkpoint, and returns its folder and all its content except tensors.
 
     Raises:
         CheckpointError: as `load`.
@@ -186,9 +189,9 @@ def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:
-    """Raises CheckpointError, listing the fields that differ, unless a checkpoint's model is the current one.
+    """Raises CheckpointError, listing the differing fields, unless the checkpoint's model is the current one.
 
-    Fields of `ModelConfig` that a checkpoint is too old to have are at their defaults.
+    Fields of `ModelConfig` that an older checkpoint lacks take their defaults.
     """
     usual = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING and f.name in current}
     before = usual | (saved or {})
@@ -210,7 +213,7 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
         on_every_rank(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()), path)
     try:
         rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # content with the right digest may still raise nearly anything
+    except Exception as error:  # content with the right digest may still raise almost any error
         raise damaged(path / STATE, f"unreadable: {error}") from error
     if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
         raise damaged(path / STATE, "no dictionary of a run's state")
@@ -218,7 +221,7 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
 
 
 def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
-    """Reads `tensors` in place, having compared their names and shapes with all that the index has under `prefix`."""
+    """Reads `tensors` in place, after comparing names and shapes with all index entries under `prefix`."""
     index = SafeReader(path).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         entry = index.get(name)
@@ -238,12 +241,12 @@ def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = Fal
             remedy="Load it into what it was saved from.",
         )
     with warnings.catch_warnings():
-        # DCP says so whenever it is asked to load in one process
+        # DCP warns whenever it loads in one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             load_tensors(tensors, storage_reader=SafeReader(path), no_dist=alone)
         except CheckpointException as error:
-            # The same failures on every rank, in rank order, so that all go on from the same earlier checkpoint.
+            # Every rank sees the same failures in rank order, so all continue from the same earlier checkpoint.
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             if isinstance(cause, CheckpointError):
                 raise cause from None

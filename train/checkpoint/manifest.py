@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its manifest, and its replacement with never a moment without a complete one."""
+"""Checkpoint folder: its manifest, and its atomic replacement, during which a complete checkpoint always exists."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself.
+    """Description of a complete checkpoint.
 
     Args:
-        step: optimizer steps before it; None where the saver named none.
-        written: when it was completed, in seconds since 1970.
-        files: size in bytes and SHA-256 of each, by name.
+        step: optimizer steps before the checkpoint; None if the saver gave no step.
+        written: time of completion, in seconds since 1970.
+        files: size in bytes and SHA-256 of each file, by name.
     """
 
     step: int | None
@@ -36,11 +36,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which earlier checkpoints stay beside the newest, as `step-00000500` and so on.
+    """Rule for the earlier checkpoints to keep next to the newest, as `step-00000500` and so on.
 
     Args:
-        newest: how many of the newest stay, the newest itself counted.
-        every_n_steps: those of steps that are multiples of this stay for good; None: none does.
+        newest: number of newest checkpoints to keep, including the newest itself.
+        every_n_steps: keep forever the checkpoints of steps that are multiples of this; None: keep none forever.
     """
 
     newest: int = 1
@@ -53,10 +53,10 @@ class Keep:
 
 
 def local_path(path: str | Path, argument: str) -> Path:
-    """The path of a folder on a file system.
+    """Returns the path of a folder on a file system.
 
     Raises:
-        CheckpointError: it is a URL, such as s3://bucket/name, of which Path would make a folder named "s3:".
+        CheckpointError: `path` is a URL, such as s3://bucket/name, from which Path would make a folder named "s3:".
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.\-]+:/", str(path)):
         raise CheckpointError(
@@ -69,23 +69,23 @@ def local_path(path: str | Path, argument: str) -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """Where the next content of `path` is written; it becomes `path` when it is complete."""
+    """Returns the path for writing the next content of `path`; it is renamed to `path` when it is complete."""
     return path.parent / f".{path.name}.partial"
 
 
 def previous_of(path: Path) -> Path:
-    """Where the content of `path` is while the next one takes its place."""
+    """Returns the path that holds the old content of `path` while the new content replaces it."""
     return path.parent / f".{path.name}.old"
 
 
 def locate(path: Path) -> Path:
-    """`path`, or the previous content of it when a save was killed as it put the next one in place."""
+    """Returns `path`, or the path of its previous content if a save was killed between its two renames."""
     previous = previous_of(path)
     return previous if not path.exists() and (previous / MANIFEST).is_file() else path
 
 
 def complete_in(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, the newest first; what a killed save has left is not among them."""
+    """Returns the complete checkpoints in `folder`, newest first, without the remains of a killed save."""
     if not folder.is_dir():
         return []
     names = {re.sub(r"^\.(.+)\.old$", r"\1", path.name) for path in folder.iterdir()}
@@ -95,10 +95,10 @@ def complete_in(folder: Path) -> list[Path]:
 
 
 def prepare(path: Path) -> Path:
-    """Makes the empty folder beside `path` that `publish` will move there.
+    """Makes an empty folder next to `path` that `publish` will rename to `path`.
 
     Raises:
-        CheckpointError: `path` holds something that is not a checkpoint, and that saving would delete.
+        CheckpointError: `path` holds something other than a checkpoint, which saving would delete.
     """
     if (path.exists() or path.is_symlink()) and _peek(path) is None:
         raise CheckpointError(
@@ -115,10 +115,10 @@ def prepare(path: Path) -> Path:
 
 
 def publish(path: Path, files: dict[str, dict[str, Any]], *, step: int | None = None, keep: Keep | None = None) -> None:
-    """Completes the folder that `prepare` made with a manifest of `files`, and moves it to `path`.
+    """Completes the folder of `prepare` with a manifest of `files`, and renames it to `path`.
 
-    There is always a complete checkpoint, which `locate` finds: at `path`, or beside it between two renames. What was
-    at `path` before is removed, or with `keep` gets a name of its own, and what that does not keep is removed.
+    There is always a complete checkpoint that `locate` finds: at `path`, or next to it between two renames. The old
+    content of `path` is removed, or renamed if `keep` is given. Checkpoints that `keep` excludes are removed.
     """
     partial, previous = partial_of(path), previous_of(path)
     manifest = {"format": FORMAT_VERSION, "step": step, "written": time.time(), "files": dict(sorted(files.items()))}
@@ -126,7 +126,7 @@ def publish(path: Path, files: dict[str, dict[str, Any]], *, step: int | None = 
     for file in (*partial.iterdir(), partial):
         sync(file)
     if path.exists():
-        _retire(path, keep)  # left by a kill after the renames; without `path` it would be all there is
+        _retire(path, keep)  # a killed save may have left it; without `path` it would be the only checkpoint
         path.rename(previous)
     partial.rename(path)
     sync(path.parent)
@@ -134,11 +134,11 @@ def publish(path: Path, files: dict[str, dict[str, Any]], *, step: int | None = 
 
 
 def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
-    """Compares the folder with its manifest: every file there, of the right size, and every `parts`-th digest.
+    """Compares the folder with its manifest: presence and size of every file, and the digest of every `parts`-th file.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that is complete.
-        CheckpointCorrupt: naming the file that is missing, truncated or changed.
+        CheckpointError: there is no checkpoint, or no complete one.
+        CheckpointCorrupt: a file is missing, truncated or changed; the error names it.
     """
     manifest = read_manifest(path)
     for index, (name, (size, digest)) in enumerate(sorted(manifest.files.items())):
@@ -156,7 +156,7 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint `path`; raises as `verify`."""
+    """Reads the manifest of the checkpoint `path`; raises as `verify` does."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(
             str(path),
@@ -187,13 +187,13 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def entry_of(file: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of `file`, as the manifest has them."""
+    """Returns the manifest entry of `file`: its size in bytes and SHA-256."""
     with file.open("rb") as stream:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def damaged(file: Path, what: str) -> CheckpointCorrupt:
-    """The error of a file that is not as it was saved."""
+    """Makes the error for a file that differs from the saved file."""
     return CheckpointCorrupt(
         str(file),
         expected="the file that was saved",
@@ -203,11 +203,11 @@ def damaged(file: Path, what: str) -> CheckpointCorrupt:
 
 
 def _retire(path: Path, keep: Keep | None) -> None:
-    """Gives the previous content of `path` a name of its own where it is to be kept, and removes what is not."""
+    """Renames the previous content of `path` if `keep` keeps it, and removes the checkpoints that `keep` excludes."""
     previous = previous_of(path)
     if keep is not None and (manifest := _peek(previous)) and manifest.step is not None:
         kept = path.parent / f"step-{manifest.step:08d}"
-        _remove(kept)  # of an earlier run that came as far
+        _remove(kept)  # an earlier run may have reached the same step
         previous.rename(kept)
     _remove(previous)
     if keep is None:
@@ -215,12 +215,12 @@ def _retire(path: Path, keep: Keep | None) -> None:
     earlier = [other for other in complete_in(path.parent) if re.fullmatch(r"step-\d{8,}", other.name)]
     for old in earlier[keep.newest - 1 :]:
         if keep.every_n_steps is None or int(old.name[5:]) % keep.every_n_steps:
-            old.rename(previous)  # half removed it must not look like a checkpoint
+            old.rename(previous)  # a half-removed folder must not look like a checkpoint
             _remove(previous)
 
 
 def _peek(path: Path) -> Manifest | None:
-    """The manifest, if it is one of ours: other programs have a manifest.json too. The files are not looked at."""
+    """Returns the manifest if ringflash wrote it; other programs use manifest.json too. Checks no other file."""
     try:
         manifest = read_manifest(path)
     except (OSError, CheckpointError):

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint without unpickling anything but tensors."""
+"""Reading of a checkpoint's tensors without unpickling anything but tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ringflash.train.checkpoint.tensor_index import from_json
 
 
 class SafeReader(FileSystemReader):
-    """DCP's file reader, with an index that is JSON instead of a pickle."""
+    """DCP's file reader, with a JSON index instead of a pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the index of tensors.
 
         Raises:
-            CheckpointCorrupt: the index is unreadable, or holds what `tensor_index.to_json` does not write.
+            CheckpointCorrupt: the index is unreadable, or holds entries that `tensor_index.to_json` does not write.
         """
         file = Path(self.path) / TENSOR_INDEX
         try:
@@ -37,7 +37,7 @@ class SafeReader(FileSystemReader):
         """Reads the tensors of a plan, file by file.
 
         Raises:
-            CheckpointCorrupt: naming the file whose content is no tensor, or another one than the index says.
+            CheckpointCorrupt: a file's content is no tensor, or differs from the index; the error names the file.
         """
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -47,7 +47,7 @@ class SafeReader(FileSystemReader):
                 super().read_data(replace(plan, items=items), planner).wait()
             except (OSError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # content with the right digest may raise nearly anything
+            except Exception as error:  # content with the right digest may raise almost any error
                 raise damaged(Path(self.path) / name, f"unreadable: {type(error).__name__}: {error}") from error
         done: Future[None] = Future()
         done.set_result(None)

@@ -1,4 +1,4 @@
-"""Saves checkpoints: the shards of all ranks into one folder, at once or while training goes on."""
+"""Saving of checkpoints: the shards of all ranks into one folder, at once or while training continues."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from ringflash.train.checkpoint.collective import among_ranks, failed, on_every_
 from ringflash.train.checkpoint.manifest import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
 from ringflash.train.checkpoint.tensor_index import to_json
 
-# The key of a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
+# Key in a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
 SHARDED = "sharded_tensors"
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved: `trainer.save_checkpoint(path, storage_options=SaveOptions(...))`.
+    """Options of a save: `trainer.save_checkpoint(path, storage_options=SaveOptions(...))`.
 
     Args:
-        asynchronous: return as soon as the state is copied to the host's memory, and write it while training goes on.
-            One that is under way is waited for first. What a writer fails with is raised by the next save, by
-            `Saver.wait`, or at the end of the run; `LastCheckpoint` raises it at the next step boundary.
-        keep: which earlier checkpoints stay beside it; None: the folder's others are left alone.
+        asynchronous: return as soon as the state is copied to host memory, and write it while training continues. A
+            save that is under way is waited for first. A writer's failure is raised by the next save, by `Saver.wait`,
+            or at the end of the run; `LastCheckpoint` raises it at the next step boundary.
+        keep: rule for the earlier checkpoints to keep; None: leave the folder's other checkpoints alone.
     """
 
     asynchronous: bool = False
@@ -53,14 +53,14 @@ class SaveOptions:
 
 
 class Progress(IntEnum):
-    """What a rank's writer is doing."""
+    """State of a rank's writer."""
 
     IDLE, WRITING, DONE, FAILED = range(4)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be written: tensors on every rank, `state` by the first alone."""
+    """Content of a save: each rank writes its tensors, and only the first rank writes `state`."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -72,28 +72,30 @@ class _Job:
 def save(
     checkpoint: dict[str, Any], path: Path, *, keep: Keep | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Writes Lightning's `checkpoint` to the folder `path`; every rank of `group`, the default one, calls it.
+    """Writes Lightning's `checkpoint` to the folder `path`; every rank of `group`, by default all ranks, calls it.
 
-    Tensors of the model and of the optimizers go to one file a rank, the rest to `state.pt`, which weights_only
-    loading can read. All of it is written to a folder beside `path`, with a manifest of sizes and SHA-256 digests, and
-    renamed when complete: a run that dies while saving leaves the previous checkpoint for `load` to find.
+    Tensors of the model and of the optimizers go to one file a rank. The rest goes to `state.pt`, which weights_only
+    loading can read. All files are written to a folder next to `path`, with a manifest of sizes and SHA-256 digests.
+    That folder is renamed when it is complete. A run that dies while saving therefore leaves the previous checkpoint
+    for `load` to find.
 
     Raises:
-        CheckpointError: on every rank, when one of them could not write, naming it; when `path` is there and is no
-            checkpoint; or for an entry that weights_only loading refuses, or of a state_dict and no tensor.
+        CheckpointError: on every rank, when one rank could not write; the error names that rank. Also when `path`
+            exists and is no checkpoint, for an entry that weights_only loading refuses, or for an entry of a state_dict
+            that is no tensor.
     """
     _write(_begin(checkpoint, path, keep, group), None, group)
 
 
 class Saver:
-    """Saves one checkpoint at a time, at once or in a thread; every rank makes one, and the same calls to it.
+    """Saves one checkpoint at a time, at once or in a thread; every rank makes one and calls the same methods.
 
-    Its ranks speak over a gloo group of its own: a thread's collectives on the group that trains would meet those of
-    the main thread. Copies of the shards are made at the call, and the memory for them, pinned where they come from a
-    GPU, is kept for the next time.
+    Its ranks communicate over a separate gloo group, because collectives of a thread on the training group would mix
+    with collectives of the main thread. `save` copies the shards during the call. It keeps the memory of the copies for
+    the next save; memory for GPU tensors is pinned.
 
     Args:
-        timeout: how long a rank waits for the others to have written their parts.
+        timeout: longest wait of a rank for the other ranks' parts.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -104,7 +106,7 @@ class Saver:
 
     @property
     def progress(self) -> Progress:
-        """What this rank's writer is doing; IDLE is the same on all ranks, the others may come a little later."""
+        """State of this rank's writer. All ranks agree on IDLE; they may reach the other states at different times."""
         if self._writing is None:
             return Progress.IDLE
         if not self._writing.done():
@@ -112,10 +114,10 @@ class Saver:
         return Progress.DONE if self._writing.exception() is None else Progress.FAILED
 
     def save(self, checkpoint: dict[str, Any], path: Path, options: SaveOptions) -> None:
-        """As the function `save`; asynchronously, only what is wrong with the call is raised at once.
+        """Saves like the function `save`. If asynchronous, it raises at once only errors in the call itself.
 
         Raises:
-            CheckpointError: also the failure of the save before this one.
+            CheckpointError: also the failure of the previous save.
         """
         self.wait()
         if self._group is None:
@@ -128,31 +130,31 @@ class Saver:
             return
         device = self._stage(job.tensors)
         self._writing = Future()
-        # A daemon: a process that is to end does not wait for a writer that waits for a rank which is gone.
+        # A daemon thread, because a writer may wait for a dead rank and must not keep this process alive.
         threading.Thread(
             target=self._run, args=(job, device, self._writing), name="ringflash checkpoint", daemon=True
         ).start()
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises, once and on every rank, what the last one failed with."""
+        """Waits until no save is under way. Raises the last save's failure, once and on every rank."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def give_up(self, patience: float) -> None:
-        """Lets a save that is under way finish within `patience` seconds; says so when it does not, raises nothing."""
+        """Waits up to `patience` seconds for a save under way. Prints a message if it is lost; raises nothing."""
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
                 writing.result(patience)
             except TimeoutError:
                 print(f"ringflash: a checkpoint was not complete after {patience:g} s, and is lost", file=sys.stderr)
-            except Exception as error:  # something else is being raised already
+            except Exception as error:  # another error is being raised already
                 print(f"ringflash: a checkpoint is lost: {error}", file=sys.stderr)
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor]) -> torch.device | None:
-        """Copies this rank's shards to the host; returns the GPU that they come from."""
+        """Copies this rank's shards to the host; returns the GPU of the shards, or None."""
         before, self._copies, device = self._copies, {}, None
         for name, tensor in tensors.items():
             local = _local(tensor)
@@ -165,13 +167,13 @@ class Saver:
             torch.cuda.current_stream(device).synchronize()
         return device
 
-    @torch.no_grad()  # which is by thread
+    @torch.no_grad()  # no_grad is a setting of each thread
     def _run(self, job: _Job, device: torch.device | None, writing: Future[None]) -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # a thread begins on the first GPU, and DCP would take memory there
+                torch.cuda.set_device(device)  # a thread starts on the first GPU, and DCP would allocate memory there
             _write(job, _CopiesPlanner(self._copies), self._group)
-        except CheckpointError as error:  # for the main thread to raise
+        except CheckpointError as error:  # the main thread raises it in `wait`
             writing.set_exception(error)
         except BaseException as error:
             what = f"rank {dist.get_rank(self._group)}, while it wrote with the others: {error}"
@@ -181,7 +183,7 @@ class Saver:
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Plans with the tensors themselves, of which it reads no data, and has the copies of their shards written."""
+    """Plans from the tensors' metadata alone, and writes the copies of their shards."""
 
     def __init__(self, copies: dict[str, Tensor]) -> None:
         super().__init__()
@@ -203,7 +205,8 @@ class _Writer(FileSystemWriter):
         """Writes this rank's file.
 
         Raises:
-            OSError: naming the folder and the space on its disk, where torch names a position in its own file format.
+            OSError: names the folder and the free space on its disk, because torch only names a position in its own
+                format.
         """
         try:
             return super().write_data(plan, planner)
@@ -216,7 +219,11 @@ class _Writer(FileSystemWriter):
 
 
 def named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """`values` with `prefix` before their names; other values than tensors would be lost, or pickled."""
+    """Returns `values` with `prefix` before their names.
+
+    Raises:
+        CheckpointError: a value is no tensor; it would be lost, or pickled.
+    """
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -229,14 +236,14 @@ def named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the `index`-th optimizer's state, by the names that they have in a checkpoint."""
+    """Returns the tensors of the `index`-th optimizer's state by their names in a checkpoint."""
     parameters: dict[str, dict[str, Any]] = state["state"]
     named = {f"{parameter}.{name}": value for parameter, own in parameters.items() for name, value in own.items()}
     return named_tensors(f"optimizer.{index}", named)
 
 
 def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dist.ProcessGroup | None) -> _Job:
-    """Takes `checkpoint` apart, and makes the folder that it is written to."""
+    """Splits `checkpoint` into tensors and state, and makes the folder to write to."""
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", SHARDED)}
     optimizers = checkpoint.get("optimizer_states", [])
     rest["param_groups"] = [state["param_groups"] for state in optimizers]
@@ -259,7 +266,7 @@ def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dis
 
 
 def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGroup | None) -> None:
-    """Fills the folder and puts it in place."""
+    """Writes the files and renames the folder to its final path."""
     partial, rank = partial_of(job.path), dist.get_rank(group)
     try:
         with among_ranks(job.path, group):
@@ -291,7 +298,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _pack(rest: dict[str, Any]) -> bytes:
-    """`rest` as torch.save writes it, after a trial of loading it with weights_only."""
+    """Returns `rest` in the format of torch.save, after a trial of loading it with weights_only."""
     for key, value in rest.items():
         buffer = io.BytesIO()
         try:

@@ -3,8 +3,8 @@
     {"tensors": {name: {"dtype": "float32", "shape": [8, 4], "chunks": [chunk, ...]}}}
     chunk: {"offsets": [4, 0], "shape": [4, 4], "file": "__1_0.distcp", "start": 0, "length": 1364}
 
-A chunk is the part of a tensor that one rank saved: `length` bytes of `file` from the byte `start` on. DCP would keep
-the same facts in a pickle, which can run code when it is read, and which may crash Python when it is damaged.
+A chunk is the part of a tensor that one rank saved: `length` bytes of `file` from the byte `start` on. DCP would store
+the same facts in a pickle. A pickle can run code when it is read, and may crash Python when it is damaged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 
 def to_json(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> str:
-    """Returns the index of what the ranks have written, `results` of each."""
+    """Returns the index of the tensors that the ranks have written; `results` holds the writes of each rank."""
     places = {write.index: write.storage_data for writes in results for write in writes}
     tensors: dict[str, Any] = {}
     for name, entry in sorted(metadata.state_dict_metadata.items()):
@@ -43,10 +43,10 @@ def to_json(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> str
 
 
 def from_json(text: str | bytes) -> Metadata:
-    """Returns the index as DCP needs it.
+    """Returns the index in the form that DCP needs.
 
     Raises:
-        ValueError: naming the first entry that `to_json` does not write.
+        ValueError: names the first entry that `to_json` does not write.
     """
     try:
         content: Any = json.loads(text)
