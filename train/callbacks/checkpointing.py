@@ -1,4 +1,4 @@
-"""When a run saves its state, and which of its checkpoints stay."""
+"""Callback that decides when a run saves its state, and which of its checkpoints stay."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from ringflash.train.lightning.sharded import ShardedStrategy
 
 
 def run_dir(trainer: pl.Trainer) -> Path:
-    """The folder that everything of a run goes to, the first logger's."""
+    """Returns the folder of all files of a run, the first logger's."""
     return local_path(trainer.log_dir or trainer.default_root_dir, "default_root_dir")
 
 
 class LastCheckpoint(Checkpoint):
     """Keeps the newest state as checkpoints/last in the run's folder, and older ones as checkpoints/step-00000500.
 
-    There is one at the end too, and one when `Preemption` ends the run. Each replaces the one before it atomically, so
-    that a run which is killed at any moment goes on from the newest complete one with `ckpt_path` the folder
-    `checkpoints`. Under another strategy than RingAttentionStrategy it is one file, of which the Trainer keeps the
-    newest and which training waits for.
+    It also saves at the end, and when `Preemption` ends the run. Each checkpoint replaces the previous one atomically.
+    A run that is killed at any moment can therefore resume from the newest complete one, with `ckpt_path` set to the
+    folder `checkpoints`. Under another strategy than RingAttentionStrategy a checkpoint is one file, which training
+    waits for. The Trainer then keeps only the newest.
 
     Args:
         every_n_steps: optimizer steps between saves.
-        every_n_minutes: minutes after which there is one in any case, by the first rank's clock; None: steps decide.
-        keep: how many of the newest stay; a damaged one needs another to fall back to.
-        keep_every_n_steps: those of steps that are multiples of this stay for good; None: none does.
-        asynchronous: training goes on while a checkpoint is written, from a copy in the host's memory. One at a time:
-            the next waits for it, as does the end of the run. A failure is raised on every rank after the next step.
+        every_n_minutes: minutes after which it saves in any case, by the first rank's clock; None: steps decide.
+        keep: number of newest checkpoints to keep; if one is damaged, a run can fall back to another.
+        keep_every_n_steps: keep forever the checkpoints of steps that are multiples of this; None: keep none forever.
+        asynchronous: training continues while a checkpoint is written from a copy in host memory. Only one is written
+            at a time: the next save waits for it, as does the end of the run. A failure is raised on every rank after
+            the next step.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class LastCheckpoint(Checkpoint):
             raise ConfigError("every_n_minutes", expected="more than 0", got=every_n_minutes, remedy="Try 30.")
         self.every_n_steps, self.every_n_minutes, self.asynchronous = every_n_steps, every_n_minutes, asynchronous
         self.keep = Keep(keep, keep_every_n_steps)
-        self.path: Path | None = None  # there once training begins
+        self.path: Path | None = None  # set when training begins
         self._step = self._saved_step = 0
         self._saved_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Settles the path: ranks that started apart could name the run's folder differently."""
+        """Sets the path, because ranks that started apart could name the run's folder differently."""
         self.path = Path(trainer.strategy.broadcast(str(run_dir(trainer) / "checkpoints" / "last")))
         self._step = self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
@@ -64,7 +65,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves when it is due.
+        """Saves when a checkpoint is due.
 
         Raises:
             CheckpointError: on every rank, when a save that was under way has failed on one.
@@ -80,7 +81,7 @@ class LastCheckpoint(Checkpoint):
         self.save(trainer)
 
     def save(self, trainer: pl.Trainer, *, asynchronous: bool = False) -> None:
-        """Saves the state of this step, unless that is done, or does nothing in a fast_dev_run; every rank calls it."""
+        """Saves the state of this step, unless it is saved already or this is a fast_dev_run; every rank calls it."""
         strategy = trainer.strategy
         if trainer.global_step != self._saved_step and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
@@ -91,7 +92,7 @@ class LastCheckpoint(Checkpoint):
             strategy.saver.wait()
 
     def _exchange(self, trainer: pl.Trainer) -> bool:
-        """Whether the first rank's clock calls for a save; also ends a save under way that has failed or is done."""
+        """Returns whether the first rank's clock calls for a save. Also ends a save that has failed or is done."""
         strategy = trainer.strategy
         minutes = (time.monotonic() - self._saved_at) / 60
         due = self.every_n_minutes is not None and minutes >= self.every_n_minutes

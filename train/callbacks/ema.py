@@ -1,4 +1,4 @@
-"""An exponential moving average of sharded weights."""
+"""Exponential moving average of sharded weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ringflash.train.checkpoint.save import SHARDED
 from ringflash.train.lightning.strategy import reshard
 
 PREFIX = "ema"
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing add these
 
 
 class ExponentialMovingAverage(Callback):
     """Averages the weights, shadow = decay * shadow + (1 - decay) * weight after each optimizer step.
 
-    Each rank averages its own shards, in float32 or better, so that memory is that of the sharded weights once more.
-    Validation and test run with the averages. Checkpoints hold both; a resumed run goes on with both. Only parameters
-    that need gradients are averaged.
+    Each rank averages its own shards, in float32 or better, which takes the memory of the sharded weights once more.
+    Validation and test use the averages. Checkpoints hold the weights and the averages, and a resumed run restores
+    both. Only parameters that need gradients are averaged.
 
     Args:
-        decay: the part of the average that stays at a step.
+        decay: fraction of the average that remains after a step.
 
     Raises:
         ConfigError: `decay` is not from 0 to below 1.
@@ -46,7 +46,7 @@ class ExponentialMovingAverage(Callback):
 
     @property
     def averages(self) -> dict[str, Tensor]:
-        """The averages by the parameters' names, sharded as these; empty before training."""
+        """Averages by parameter name, sharded like the parameters; empty before training."""
         return self._shadows
 
     @contextmanager
@@ -59,7 +59,7 @@ class ExponentialMovingAverage(Callback):
             self._swap_out(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins with the weights, unless a checkpoint had averages."""
+        """Starts from the weights, unless a checkpoint held averages."""
         self._step = trainer.global_step
         if not self._shadows:
             self._shadows = _copies(pl_module)
@@ -78,33 +78,33 @@ class ExponentialMovingAverage(Callback):
             shadow.lerp_(_local(parameter).to(shadow.dtype), 1 - self.decay)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the averages in place of the weights."""
+        """Replaces the weights with the averages."""
         self._swap_in(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the weights back."""
+        """Restores the weights."""
         self._swap_out(pl_module)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the averages in place of the weights."""
+        """Replaces the weights with the averages."""
         self._swap_in(pl_module)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the weights back."""
+        """Restores the weights."""
         self._swap_out(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Puts the weights back."""
+        """Restores the weights."""
         self._swap_out(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Marks a checkpoint that holds averages."""
+        """Returns a state that marks the checkpoint as holding averages."""
         return {"decay": self.decay}
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the averages, and saves the weights where the averages are in their place.
+        """Adds the averages. If they currently replace the weights, saves the original weights as the model's.
 
         Raises:
             CheckpointError: the checkpoint lacks a weight that is averaged.
@@ -120,10 +120,10 @@ class ExponentialMovingAverage(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restores the averages; from a checkpoint without them, they begin with its weights.
+        """Restores the averages; if the checkpoint has none, they start from its weights.
 
         Raises:
-            CheckpointError: averages of another model.
+            CheckpointError: the averages belong to another model.
         """
         self._shadows = _copies(pl_module)
         if self.state_key not in checkpoint.get("callbacks", {}):

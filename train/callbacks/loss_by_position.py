@@ -1,4 +1,4 @@
-"""Loss by position in the document: what a model makes of a longer and longer context."""
+"""Loss by position in the document, which shows how well a model uses a longer context."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ringflash.train.models.loss import IGNORE_INDEX
 
 FIRST_BUCKET = 64  # positions 0 to 63; the next buckets are 64 to 127, 128 to 255, ...
 NUM_BUCKETS = 26  # the last begins at 2^30
-MOST_NATS = 700.0  # whose exponential a float holds
+MOST_NATS = 700.0  # largest loss with an exponential that fits a float
 PREFIX = "train/loss_by_position/"
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tokens at positions `first` to `last` of their documents, and the sum of their losses in nats."""
+    """Tokens at positions `first` to `last` of their documents, and the sum of their losses in nats."""
 
     first: int
     last: int
@@ -34,12 +34,12 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """As in 4096-8191."""
+        """Name of the bucket, for instance 4096-8191."""
         return f"{self.first}-{self.last}"
 
     @property
     def loss(self) -> float:
-        """Mean over the tokens."""
+        """Mean loss of the tokens."""
         return self.loss_sum / self.tokens
 
     @property
@@ -49,18 +49,18 @@ class Bucket:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), or infinity."""
+    """Returns exp(loss), or infinity for a large loss."""
     return math.exp(loss) if loss < MOST_NATS else math.inf
 
 
 def table_by_position(token_losses: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
-    """(2, NUM_BUCKETS) float64: sums of losses, and numbers of labels, by bucket of position.
+    """Returns (2, NUM_BUCKETS) float64: sums of losses, and numbers of labels, by bucket of position.
 
-    The position is that of the input, so the loss at position p is of a prediction from p + 1 tokens. Tables of
-    several batches or ranks add up.
+    The position is the input's, so the loss at position p belongs to a prediction from p + 1 tokens. Tables of several
+    batches or ranks can be added.
 
     Args:
-        token_losses: (batch, seqlen) of any float dtype; what it holds where there is no label is left out.
+        token_losses: (batch, seqlen) of any float dtype; values without a label are ignored.
         labels: (batch, seqlen) int64, `IGNORE_INDEX` for none.
         position_ids: (seqlen,) or (batch, seqlen) int64.
     """
@@ -72,7 +72,7 @@ def table_by_position(token_losses: Tensor, labels: Tensor, position_ids: Tensor
 
 
 def buckets(table: Tensor) -> list[Bucket]:
-    """The buckets of a table that hold tokens, in order."""
+    """Returns the buckets of a table that hold tokens, in order."""
     found = []
     for index, (loss_sum, tokens) in enumerate(zip(*table.tolist(), strict=True)):
         if tokens:
@@ -82,10 +82,10 @@ def buckets(table: Tensor) -> list[Bucket]:
 
 
 class LossByPosition(Callback):
-    """Logs train/loss_by_position/FIRST-LAST: mean loss since the last one logged, by position in the document.
+    """Logs train/loss_by_position/FIRST-LAST: mean loss since the last logging step, by position in the document.
 
-    Asks for a `training_step` that returns {"loss", "token_losses": (batch, seqlen_local) float32}. Ranks add up their
-    tables once a logging interval.
+    Needs a `training_step` that returns {"loss", "token_losses": (batch, seqlen_local) float32}. Ranks sum their tables
+    once a logging interval.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class LossByPosition(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the micro-batch, and logs at the Trainer's logging steps.
+        """Adds the micro-batch to the table, and logs at the Trainer's logging steps.
 
         Raises:
             ConfigError: the module's training_step returns no token losses.
@@ -112,7 +112,7 @@ class LossByPosition(Callback):
                 remedy="Return them, detached, or leave the callback out.",
             )
         table = table_by_position(outputs["token_losses"], batch["labels"], positions_of(batch))
-        table = table.where(table.isfinite().all(), 0)  # a step that is left out has no loss to speak of
+        table = table.where(table.isfinite().all(), 0)  # a skipped step has no finite loss
         self._table = table if self._table is None else self._table + table
         if trainer.global_step == self._last_step:  # in the middle of an accumulation window
             return

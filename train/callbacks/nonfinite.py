@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradient is NaN or infinite."""
+"""Policy for a step with a NaN or infinite loss or gradient."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from ringflash.errors import ConfigError, RingflashError
 
 
 class NonFiniteError(RingflashError, ArithmeticError):
-    """A loss or gradient that is NaN or infinite; raised on every rank before the optimizer steps."""
+    """A NaN or infinite loss or gradient; raised on every rank before the optimizer steps."""
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Stops the run, or leaves the step out: weights and optimizer stay as they are, data and learning rate move on.
+    """Stops the run, or skips the step.
+
+    A skipped step leaves weights and optimizer unchanged, while data and learning rate move on.
 
     Args:
         action: "stop" or "skip".
-        max_consecutive: skipped steps in a row, after which the next one stops the run.
+        max_consecutive: number of skipped steps in a row, after which the next one stops the run.
     """
 
     action: Literal["stop", "skip"] = "stop"
@@ -32,10 +34,15 @@ class NonFinite:
             raise ConfigError("max_consecutive", expected="at least 1", got=self.max_consecutive, remedy="Try 3.")
 
     def skip(self, error: NonFiniteError, before: int, *, speak: bool) -> int:
-        """The number of steps skipped in a row after this one, `before` it included; `speak` says so on stderr.
+        """Returns the number of steps skipped in a row, including this one after `before` others.
+
+        Args:
+            error: error of this step.
+            before: number of steps skipped directly before this one.
+            speak: print the skipped step on stderr.
 
         Raises:
-            NonFiniteError: `error`, where the step is not to be skipped.
+            NonFiniteError: `error`, if the step must not be skipped.
         """
         if self.action == "stop" or before == self.max_consecutive:
             raise error

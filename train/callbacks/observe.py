@@ -1,4 +1,4 @@
-"""What callbacks that measure a run ask of its Trainer."""
+"""Queries to the Trainer that are common to callbacks that measure a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:
-    """Whether the figures of the optimizer step that has just ended go to the loggers."""
+    """Returns whether the metrics of the optimizer step that has just ended go to the loggers."""
     interval: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
     return interval > 0 and trainer.global_step % interval == 0
 
 
 def gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
-    """(n,) of this rank -> (world_size, n) of all, in rank order; every rank calls it."""
+    """Gathers (n,) of this rank into (world_size, n) of all, in rank order; every rank calls it."""
     strategy = trainer.strategy
-    if not isinstance(strategy, RingAttentionStrategy):  # LanguageModel trains on one rank under any other
+    if not isinstance(strategy, RingAttentionStrategy):  # under another strategy LanguageModel trains on one rank
         return local[None]
     return all_ranks(local, strategy.world_group)

@@ -28,17 +28,18 @@ LONGEST_NAME = 100  # characters of a kernel's name
 class Profile(Callback):
     """Traces some optimizer steps with torch.profiler; at any other step it does nothing.
 
-    profile/steps-FIRST-LAST-rank0.json.gz and its like, in the run's folder, open in ui.perfetto.dev;
-    profile/steps-FIRST-LAST.md has for each rank how long it computed, communicated and idled, and rank 0's costliest
-    kernels. On GPUs it logs train/exposed_communication: the part of the time, mean over ranks, in which messages
-    travelled and no other kernel ran (see `timeline`). What the profiler itself takes is in the steps' throughput.
+    It writes profile/steps-FIRST-LAST-rank0.json.gz, and one such file for each other rank, in the run's folder; they
+    open in ui.perfetto.dev. profile/steps-FIRST-LAST.md holds each rank's times of computing, communicating and idling,
+    and rank 0's costliest kernels. On GPUs it logs train/exposed_communication: the fraction of the time, averaged over
+    ranks, in which messages travelled and no other kernel ran (see `timeline`). The steps' throughput includes the
+    overhead of the profiler.
 
     Args:
-        steps: the first and the last to trace, counted from 1 as the progress bar does; the step before the first
-            warms the profiler up. None: no trace. A run that resumes behind the first traces nothing.
+        steps: first and last step to trace, counted from 1 as in the progress bar; the step before the first warms the
+            profiler up. None: no trace. A run that resumes after the first step traces nothing.
 
     Raises:
-        ConfigError: no two such steps.
+        ConfigError: `steps` is no such pair.
     """
 
     def __init__(self, steps: tuple[int, int] | None = None) -> None:
@@ -50,7 +51,7 @@ class Profile(Callback):
         self._folder, self._step = Path(), 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Settles where traces go.
+        """Sets the folder of the traces.
 
         Raises:
             ConfigError: the run ends before the last step to trace.
@@ -66,7 +67,7 @@ class Profile(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts the profiler with the step before the first."""
+        """Starts the profiler at the step before the first traced step."""
         if self.steps is None or self._profiler is not None or trainer.global_step + 2 != self.steps[0]:
             return
         activities = [ProfilerActivity.CPU]
@@ -78,14 +79,14 @@ class Profile(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the profiler on at each optimizer step, and writes what it has seen after the last."""
+        """Advances the profiler at each optimizer step, and writes the trace after the last one."""
         if self._profiler is None or trainer.global_step == self._step:  # in the middle of an accumulation window
             self._step = trainer.global_step
             return
         self._step = trainer.global_step
         assert self.steps is not None
         if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)  # the step's kernels belong to it
+            torch.cuda.synchronize(pl_module.device)  # the step ends when its kernels have ended
         if trainer.global_step < self.steps[1]:
             self._profiler.step()
         else:
@@ -111,25 +112,28 @@ class Profile(Callback):
             if device.type == "cuda":
                 seen = timeline(json.loads(trace.read_bytes())["traceEvents"])
             with trace.open("rb") as stream, gzip.open(f"{trace}.gz", "wb", compresslevel=3) as packed:
-                shutil.copyfileobj(stream, packed)  # torch's own packing, line by line, takes minutes of long traces
-        except (OSError, ValueError) as error:  # a full disk ends the trace, whole or cut short, not the training
+                shutil.copyfileobj(stream, packed)  # torch compresses line by line, which takes minutes for long traces
+        except (OSError, ValueError) as error:  # a full disk ends the trace, not the training
             print(f"ringflash: no trace of rank {rank}: {error}", file=sys.stderr)
         trace.unlink(missing_ok=True)
         figures = _figures(seen) if seen is not None else [math.nan] * 5
         ranks: list[list[float]] = gathered(trainer, torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
         if trainer.is_global_zero and self._folder.is_dir():
             costs = seen.kernels if seen is not None else _operators(profiler)
-            with contextlib.suppress(OSError):  # said already
+            with contextlib.suppress(OSError):  # the error is printed above
                 (self._folder / f"{name}.md").write_text(summary(first, last, ranks, costs))
         parts = [exposed / seconds for seconds, _, _, exposed, _ in ranks if seconds > 0]
         if parts:
             metrics = {"train/exposed_communication": sum(parts) / len(parts)}
-            for logger in trainer.loggers:  # now, whether this is a logging step or not; loggers write on rank 0
+            for logger in trainer.loggers:  # logs even between logging steps; loggers write on rank 0
                 logger.log_metrics(metrics, step=trainer.global_step - 1)
 
 
 def summary(first: int, last: int, ranks: list[list[float]], costs: tuple[Cost, ...]) -> str:
-    """The page: a row a rank of (seconds, compute, communication, exposed, idle), NaN without a GPU; costs."""
+    """Returns the page: for each rank a row (seconds, compute, communication, exposed, idle), then the costs.
+
+    A row is NaN without a GPU.
+    """
     steps = last - first + 1
     lines = [f"# Steps {first} to {last}", ""]
     if any(math.isfinite(row[0]) for row in ranks):

@@ -1,4 +1,4 @@
-"""Callback that shows how far a run is: a bar on a terminal, lines elsewhere."""
+"""Callback that shows the progress of a run: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LINE_SECONDS = 3.0
 
 
 class RingProgressBar(RichProgressBar):
-    """Lightning's Rich bar with loss, tokens/s and MFU; on anything but a terminal, a line every few seconds."""
+    """Lightning's Rich bar with loss, tokens/s and MFU; without a terminal it prints a line every few seconds."""
 
     def __init__(self, refresh_rate: int = 4) -> None:
-        # Steps are long here: a few refreshes a second show all of them and cost nothing.
+        # Steps are long, so a few refreshes a second show all of them at no cost.
         super().__init__(refresh_rate=refresh_rate, leave=True)
         self.lines = not Console().is_terminal
         self._printed_step, self._printed_at = 0, 0.0
@@ -31,7 +31,7 @@ class RingProgressBar(RichProgressBar):
             super().enable()
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """What follows the bar."""
+        """Returns the texts after the bar."""
         return progress_texts(trainer.callback_metrics)
 
     def on_train_batch_end(
@@ -50,7 +50,7 @@ class RingProgressBar(RichProgressBar):
 
 
 def progress_texts(metrics: Any) -> dict[str, str]:
-    """The figures worth watching, as short texts."""
+    """Returns the main metrics as short texts."""
     formats = {
         "train/loss": ("loss", "{:.3f}"),
         "val/loss": ("val", "{:.3f}"),

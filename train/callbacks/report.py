@@ -1,4 +1,4 @@
-"""`ringflash report`: a run's log and configuration as one page of Markdown and one picture; also as a callback."""
+"""Report on a run: its log and configuration as a Markdown page and a picture; also as a callback."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TRAINER_KEYS = ("devices", "num_nodes", "strategy", "max_steps", "accumulate_gra
 
 
 def write_report(folder: Path, page: Path) -> None:
-    """Writes the Markdown `page` on the run in `folder`, and its picture beside it.
+    """Writes the Markdown `page` on the run in `folder`, and its picture next to it.
 
     Raises:
-        DataError: as `read_run`.
+        DataError: as in `read_run`.
     """
     run, picture = read_run(folder), picture_of(page)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +35,12 @@ def write_report(folder: Path, page: Path) -> None:
 
 
 def picture_of(page: Path) -> Path:
-    """Where the picture of a page lies."""
+    """Returns the path of a page's picture."""
     return page.with_suffix(".png")
 
 
 def markdown(run: RunLog, picture: str) -> str:
-    """The page: final figures, picture, loss by position, configuration."""
+    """Returns the page: final values, picture, loss by position, configuration."""
     parts = [f"# {run.name}", _table(("", ""), figures(run)), f"![Figures over optimizer steps]({picture})"]
     if by_position := run.by_position():
         rows = [(f"{first}-{last}", f"{loss:.4f}", f"{perplexity(loss):.4g}") for first, last, loss in by_position]
@@ -51,7 +51,7 @@ def markdown(run: RunLog, picture: str) -> str:
 
 
 def figures(run: RunLog) -> list[tuple[str, str]]:
-    """What the run came to, each with its unit; only what was logged."""
+    """Returns the final values of the run, with their units; only of logged metrics."""
     planned = (run.config.get("trainer") or {}).get("max_steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > 0 else ""
     rows = [("last step logged", f"{run.steps}{of}")]
@@ -78,7 +78,7 @@ def figures(run: RunLog) -> list[tuple[str, str]]:
 
 
 def settings_of(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The entries of a saved configuration that say which model, data and ranks it was."""
+    """Returns the entries of a saved configuration that describe its model, data and ranks."""
     trainer = config.get("trainer") or {}
     chosen = {
         "model": config.get("model"),
@@ -93,7 +93,7 @@ class Report(Callback):
     """Writes the report on a run into its folder at the end of fit, if there is a CSV log.
 
     Args:
-        filename: of the page; the picture has its name with .png.
+        filename: name of the page; the picture has the same name with .png.
     """
 
     def __init__(self, filename: str = PAGE) -> None:
@@ -103,7 +103,7 @@ class Report(Callback):
 
     @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Writes it."""
+        """Writes the report."""
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.save()
@@ -113,7 +113,7 @@ class Report(Callback):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the report on the run that is named, and says where."""
+    """Writes the report on the given run, and prints the paths of the page and the picture."""
     parser = argparse.ArgumentParser("ringflash report", description="Draws a run's log, finished or not.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as in runs/tiny-cpu")
     parser.add_argument("--to", type=Path, metavar="FILE", help=f"page to write (default: RUN/{PAGE})")

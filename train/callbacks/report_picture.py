@@ -1,4 +1,4 @@
-"""The picture of a run: its losses, speed, memory, gradients and loss by position over optimizer steps."""
+"""Picture of a run: its losses, speed, memory, gradients and loss by position over optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TRAIN, HELD_OUT, OTHER = "#4c78a8", "#e45756", "#54a24b"
 
 
 def draw(run: RunLog, path: Path) -> None:
-    """Draws every panel that the log has figures for; of an empty log the empty one of the loss."""
-    # Not pyplot, which keeps figures and picks a window system; imported here because fonts take a second to load.
+    """Draws a panel for each kind of logged metric; an empty log gives an empty loss panel."""
+    # Avoids pyplot, which keeps figures and picks a window system. Imported here because fonts take a second to load.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def draw(run: RunLog, path: Path) -> None:
 
 
 def draw_by_position(curves: Sequence[tuple[str, Sequence[tuple[int, int, float]]]], path: Path) -> None:
-    """Draws loss by position alone: (label, [(first position, last position, loss in nats), ...]) a curve."""
+    """Draws loss by position alone: a curve for each (label, [(first position, last position, loss in nats), ...])."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def draw_by_position(curves: Sequence[tuple[str, Sequence[tuple[int, int, float]
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the up to `window - 1` before it."""
+    """Returns the mean of each value and up to `window - 1` values before it."""
     sums = [0.0, *accumulate(values)]
     starts = (max(0, end - window) for end in range(1, len(sums)))
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]
@@ -80,7 +80,7 @@ def _losses(ax: Any, run: RunLog) -> None:
 
 
 def _by_position(ax: Any, run: RunLog) -> None:
-    # Early against late: the end of the curve goes down when the model learns to use what is far away.
+    # Early and late curves: the right end falls when the model learns to use distant tokens.
     rows = max(len(points) for name, points in run.metrics.items() if name.startswith(PREFIX))
     if rows >= 4:
         _curve(ax, run.by_position(0, rows // 4), color=TRAIN, alpha=0.4, label="first quarter")
@@ -89,7 +89,7 @@ def _by_position(ax: Any, run: RunLog) -> None:
 
 
 def _curve(ax: Any, rows: Sequence[tuple[int, int, float]], **style: Any) -> None:
-    """A bucket's loss is drawn at its end, where its context is longest."""
+    """Draws the loss of each bucket at its end, where its context is longest."""
     if rows:
         ax.plot([last + 1 for _, last, _ in rows], [loss for *_, loss in rows], marker="o", markersize=4, **style)
     ax.set_xscale("log", base=2)

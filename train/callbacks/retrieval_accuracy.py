@@ -1,4 +1,4 @@
-"""How often the last token's answer is right, by length and depth: counted, logged and drawn."""
+"""Accuracy of retrieval answers by context length and depth: counted, logged and drawn."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ METRIC = "val/retrieval"
 
 @dataclass(frozen=True)
 class Cell:
-    """The accuracy of one length and depth.
+    """Accuracy at one length and depth.
 
     Args:
         length: tokens.
-        begin: where in the context, from 0 to 1, the facts asked for begin.
-        end: where they end.
-        rows: sequences.
-        accuracy: part of them whose answer is right.
+        begin: start of the depth range of the requested facts, as a fraction of the context from 0 to 1.
+        end: end of that range.
+        rows: number of sequences.
+        accuracy: fraction of the sequences with a right answer.
     """
 
     length: int
@@ -39,12 +39,12 @@ class Cell:
 
 
 def count(logits: Tensor, labels: Tensor, position_ids: Tensor, last: int) -> Tensor:
-    """Right answers of each sequence to the question of its last token: (batch,) int64, 0 or 1.
+    """Counts the right answers of each sequence at its last token: (batch,) int64, 0 or 1.
 
     Args:
         logits: (batch, seqlen_local, vocab_size).
         labels: (batch, seqlen_local) int64.
-        position_ids: (seqlen_local,) or (batch, seqlen_local) int64; the rank that has position `last` counts.
+        position_ids: (seqlen_local,) or (batch, seqlen_local) int64; only the rank that holds position `last` counts.
         last: position of the last token.
     """
     counts = (position_ids == last) & (labels != IGNORE_INDEX)
@@ -52,7 +52,7 @@ def count(logits: Tensor, labels: Tensor, position_ids: Tensor, last: int) -> Te
 
 
 def tabulate(right: Tensor, grid: Grid) -> list[Cell]:
-    """Accuracies by length and depth of the right answers (len(grid),) of all sequences."""
+    """Computes accuracies by length and depth from the right answers (len(grid),) of all sequences."""
     parts = right.cpu().view(len(grid.lengths), grid.depths, grid.rows).double().mean(2).tolist()
     return [
         Cell(length, depth / grid.depths, (depth + 1) / grid.depths, grid.rows, accuracy)
@@ -62,17 +62,17 @@ def tabulate(right: Tensor, grid: Grid) -> list[Cell]:
 
 
 def mean(cells: Sequence[Cell]) -> float:
-    """Accuracy of all cells, which have as many sequences each."""
+    """Returns the accuracy over all cells, which have equal numbers of sequences."""
     return sum(cell.accuracy for cell in cells) / len(cells)
 
 
 class RetrievalAccuracy(Callback):
-    """Logs val/retrieval and val/retrieval/LENGTH/DEPTH% after each validation, and keeps the last as JSON and picture.
+    """Logs val/retrieval and val/retrieval/LENGTH/DEPTH% after each validation, and writes the last to files.
 
-    Under a ring each rank looks for the answers among its own rows. Needs a `RetrievalDataModule`.
+    On a ring each rank looks for the answers in its own shard. Needs a `RetrievalDataModule`.
 
     Args:
-        filename: of the picture in the run's folder, beside a .json of the same name.
+        filename: name of the picture in the run's folder; a .json of the same name is written next to it.
     """
 
     def __init__(self, filename: str = "retrieval.png") -> None:
@@ -81,7 +81,7 @@ class RetrievalAccuracy(Callback):
         self._right = torch.empty(0)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts to count."""
+        """Resets the counts."""
         self._right = torch.zeros(len(_data(trainer).grid), dtype=torch.int64, device=pl_module.device)
 
     @torch.no_grad()
@@ -99,10 +99,10 @@ class RetrievalAccuracy(Callback):
         position_ids = batch.get("position_ids", torch.arange(input_ids.shape[1], device=input_ids.device))
         number = max(int(batch["row"].max()), 0)
         last = data.grid.lengths[number // (data.grid.depths * data.grid.rows)] - 1
-        # The loss makes no logits to look at.
+        # The loss computes no whole logits, so this second forward does.
         logits = pl_module.decoder(input_ids, position_ids, pl_module.context)
         right = count(logits, batch["labels"], position_ids, last)
-        self._right.index_add_(0, batch["row"].clamp(min=0), right)  # sequence -1 has no label, and adds 0
+        self._right.index_add_(0, batch["row"].clamp(min=0), right)  # sequence -1 has no label and adds 0
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the accuracies over all ranks."""
@@ -110,12 +110,12 @@ class RetrievalAccuracy(Callback):
         assert isinstance(right, Tensor)
         self.cells = tabulate(right, _data(trainer).grid)
         values = {f"{METRIC}/{cell.length}/{cell.begin:.0%}": cell.accuracy for cell in self.cells}
-        # Equal on every rank already; the maximum leaves them so.
+        # The accuracies are already equal on every rank; the maximum keeps equal values.
         pl_module.log(METRIC, mean(self.cells), prog_bar=True, sync_dist=True, reduce_fx="max")
         pl_module.log_dict(values, sync_dist=True, reduce_fx="max")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Writes them down, where there is a log."""
+        """Writes the accuracies to files, if the run has a log."""
         if trainer.loggers and not trainer.sanity_checking:
             folder = Path(trainer.log_dir or trainer.default_root_dir)
             if trainer.is_global_zero:
@@ -130,7 +130,7 @@ def _data(trainer: pl.Trainer) -> RetrievalDataModule:
 
 
 def write(file: Path, cells: Sequence[Cell], **facts: Any) -> None:
-    """`facts` and the cells, as JSON."""
+    """Writes `facts` and the cells as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
         json.dumps(facts | {"mean": mean(cells), "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n"
@@ -138,8 +138,8 @@ def write(file: Path, cells: Sequence[Cell], **facts: Any) -> None:
 
 
 def draw(file: Path, cells: Sequence[Cell]) -> None:
-    """The cells as a picture: depth from left to right, a row a length."""
-    # Not pyplot, which keeps figures and picks a window system; imported here because fonts take a second to load.
+    """Draws the cells as a picture: depth from left to right, one row a length."""
+    # Avoids pyplot, which keeps figures and picks a window system. Imported here because fonts take a second to load.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

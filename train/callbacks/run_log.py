@@ -1,4 +1,4 @@
-"""What a run has logged and how it was configured, from the files in its folder."""
+"""Logged metrics and configuration of a run, read from the files in its folder."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ringflash.errors import DataError
 from ringflash.train.callbacks.loss_by_position import PREFIX
 
 METRICS, CONFIG = "metrics.csv", "config.yaml"
-LAST_ROWS = 10  # logged rows that a last figure is the mean of: one step's loss is its one batch's
+LAST_ROWS = 10  # logged rows to average for a last value, because one step's loss comes from one batch
 
 Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run has left: (optimizer step from 1, value) by name of the figure, and its configuration, if saved."""
+    """Log of a run: (optimizer step from 1, value) by metric name, and the run's configuration, if it was saved."""
 
     name: str
     metrics: Mapping[str, Points]
     config: Mapping[str, Any]
 
     def points(self, name: str) -> Points:
-        """The figure's, none if it was never logged."""
+        """Returns the points of metric `name`, empty if it was never logged."""
         return self.metrics.get(name, [])
 
     @property
     def steps(self) -> int:
-        """The last that was logged."""
+        """Last logged step."""
         return max((points[-1][0] for points in self.metrics.values() if points), default=0)
 
     def by_position(self, first: int = -LAST_ROWS, last: int | None = None) -> list[tuple[int, int, float]]:
-        """(first position, last position, mean loss of the logged rows `first` to `last`), in order of position."""
+        """Returns (first position, last position, mean loss of logged rows `first` to `last`), ordered by position."""
         found = []
         for name, points in self.metrics.items():
             if name.startswith(PREFIX) and (part := points[first:last]):
@@ -48,10 +48,10 @@ class RunLog:
 
 
 def read_run(folder: Path) -> RunLog:
-    """The log of a run that is finished or still going on.
+    """Reads the log of a finished or running run.
 
     Raises:
-        DataError: no log in the folder, or a configuration that is no YAML.
+        DataError: the folder has no log, or its configuration is no YAML.
     """
     log = folder / METRICS
     if not log.is_file():
@@ -59,7 +59,7 @@ def read_run(folder: Path) -> RunLog:
         remedy = "Pass a run's folder, as in runs/tiny-cpu; the log is there from the first logged step on."
         raise DataError(str(folder), expected="the folder of a run with a CSV log", got=got, remedy=remedy)
     text = log.read_text()
-    whole_lines = text[: text.rfind("\n") + 1]  # the last one may still be being written
+    whole_lines = text[: text.rfind("\n") + 1]  # the run may still be writing the last line
     metrics: dict[str, Points] = {}
     for row in csv.DictReader(whole_lines.splitlines()):
         step = int(row["step"])

@@ -1,4 +1,4 @@
-"""Callback that says what a run came to: losses, speed, a sample of text, and where things lie."""
+"""Callback that prints the results of a run: losses, speed, a sample of text, and paths of its files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.models.generate import generate
 
-LAST_STEPS = 10  # one step's loss is its one sequence's
+LAST_STEPS = 10  # steps to average, because one step's loss comes from one batch
 
 
 class RunSummary(Callback):
-    """Prints, at the end of fit, what the run came to: losses, speed, a sample of text, and where things lie.
+    """Prints the results of the run at the end of fit: losses, speed, a sample of text, and paths of its files.
 
     Args:
-        prompt: that the sample continues.
+        prompt: text that the sample continues.
         sample_tokens: length of the sample; 0 for none.
-        temperature: of sampling.
-        seed: of sampling, the same on all ranks, which compute the sample together.
+        temperature: temperature of sampling.
+        seed: seed of sampling, the same on all ranks, which compute the sample together.
     """
 
     def __init__(self, prompt: str = "def ", sample_tokens: int = 200, temperature: float = 0.7, seed: int = 0) -> None:
@@ -52,13 +52,13 @@ class RunSummary(Callback):
         self.trained = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Notes that there are steps to train, which a run that is resumed at its end has not."""
+        """Records that there are steps to train; a run that resumes at its end has none."""
         self.trained = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the loss."""
+        """Records the loss."""
         loss = trainer.callback_metrics.get("train/loss")
         if loss is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
@@ -67,15 +67,18 @@ class RunSummary(Callback):
                 self.first_loss = float(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """The first loss, of which a resumed run has no other memory."""
+        """Returns the first loss, because a resumed run cannot compute it."""
         return {"first_loss": self.first_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the first loss of the run that is resumed."""
+        """Restores the first loss of the resumed run."""
         self.first_loss = state_dict["first_loss"]
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Samples on all ranks, prints on the first; of a run that was at its end already, nothing but that."""
+        """Samples on all ranks and prints on the first.
+
+        If the run was already at its end, it only prints a message that says so.
+        """
         if not self.trained:
             if trainer.is_global_zero:
                 step = trainer.global_step
@@ -140,7 +143,7 @@ class RunSummary(Callback):
 
 
 def _compute_dtype(pl_module: Any) -> torch.dtype | None:
-    """What FSDP casts gathered weights to; None where it keeps their dtype, or where there is no FSDP."""
+    """Returns the dtype to which FSDP casts gathered weights; None without FSDP or without a cast."""
     if pl_module.context is None:
         return None
     names = {"auto": torch.bfloat16 if pl_module.device.type == "cuda" else None, "bfloat16": torch.bfloat16}

@@ -22,15 +22,15 @@ GIB = 2.0**30
 
 
 class Throughput(Callback):
-    """Logs train/tokens_per_second of all ranks, .../per_rank, train/mfu and train/peak_memory_gib of the fullest rank.
+    """Logs train/tokens_per_second of all ranks, .../per_rank, train/mfu and the largest rank's train/peak_memory_gib.
 
-    A rate is that of the optimizer steps since the last one logged, data loading and checkpoints included,
-    validation not. Tokens are all that go through the model, with a label or without. MFU counts matrix products and
-    the pairs that attention's mask shows (see `training_flops`), and is logged where the device's peak is known.
-    Between logging steps the host is not made to wait for the device.
+    A rate covers the optimizer steps since the last logging step, including data loading and checkpoints, but not
+    validation. It counts all tokens that pass through the model, with a label or without. MFU counts matrix products
+    and the pairs visible under attention's mask (see `training_flops`). It is logged if the device's peak is known.
+    Between logging steps the host does not wait for the device.
 
     Args:
-        warmup_steps: optimizer steps of this run that the averages leave out; kernels are compiled in them.
+        warmup_steps: first optimizer steps of this run that the averages exclude, because kernels are compiled in them.
     """
 
     def __init__(self, warmup_steps: int = 5) -> None:
@@ -47,19 +47,19 @@ class Throughput(Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Average over the measured steps, all ranks; 0 before there is one."""
+        """Average over the measured steps, for all ranks; 0 before the first measured step."""
         return self._measured.rate(self._measured.tokens)
 
     @property
     def mfu(self) -> float | None:
-        """Average part of the GPUs' peak that the model's FLOPs come to; None when the peak is unknown."""
+        """Average fraction of the GPUs' peak that the model's FLOPs reach; None when the peak is unknown."""
         return self._mfu(self._measured)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Looks up the device and the model."""
         self.world_size = trainer.world_size
         config = getattr(pl_module, "model_config", None)
-        self._config = config if isinstance(config, ModelConfig) else None  # what others compute is not known
+        self._config = config if isinstance(config, ModelConfig) else None  # the FLOPs of other models are unknown
         self._windows = layer_windows(self._config) if self._config is not None else []
         self.peak = None
         if pl_module.device.type == "cuda" and getattr(pl_module, "compute_dtype", None) in ("auto", "bfloat16"):
@@ -98,11 +98,11 @@ class Throughput(Callback):
             }
             if (mfu := self._mfu(work)) is not None:
                 metrics["train/mfu"] = mfu
-            # log_dict would store float32, which is enough, and reduce over ranks, which hold the same figures.
+            # All ranks hold the same values, so log_dict need not reduce. It stores float32, which is enough.
             pl_module.log_dict(metrics, on_step=True, on_epoch=False, sync_dist=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Adds what came after the last logged step to the averages."""
+        """Adds the steps after the last logging step to the averages."""
         if self._tokens:
             self._close_window(trainer, pl_module.device)
 
@@ -119,10 +119,10 @@ class Throughput(Callback):
             self._pairs = self._pairs + rows * visible_pairs(position_ids, self._windows)
 
     def _close_window(self, trainer: pl.Trainer, device: torch.device) -> tuple[_Work, float]:
-        """The work of all ranks since the window began, and the bytes of the fullest one; begins the next."""
+        """Returns all ranks' work since the window began and the largest rank's bytes; begins the next window."""
         pairs = torch.as_tensor(self._pairs, dtype=torch.float64, device=device)
         mine = torch.stack([pairs.new_tensor(self._tokens), pairs, pairs.new_tensor(_peak_memory(device))])
-        # Reading the figures waits for the device: the step has ended when the clock is read.
+        # Reading the values waits for the device, so the step has ended when the clock is read.
         ranks = gathered(trainer, mine).cpu()
         now = time.perf_counter()
         (tokens, all_pairs, _), peak_memory = ranks.sum(0).tolist(), ranks[:, 2].max().item()
@@ -141,7 +141,7 @@ class Throughput(Callback):
 
 @dataclass(frozen=True)
 class _Work:
-    """Tokens and FLOPs of all ranks, and the seconds they took."""
+    """Tokens and FLOPs of all ranks, and the seconds that they took."""
 
     tokens: float = 0.0
     flops: float = 0.0
@@ -155,14 +155,14 @@ class _Work:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Returns the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the allocator on CUDA, of the process elsewhere."""
+    """Returns peak bytes: of the allocator on CUDA, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

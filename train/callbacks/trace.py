@@ -1,4 +1,4 @@
-"""What a GPU did in a trace: its costliest kernels, and the communication that no kernel hid."""
+"""Analysis of a GPU trace: its costliest kernels, and the communication that no kernel hid."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Interval = tuple[float, float]
 
 COMPUTE = ("kernel", "gpu_memset")
 COPY = "gpu_memcpy"
-# A copy's kind is in its name. Copies to and from the host are neither work nor messages between GPUs.
+# The name of a copy contains its kind. Copies to and from the host are neither work nor messages between GPUs.
 BETWEEN_GPUS, WITHIN_GPU = "PtoP", "DtoD"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel or operator, the seconds that all its calls took, and their number."""
+    """Total seconds and number of calls of a kernel or operator."""
 
     name: str
     seconds: float
@@ -26,13 +26,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of one GPU, from its first kernel to its last.
+    """Times of one GPU, from its first kernel to its last.
 
     Args:
-        seconds: in all.
-        compute: in which a kernel ran that does not communicate.
-        communication: in which NCCL's kernels, or copies between GPUs, ran.
-        exposed: of these, those in which no other kernel ran.
+        seconds: total seconds.
+        compute: seconds in which a kernel other than NCCL's ran.
+        communication: seconds in which NCCL's kernels, or copies between GPUs, ran.
+        exposed: seconds of communication in which no other kernel ran.
         kernels: every kernel, the costliest first.
     """
 
@@ -44,15 +44,15 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Seconds in which nothing ran: the GPU waited for the host, or a stream for a peer's word."""
+        """Seconds in which nothing ran: the GPU waited for the host, or a stream waited for a signal of a peer."""
         return max(self.seconds - self.compute - self.exposed, 0.0)
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
-    """The device's part of a Chrome trace's events, as torch.profiler writes them; None when it has none.
+    """Returns the device's timeline of a Chrome trace by torch.profiler; None when the trace has no device events.
 
-    Exposed is what the union of communication adds to the union of all other kernels, whatever their streams. A stream
-    that waits for a peer's word, without a kernel or copy of its own, counts as idle.
+    Exposed time is the union of communication minus the union of all other kernels, on any stream. A stream that waits
+    for a peer's signal, without a kernel or copy of its own, counts as idle.
     """
     shown = [event for event in events if event.get("ph") == "X" and event.get("cat") in (*COMPUTE, COPY)]
     computing_streams = {_stream(event) for event in shown if event["cat"] == "kernel"}
@@ -65,7 +65,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
         if event["cat"] != COPY:
             (messages if "nccl" in name.lower() else compute).append((start, start + length))
         elif BETWEEN_GPUS in name or (WITHIN_GPU in name and _stream(event) not in computing_streams):
-            # A peer's memory that is mapped here can pass for this GPU's own; its copies have streams to themselves.
+            # A trace can label a peer's mapped memory as this GPU's own; copies of it run on separate streams.
             messages.append((start, start + length))
         elif WITHIN_GPU in name:
             compute.append((start, start + length))
@@ -83,7 +83,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """Length of the union of (start, end)."""
+    """Returns the length of the union of intervals (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:
@@ -93,7 +93,7 @@ def covered(intervals: Sequence[Interval]) -> float:
 
 
 def costliest(spent: Mapping[str, tuple[float, int]]) -> tuple[Cost, ...]:
-    """(seconds, calls) by name, the costliest first."""
+    """Sorts (seconds, calls) by name, the costliest first."""
     costs = (Cost(name, seconds, calls) for name, (seconds, calls) in spent.items())
     return tuple(sorted(costs, key=lambda cost: (-cost.seconds, cost.name)))
 
