@@ -1,1 +1,1 @@
-"""Agreement of ranks before a call, and failures in the middle of one."""
+"""Agreement of ranks before a call, and handling of failures during a call."""

@@ -1,4 +1,7 @@
-"""Three calls of the CUDA driver that torch has no name for: a stream that writes and awaits a word of memory."""
+"""Calls of the CUDA driver that torch does not expose, above all stream operations that write and await a flag.
+
+A flag is a 32-bit value in GPU memory.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,29 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
-    """The calls, with their errors; none of them takes an SM, all may be captured in a CUDA graph."""
+    """Driver calls that raise on errors. `write` and `wait` take no SM and may be captured in a CUDA graph."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        # Said once: a call that is told the types of its arguments every time takes twice as long.
+        # Declared once: a call that states the types of its arguments every time takes twice as long.
         word = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._write, self._wait = self._cuda.cuStreamWriteValue32_v2, self._cuda.cuStreamWaitValue32_v2
         self._write.argtypes = self._wait.argtypes = word
 
     def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Writes a word once all that `stream` holds is done and visible to every GPU."""
+        """Queues a write of `value` to the flag at `address`, after earlier work is done and visible to every GPU."""
         _check("cuStreamWriteValue32", self._write(stream.cuda_stream, address, value, 0))
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Holds `stream` until the word at `address` is `value`."""
+        """Makes `stream` wait until the flag at `address` is `value`."""
         _check("cuStreamWaitValue32", self._wait(stream.cuda_stream, address, value, _EQUAL))
 
     def context_beside(self, device: torch.device) -> ContextBeside:
-        """Returns a way to write while all streams of this process wait."""
+        """Returns a second CUDA context, which can write while all streams of this process wait."""
         return ContextBeside(self._cuda, device)
 
     def allow_queries(self) -> None:
-        """This thread may ask for events from now on while another captures a graph, which asking breaks by default."""
+        """Lets this thread query events while another thread captures a graph; by default that breaks the capture."""
         mode = ctypes.c_int(_RELAXED)
         _check("cuThreadExchangeStreamCaptureMode", self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
@@ -45,7 +48,7 @@ class ContextBeside:
 
     Streams of one context share the few hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows, 8 by default. A queue
     stops at the first stream that waits, and the branches of a CUDA graph can fill all queues. A second context has
-    queues of its own. It takes some hundred MB, so it is made only when a ring has failed.
+    queues of its own. It takes several hundred MB of memory, so it is made only when a ring has failed.
     """
 
     def __init__(self, cuda: ctypes.CDLL, device: torch.device) -> None:
@@ -56,7 +59,7 @@ class ContextBeside:
         self._pop()
 
     def write(self, addresses: Iterable[int], value: int) -> None:
-        """Writes `value` to each word, and waits until that is done."""
+        """Writes `value` to the flag at each address, and waits until the writes are done."""
         _check("cuCtxPushCurrent", self._cuda.cuCtxPushCurrent_v2(self._context))
         try:
             for address in addresses:

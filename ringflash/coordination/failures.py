@@ -1,8 +1,9 @@
-"""What ranks do when a ring breaks: each leaves word, breaks its own connections, and hears the others out.
+"""Failure handling of a ring: each rank reports, breaks its own connections, and collects the reports of all ranks.
 
-A rank that fails, or waits in vain, first leaves word in the group's store, then closes its connections, so that every
-rank that waits for it wakes and does the same. Within a moment all that live have left word, and each concludes alike
-from all words: who raised, who is gone, who is late. The ring's groups are its own, so nothing else breaks with them.
+A rank that fails, or waits in vain, first publishes a report in the group's store. It then closes its connections,
+which wakes every rank that waits for it. The woken ranks do the same, so all living ranks report within a moment. Each
+rank draws the same conclusion from the reports: the ranks that raised, are gone, or are late. Nothing else breaks,
+because the ring has process groups of its own; `transport.nccl.new_group` names one exception.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from ringflash.errors import PeerFailed, PeerLost, RingflashError, RingTimeout
 
 Verdict = Literal["late", "closed", "behind"]
 
-INTERVAL = 0.1  # seconds between two looks at what is awaited
-PATIENCE = 0.5  # seconds after which a message is late enough to ask for its sender
-GRACE = 1.0  # seconds in which a rank that lives and waits leaves word, once connections close
+INTERVAL = 0.1  # seconds between two checks of a wait
+PATIENCE = 0.5  # seconds of waiting after which a rank looks for reports and ended processes
+GRACE = 1.0  # seconds within which a living, waiting rank reports after connections close
 _POLL = 0.02
-_BROKEN = "broken"  # a key of the store, beside those of ranks
-_LONGEST = 6000  # characters of a text that are told: a board has room for these in any script
+_BROKEN = "broken"  # a key of the store; the other keys are rank numbers
+_LONGEST = 6000  # characters of a text in a report: a board has room for them in any script
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a rank leaves when a ring breaks.
+    """A rank's report of a broken ring.
 
     Args:
-        rank: whose word it is.
-        kind: it "raised", waited until it was too "late", found a connection "closed", or is "behind": it came to the
-            end of its pass after others had left word.
-        hop: where it waited; None where ranks agree, before the first hop.
-        peers: whom it waited for; none where that is all of them.
+        rank: the rank that reports.
+        kind: the rank "raised" an error, waited past the deadline ("late"), found a connection "closed", or is
+            "behind": it reached the end of its pass after other ranks had reported.
+        hop: the hop at which the rank waited; None in the agreement before the first hop, or without a wait.
+        peers: the ranks that it waited for; empty if it waited for all ranks, or for none.
         text: a traceback, or the plan that the rank follows.
     """
 
@@ -67,14 +68,22 @@ class FailureReport:
 def conclude(
     words: Sequence[FailureReport], ended: Sequence[int], world_size: int, deadline: float, rank: int
 ) -> RingflashError:
-    """What `rank` raises, given the words that ranks left, and the ranks whose processes are known to have ended."""
+    """Returns the error that `rank` raises.
+
+    Args:
+        words: the reports of the ranks, at least one.
+        ended: the ranks with a process that is known to have ended.
+        world_size: number of ranks in the ring.
+        deadline: seconds that a rank waits for a message.
+        rank: the rank that raises.
+    """
     raised = [word for word in words if word.kind == "raised"]
     if raised:
         return PeerFailed([word.rank for word in raised], [word.text for word in raised], rank=rank)
     said = {word.rank: word for word in words}
     missing = [r for r in range(world_size) if r not in said]
     waited_for = {peer for word in words for peer in word.peers}
-    # Of the ranks without word some may merely be busy: those come first that are gone, or were waited for.
+    # A rank without a report may just be busy: ranks that are gone, then ranks that were waited for, take precedence.
     gone = sorted({*ended} & {*missing})
     behind = [word.rank for word in words if word.kind == "behind"]
     peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)
@@ -83,7 +92,7 @@ def conclude(
     texts = [str(said[r]) if r in said else "left no word" for r in range(world_size)]
     if gone or not late:
         return PeerLost(peers, hop, texts, rank=rank)
-    if not missing and not behind:  # all live, and wait for what nobody sends: they follow different plans
+    if not missing and not behind:  # all live and wait for messages that no rank sends: their plans differ
         texts = [f"{text}\n    {said[r].text}".rstrip() for r, text in enumerate(texts)]
     return RingTimeout(peers, hop, deadline, texts, rank=rank)
 
@@ -92,10 +101,10 @@ def _copy_of(error: RingflashError) -> RingflashError:
     """Returns `error` without a traceback, to be raised.
 
     An error that was raised refers to frames, and so to the tensors of the broken call. Their graph refers to the
-    context through C++, where Python's garbage collector cannot follow. A ring that kept that error would never end.
+    context through C++, where Python's garbage collector cannot follow. A ring that kept such an error would never end.
     """
     copy = type(error).__new__(type(error))
-    Exception.__init__(copy, *error.args)  # its own arguments are not known here
+    Exception.__init__(copy, *error.args)  # a subclass may take arguments that are not known here
     copy.__dict__.update(error.__dict__)
     return copy
 
@@ -104,71 +113,76 @@ class Faults:
     """One rank's view of what went wrong in its ring.
 
     Args:
-        store: shared by the ranks, with keys of this ring's own.
+        store: shared by the ranks, with keys that only this ring uses.
         rank: this rank.
-        world_size: ranks in the ring.
+        world_size: number of ranks in the ring.
         deadline: seconds that a rank waits for a message.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline: float) -> None:
         self._rank, self._world_size, self.deadline = rank, world_size, deadline
         self.store, self.number = store, 0
-        # Where all ranks are of one host: it outlives the process that serves the store.
+        # Set if all ranks are on one host: the board outlives the process that serves the store.
         self.board: Board | None = None
-        self.error: RingflashError | None = None  # set once, copies are raised; the ring is of no use from then on
-        self.plan: object = ""  # what this rank follows, for its word
-        self.delivered = False  # whether a caller has seen the error
-        self.identities: list[str] = []  # of the ranks' processes
+        self.error: RingflashError | None = None  # set once, and the ring is unusable from then on; copies are raised
+        self.plan: object = ""  # the plan that this rank follows, for its report
+        self.delivered = False  # True once the error has been raised, or is about to be
+        self.identities: list[str] = []  # identity of each rank's process
         self._others: list[Faults] = []
         self._breaks: list[Callable[[], None]] = []
         self._releases: list[Callable[[], None]] = []
         self._closes: list[Callable[[], None]] = []
         self.closed = False
-        self._cancel: Callable[[], None] | None = None  # what another thread has not yet raised
+        self._cancel: Callable[[], None] | None = None  # cancels an error that another thread has not raised yet
         self._lock = threading.RLock()
 
     def on_break(self, close: Callable[[], None]) -> None:
-        """`close` is called as soon as the ring breaks: it ends waits of processes, here and on peers."""
+        """Registers `close`, called as soon as the ring breaks: it ends waits of processes, here and on peers."""
         self._breaks.append(close)
 
     def on_release(self, release: Callable[[], None]) -> None:
-        """`release` is called when the error is known: it ends waits of this rank's GPU."""
+        """Registers `release`, called once the error is known: it ends waits of this rank's GPU."""
         self._releases.append(release)
 
     def on_close(self, close: Callable[[], None]) -> None:
-        """`close` is called when the ring's resources are given back."""
+        """Registers `close`, called when the ring frees its resources."""
         self._closes.append(close)
 
     def close(self) -> None:
-        """Gives back the ring's resources. An error that ended the ring stays."""
+        """Frees the resources of the ring. `error` keeps its value."""
         self.closed = True
         for close in self._closes:
             close()
         for other in self._others:
             other._others.remove(self)
         for kept in (self._closes, self._breaks, self._releases, self._others):
-            kept.clear()  # they refer to what refers to this
+            kept.clear()  # the callbacks refer to objects that refer to this one
         self.board = None
 
     def join(self, other: Faults) -> None:
-        """Makes each break when the other does: those of two groups of ranks that this rank is in."""
+        """Makes each of two rings break when the other does; this rank is in both rings."""
         self._others.append(other)
         other._others.append(self)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has gone wrong, on any rank: all ranks are told alike, if they ask at about the same time."""
+        """Returns whether no rank has reported a failure. Ranks that ask at about the same time get the same answer."""
         return self.error is None and not self.was_reported()
 
     def raise_async(self, elsewhere: Callable[[], None], cancel: Callable[[], None]) -> None:
-        """Raises the error `elsewhere`, in another thread, unless one has it; until it gets there it may `cancel`."""
+        """Raises the error in another thread, unless some thread has raised it or is about to.
+
+        Args:
+            elsewhere: makes the other thread raise the error.
+            cancel: takes the error back while the other thread has not raised it yet; `claim` calls it.
+        """
         with self._lock:
             if not self.delivered:
                 self.delivered, self._cancel = True, cancel
                 elsewhere()
 
     def claim(self) -> None:
-        """The caller is about to raise the error: it is raised here, once, and nowhere else any more."""
+        """Claims the error for the caller, which is about to raise it: no other thread raises it from then on."""
         with self._lock:
             self.delivered = True
             if self._cancel is not None:
@@ -176,28 +190,32 @@ class Faults:
                 self._cancel = None
 
     def release(self) -> None:
-        """Lets go on whatever waits on this rank's GPU; what it computes from then on is of no use."""
-        with suppress(IndexError):  # another thread may be at it
+        """Ends all waits of this rank's GPU. Results that the GPU computes from then on are invalid."""
+        with suppress(IndexError):  # another thread may release at the same time
             while True:
                 self._releases.pop()()
 
     def check(self) -> None:
-        """Raises what ended this ring, if it has ended."""
+        """Raises the error that ended this ring, if there is one."""
         if self.error is not None:
             self.claim()
             raise _copy_of(self.error)
 
     def ended(self) -> list[int]:
-        """Ranks on this host whose processes have ended."""
+        """Returns the ranks on this host with a process that has ended."""
         return processes.ended(self.identities)
 
     def wait(self, attempt: Callable[[float], bool], hop: int | None, peers: Sequence[int] = ()) -> None:
-        """Waits for messages of `peers`, all when empty.
+        """Waits for messages of `peers`.
 
-        `attempt` waits for at most so many seconds, and says whether they came; a RuntimeError is a closed connection.
+        Args:
+            attempt: waits for at most the given seconds and returns whether the messages came. It raises RuntimeError
+                if a connection is closed.
+            hop: the hop of the messages; None in the agreement before the first hop.
+            peers: the senders; empty if they are all ranks.
 
         Raises:
-            PeerFailed, PeerLost, RingTimeout: they will not come.
+            PeerFailed, PeerLost, RingTimeout: the messages will not come.
         """
         self.check()
         start = time.monotonic()
@@ -219,18 +237,22 @@ class Faults:
         raise named from cause
 
     def wait_for(self, work: dist.Work) -> None:
-        """`wait`, for a collective of gloo."""
+        """Waits for a gloo collective, as `wait` does."""
 
         def attempt(seconds: float) -> bool:
             try:
                 return work.wait(timedelta(seconds=seconds))
-            except RuntimeError:  # the time is up, or it failed, or it was done just after the time was up
+            except RuntimeError:  # a timeout, a failure, or completion just after the timeout
                 return work.is_completed() and work.wait(timedelta(seconds=seconds))
 
         self.wait(attempt, hop=None)
 
     def judge(self, waited: float, peers: Sequence[int]) -> Verdict | None:
-        """Whether messages of `peers`, all when empty, are not to be expected any more after `waited` seconds."""
+        """Judges a wait for messages of `peers` (all ranks if empty) that has lasted `waited` seconds.
+
+        Returns:
+            The verdict if the messages are not expected any more, otherwise None.
+        """
         if waited >= self.deadline:
             return "late"
         if waited < PATIENCE:
@@ -239,9 +261,15 @@ class Faults:
         return "closed" if self.was_reported() or ended & ({*peers} or ended) else None
 
     def look_back(self, started: float) -> None:
-        """At the end of a pass: raises what the others concluded, if it took so long that they may have given up.
+        """Raises the peers' conclusion at the end of a pass that took so long that they may have given up.
 
-        A process that does not wait for messages would else go on with what a broken ring has computed.
+        A process that does not wait for messages would otherwise continue with the results of a broken ring.
+
+        Args:
+            started: `time.monotonic()` at the start of the pass.
+
+        Raises:
+            PeerFailed, PeerLost, RingTimeout: another rank has reported that the ring is broken.
         """
         if time.monotonic() - started >= PATIENCE and self.was_reported():
             named = self.broken("behind", None)
@@ -250,7 +278,7 @@ class Faults:
             raise named
 
     def raised(self, error: BaseException) -> None:
-        """This rank raised `error` in a ring: brings the others down too."""
+        """Reports that this rank raised `error` in a ring, so that the other ranks raise too."""
         if self.error is None:
             text = "".join(traceback.format_exception(error))
             self._end(FailureReport(self._rank, "raised", None, (), f"{type(error).__name__}: {error}\n{text}"))
@@ -258,11 +286,11 @@ class Faults:
             self.release()
 
     def broken(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
-        """The error to raise where this rank waited for `peers` in vain."""
+        """Ends the ring after this rank waited for `peers` in vain, and returns the error to raise."""
         return self._end(FailureReport(self._rank, kind, hop, tuple(peers), str(self.plan)))
 
     def was_reported(self) -> bool:
-        """Whether a rank has said that the ring is broken."""
+        """Returns whether any rank has reported that the ring is broken."""
         if self.board is not None and not self.board.is_empty():
             return True
         with suppress(RuntimeError):
@@ -270,7 +298,7 @@ class Faults:
         return False
 
     def _end(self, word: FailureReport) -> RingflashError:
-        with self._lock:  # the thread that watches GPU work may get here together with the one that posts it
+        with self._lock:  # the watch thread may get here together with the thread that posts GPU work
             if self.error is None:
                 self._report(word)
                 for close in self._breaks:
@@ -288,12 +316,12 @@ class Faults:
         fields = json.dumps(asdict(replace(word, text=text)), ensure_ascii=False)
         if self.board is not None:
             self.board.put(self._rank, fields)
-        with suppress(RuntimeError):  # the store may have died with the rank that serves it
+        with suppress(RuntimeError):  # the store may have ended with the rank that serves it
             self.store.set(str(self._rank), fields)
             self.store.set(_BROKEN, "")
 
     def _report_of(self, rank: int) -> FailureReport | None:
-        """Returns the word that `rank` has left."""
+        """Returns the report of `rank`, or None if there is none."""
         text: str | bytes | None = None if self.board is None else self.board.get(rank)
         if text is None:
             with suppress(RuntimeError):
@@ -304,10 +332,11 @@ class Faults:
         return FailureReport(**{**fields, "peers": tuple(fields["peers"])})
 
     def _collect_reports(self, own: FailureReport) -> list[FailureReport]:
-        """The words of all ranks in their order, once nothing more is to be expected."""
+        """Returns the reports in rank order, once no further report is expected."""
         end, words = time.monotonic() + GRACE, {own.rank: own}
         while True:
-            ended = {*self.ended()}  # looked up first: who has ended since has left word before
+            # Looked up before the reports, so that the report of a rank in `ended` is not missed.
+            ended = {*self.ended()}
             missing = [rank for rank in range(self._world_size) if rank not in words]
             for rank in missing:
                 word = self._report_of(rank)
@@ -316,4 +345,4 @@ class Faults:
             raised = any(word.kind == "raised" for word in words.values())
             if raised or {*missing} - {*words} <= ended or time.monotonic() >= end:
                 return [words[rank] for rank in sorted(words)]
-            time.sleep(_POLL * (1 + self._world_size // 32))  # one process may serve the store to all of them
+            time.sleep(_POLL * (1 + self._world_size // 32))  # one process may serve the store for all ranks

@@ -9,15 +9,15 @@ import mmap
 import struct
 import zlib
 
-_HEAD = struct.Struct("<II")  # length and checksum of a text: another process may be writing it
+_HEAD = struct.Struct("<II")  # length and checksum of a text, because another process may be writing it
 
 
 class Board:
-    """One text a rank, each written once.
+    """Shared memory with one text a rank, each written once.
 
     Args:
         memory: shared by the ranks; zeros at first.
-        start: offset of the board in it.
+        start: offset of the board in the memory, in bytes.
         world_size: number of ranks.
     """
 
@@ -32,7 +32,7 @@ class Board:
         return world_size * cls.CAPACITY
 
     def put(self, rank: int, text: str) -> None:
-        """Writes the text of `rank`; one that is too long is left out."""
+        """Writes the text of `rank`, unless the text is too long."""
         data = text.encode()
         if len(data) <= self.CAPACITY - _HEAD.size:
             first = self._start + rank * self.CAPACITY
@@ -40,7 +40,7 @@ class Board:
             self._memory[first : first + len(row)] = row
 
     def get(self, rank: int) -> str | None:
-        """Returns the text of `rank` if it is there, whole."""
+        """Returns the text of `rank`, or None until the text is complete."""
         first = self._start + rank * self.CAPACITY
         length, checksum = _HEAD.unpack(self._memory[first : first + _HEAD.size])
         if not 0 < length <= self.CAPACITY - _HEAD.size:

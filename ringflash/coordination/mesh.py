@@ -1,4 +1,4 @@
-"""The control plane of a mesh of two dimensions."""
+"""The control plane of a two-dimensional mesh."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringflash.coordination.session import ControlPlane, stacked
 class MeshControlPlane(ControlPlane):
     """Agreement between the ranks of both dimensions.
 
-    Tensors travel along one dimension after the other, so no further group of the data's backend is needed.
+    Device tensors travel along one dimension after the other, so the data's backend needs no third group.
 
     Args:
-        mesh: the ranks, counted upwards.
-        names: of the first dimension and the second.
-        places: of each rank (index along the first, index along the second).
-        gloo: a gloo group of all ranks.
-        faults: what a wait for a rank that does not come becomes.
-        optimistic: as of any control plane.
+        mesh: the mesh; its ranks are numbered in ascending order of global rank.
+        names: names of the first and the second dimension.
+        places: (index along the first dimension, index along the second dimension) of each rank.
+        gloo: a gloo group of all ranks of the mesh.
+        faults: ends a wait with an error if a rank does not answer.
+        optimistic: see `ControlPlane`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MeshControlPlane(ControlPlane):
         return torch.stack([of_columns[place] for place in self._places])
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks."""
+        """Returns the sum of `x` over all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)
         for group in (self._columns, self._rows):
             dist.all_reduce(total, group=group)

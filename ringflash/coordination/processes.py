@@ -1,4 +1,4 @@
-"""Whether the processes of other ranks on this host still live, asked of the kernel."""
+"""Detection of ended processes of other ranks on this host, through /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HOST = Path("/proc/sys/kernel/random/boot_id")
 
 
 def own_identity() -> str:
-    """Host, process number and start of this process; empty where the system has no /proc."""
+    """Returns host, PID namespace, process number and start time of this process; empty without /proc."""
     try:
         return f"{_HOST.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_start(os.getpid())}"
     except OSError:
@@ -18,7 +18,7 @@ def own_identity() -> str:
 
 
 def ended(identities: Sequence[str]) -> list[int]:
-    """Indices of those `identities` on this host whose process has ended; of other hosts nothing is known."""
+    """Returns the indices of `identities` with a process that has ended; other hosts and containers are left out."""
     here = own_identity().rsplit(" ", 2)[0]
     result = []
     for index, identity in enumerate(identities):
@@ -29,12 +29,12 @@ def ended(identities: Sequence[str]) -> list[int]:
 
 
 def together(identities: Sequence[str]) -> bool:
-    """Whether all are known, and each of the processes sees the others: those of one host and one container."""
+    """Returns whether all identities are known and of one host and one container, so that processes see each other."""
     return all(identities) and len({identity.rsplit(" ", 2)[0] for identity in identities}) == 1
 
 
 def _start(number: int) -> str:
-    """When process `number` started, in clock ticks since boot; empty for one that is dead, though not yet buried."""
+    """Returns the start time of process `number` in clock ticks since boot; empty if it is dead or a zombie."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Contexts by name, and the connections of their ranks, which are closed when no context uses them any more."""
+"""Registry of contexts by name, and of their connections, which it closes when no context uses them any more."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ C = TypeVar("C", Connection, MeshConnection)
 
 
 class Registry:
-    """Contexts that live. Custom ops take no objects, so they look contexts up here by name.
+    """Registry of living contexts. Custom ops take no objects, so they look contexts up here by name.
 
-    Contexts of virtual ranks have no resources and stay. Others stay as long as somebody refers to them; several of one
-    name are equal.
+    Contexts of virtual ranks have no resources and stay registered. Other contexts stay as long as something refers to
+    them. Contexts of one name are equal.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Registry:
     def add(
         self, context: ContextParallel, connections: Sequence[Connection | MeshConnection]
     ) -> weakref.finalize[..., Any]:
-        """Adds a context over some connections; calling what it returns takes it out again."""
+        """Adds a context that uses `connections`. Calling the returned finalizer removes the context."""
         if not connections:
             self._virtual[context.name] = context
         else:
@@ -48,7 +48,7 @@ class Registry:
         """Returns the newest context of this name.
 
         Raises:
-            ArgumentError: none lives.
+            ArgumentError: no context of this name is alive.
         """
         found = self._virtual.get(name)
         for reference in reversed(self._contexts.get(name, [])):
@@ -59,25 +59,25 @@ class Registry:
         return found
 
     def connections(self, kind: type[C]) -> list[C]:
-        """Returns the connections of one kind that are open, newest first."""
+        """Returns the open connections of one kind, newest first."""
         return [each for each in reversed(self._users) if isinstance(each, kind)]
 
     def shared(self, found: C | None, groups: Sequence[dist.ProcessGroup]) -> C | None:
-        """Returns `found` if all ranks of the groups found the same connection; a collective of them.
+        """Returns `found` if all ranks of the groups found the same connection, else None; a collective.
 
-        Garbage is collected at other times on other ranks, so that one may have closed what others still have.
+        Ranks collect garbage at different times, so one rank may have closed a connection that other ranks still have.
         """
         return found if all_have(0 if found is None else found.number, groups) else None
 
     def close_unused(self) -> None:
-        """Closes connections that no context uses, that have broken, or whose group was destroyed."""
+        """Closes connections that no context uses, broken connections, and connections of a destroyed group."""
         for connection, users in list(self._users.items()):
             if not users or connection.is_dead:
                 del self._users[connection]
                 connection.close()
 
     def _leave(self, name: str, connections: Sequence[Connection | MeshConnection]) -> None:
-        """Forgets a context. It may run in any thread, wherever garbage is collected, so nothing is closed here."""
+        """Removes a context. Garbage collection may run this in any thread, so it closes nothing."""
         living = [each for each in self._contexts.pop(name, []) if each() is not None]
         if living:
             self._contexts[name] = living

@@ -1,4 +1,4 @@
-"""The control plane of a context: small exchanges between CPUs in which ranks agree before any data moves."""
+"""The control plane of a context: ranks agree through small exchanges between CPUs before any data moves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashE
 
 Field = int | float | str
 T = TypeVar("T")
-_OK, _FAILED, _AHEAD = range(3)  # that a rank waits for the others' words, has raised, or goes on meanwhile
-_KEPT = 256  # calls that are remembered
+# The first integer that a rank posts: it waits for the other ranks, has raised, or continues without waiting.
+_OK, _FAILED, _AHEAD = range(3)
+_KEPT = 256  # calls that are cached
 
 
 def _word(value: Field) -> int:
@@ -34,20 +35,20 @@ def _word(value: Field) -> int:
 
 
 def outlier_ranks(values: Sequence[int]) -> list[int]:
-    """The ranks whose value is not the most common one."""
+    """Returns the ranks with a value other than the most common one."""
     common = max(values, key=values.count)
     return [rank for rank, value in enumerate(values) if value != common]
 
 
 def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The `x` of all ranks of `group`, contiguous and of one shape and dtype, in rank order: (ranks, ...)."""
+    """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...)."""
     everyone = x.new_empty((dist.get_world_size(group), *x.shape))
     dist.all_gather(list(everyone.unbind(0)), x, group=group)
     return everyone
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether `group` has not been destroyed."""
+    """Returns whether `group` has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:
@@ -57,13 +58,13 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 @dataclass(eq=False)
 class _Call:
-    """What a rank says of a call, the same in every one like it.
+    """A rank's description of a call, the same for every call of one kind.
 
     Args:
-        fields: as `agree` is given them.
-        free: likewise.
-        words: a number for each field.
-        agreed: what all ranks said of it when they last agreed, and what follows.
+        fields: the fields, as in `agree`.
+        free: the name of the free field, as in `agree`.
+        words: an integer for each field.
+        agreed: the last agreement of all ranks on this call; None before the first agreement.
     """
 
     fields: Mapping[str, Field]
@@ -74,12 +75,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all ranks said of a call, and what follows.
+    """An agreement of all ranks on a call.
 
     Args:
-        table: their words.
-        digest: of all values of the free field, for who goes on with them without waiting.
-        result: what these come to.
+        table: the integers of all ranks.
+        digest: checksum of all values of the free field. A rank that continues without waiting posts it.
+        result: the result that `then` computed from these values.
     """
 
     table: Rows
@@ -91,12 +92,13 @@ class ControlPlane:
     """Agreement between the ranks of `group`.
 
     Args:
-        group: the ranks, and what larger tensors travel over.
-        gloo: a gloo group of the same ranks in the same order, for agreement alone; words travel over it until
-            `share_words`, texts always.
-        faults: what a wait for a rank that does not come becomes.
-        optimistic: a call that ranks agreed on before goes on without waiting, as if all said the same as then; that is
-            looked at in the next one. For messages that GPUs wait for: launches would else wait for the network.
+        group: the group of the ranks; device tensors travel over it.
+        gloo: a gloo group of the same ranks in the same order, which the ring owns. CPU tensors and texts always travel
+            over it, and integers until `share_words`.
+        faults: ends a wait with an error if a rank does not answer.
+        optimistic: a call that ranks agreed on before continues without waiting, as if all ranks had posted the same
+            values again. The next call checks this assumption. Meant for messages that GPUs wait for, because launches
+            would otherwise wait for the network.
     """
 
     def __init__(
@@ -110,19 +112,19 @@ class ControlPlane:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def share_words(self) -> None:
-        """Has words pass through memory from now on, if all ranks are on one host; a collective.
+        """Exchanges integers through shared memory from now on, if all ranks are on one host; a collective.
 
-        Only where the end of each process is seen by the others: over memory nobody's connection closes with it.
+        Each process must be able to see the end of the others, because shared memory has no connection that closes.
         """
         if self.world_size > 1 and processes.together(self.faults.identities):
             self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
 
     def check_alive(self) -> None:
-        """The group is as it was when the context was made.
+        """Checks that the group still exists and its ring has not broken.
 
         Raises:
-            ArgumentError: it has been destroyed since.
-            PeerFailed, PeerLost, RingTimeout: its ring broke in an earlier call.
+            ArgumentError: the group has been destroyed since the context was made.
+            PeerFailed, PeerLost, RingTimeout: the ring broke in an earlier call.
         """
         if not is_alive(self._data):
             remedy = "Create the context anew, after the group."
@@ -131,17 +133,17 @@ class ControlPlane:
         self.faults.check()
 
     def agree(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
-        """Compares `fields` over all ranks, all but the integer field `free`, and returns that field's value of each.
+        """Compares all `fields` except the integer field `free` over all ranks, and returns each rank's `free` value.
 
         Raises:
             RankMismatch: on every rank, when a field differs.
             PeerFailed: when a rank called `fail` instead.
-            PeerLost, RingTimeout: when a rank is gone, or does not come within the deadline.
+            PeerLost, RingTimeout: when a rank is gone, or does not answer within the deadline.
         """
         return self.agree_on((free, *fields, *fields.values()), lambda: fields, free=free, then=lambda values: values)
 
     def values(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
-        """Does what `agree` does, and always waits for the other ranks: the free field may change at any call."""
+        """Like `agree`, but always waits for the other ranks, because the free field may change at any call."""
         self.check_alive()
         self._settle()
         call = _Call(fields, free, tuple(_word(value) for value in fields.values()))
@@ -150,13 +152,20 @@ class ControlPlane:
     def agree_on(
         self, kind: Hashable, fields: Callable[[], Mapping[str, Field]], *, free: str, then: Callable[[list[int]], T]
     ) -> T:
-        """As `agree`, of calls of which most are like one before: `then` of what it returns.
+        """Like `agree`, but cached: calls of one `kind` reuse `then(values)` while the ranks' values are unchanged.
 
         Args:
-            kind: all that `fields` and `then` depend on; neither is called again for what is known.
-            fields: gives the fields.
-            free: as in `agree`.
-            then: of the free field's values; what it raises comes on every call that finds these. It is not kept.
+            kind: key of the call; `fields` and `then` depend on nothing else.
+            fields: returns the fields.
+            free: name of the free field, as in `agree`.
+            then: computes the result from each rank's value of the free field. Its errors are not cached: every later
+                call with these values raises again.
+
+        Returns:
+            The result of `then`.
+
+        Raises:
+            RankMismatch, PeerFailed, PeerLost, RingTimeout: as `agree`.
         """
         self.check_alive()
         self._settle()
@@ -169,24 +178,24 @@ class ControlPlane:
         return self._checked(call, self._words.post((_OK, *call.words)), then)
 
     def forget(self) -> None:
-        """Waits for the others' agreement in the next call of each kind."""
-        self._calls.clear()  # entries, not their `agreed`: settling the call under way would fill it again
+        """Makes the next call of each kind wait for the agreement of the other ranks."""
+        self._calls.clear()  # not only their `agreed`, which `_settle` would set again for an unsettled call
 
     def _called(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _Call:
-        """A call of a new kind."""
+        """Returns a call of a new kind, which it caches."""
         if len(self._calls) == _KEPT:
             self._calls.clear()
         call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
         return call
 
     def _settle(self) -> None:
-        """Looks at the agreement on the last call, which went on without."""
+        """Checks the agreement on the last call, if that call continued without waiting."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             self._checked(*unsettled)
 
     def _checked(self, call: _Call, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
-        """What `agree_on` returns, once all ranks have said their words."""
+        """Returns the result of `agree_on`, once all ranks have posted their integers."""
         table = everyone()
         if call.agreed is None or table != call.agreed.table:
             values = self._compared(call, table)
@@ -194,8 +203,9 @@ class ControlPlane:
         return call.agreed.result
 
     def _compared(self, call: _Call, table: Rows) -> list[int]:
-        """What `agree` returns, of all ranks' words."""
-        ahead = any(row[0] == _AHEAD for row in table)  # such a rank hears of it in its next call, or from its watch
+        """Compares the integers of all ranks and returns the result of `agree`."""
+        # Ranks that continued without waiting learn of an error in their next call, or from their watch.
+        ahead = any(row[0] == _AHEAD for row in table)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
             raise self.faults.broken("closed", None, failed)
@@ -224,8 +234,8 @@ class ControlPlane:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Tells the ranks that are about to agree that this one raised `error`, so that they raise too."""
-        with suppress(RingflashError):  # what `error` says comes first, whatever became of the others
+        """Announces to ranks that are about to agree that this rank raised `error`, so that they raise too."""
+        with suppress(RingflashError):  # `error` takes precedence over failures of other ranks
             self.check_alive()
             table = self._exchange([_FAILED])
             if any(row[0] == _AHEAD for row in table):
@@ -235,42 +245,42 @@ class ControlPlane:
                 self._texts(f"{type(error).__name__}: {error}\n{trace}")
 
     def compare(self, field: str, text: str, own: str) -> None:
-        """Raises RankMismatch on every rank, with each rank's `own`, unless all have the same `text`."""
+        """Raises RankMismatch on every rank, with each rank's `own`, unless all ranks pass the same `text`."""
         digests = [row[1] for row in self._exchange([_OK, _word(text)])]
         if len(set(digests)) > 1:
             raise RankMismatch(field, self._texts(own), outlier_ranks(digests), rank=self.rank)
 
     def tell(self, text: str) -> list[str]:
-        """All ranks' texts, in rank order."""
+        """Exchanges texts: returns the texts of all ranks, in rank order; a collective."""
         self.check_alive()
         return self._texts(text)
 
     def gather(self, x: Tensor, rows: list[int], dim: int) -> Tensor:
-        """All ranks' `x` joined along `dim` in rank order; rank r's has `rows[r]` entries there."""
+        """Returns all ranks' `x` joined along `dim` in rank order; `x` of rank r has `rows[r]` entries along `dim`."""
         moved = x.movedim(dim, 0).contiguous()
         padded = moved.new_zeros((max(rows), *moved.shape[1:]))
         padded[: moved.shape[0]] = moved
-        everyone = self.stack(padded.view(torch.uint8)).view(x.dtype)  # bytes: gloo knows few dtypes
+        everyone = self.stack(padded.view(torch.uint8)).view(x.dtype)  # bytes: gloo supports few dtypes
         return torch.cat([t[:n] for t, n in zip(everyone, rows, strict=True)]).movedim(0, dim)
 
     def stack(self, x: Tensor) -> Tensor:
         """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...).
 
-        Tensors of the CPU travel over the ring's own group, so that a failure of a peer ends the wait.
+        CPU tensors travel over the ring's own gloo group, so that a failure of a peer ends the wait.
 
         Raises:
-            PeerFailed, PeerLost, RingTimeout: a rank did not come.
+            PeerFailed, PeerLost, RingTimeout: a rank did not answer.
         """
         if x.device.type != "cpu":
             return self._stack_on_device(x)
-        everyone = self._over_gloo.post_tensor(x.reshape(-1).view(torch.uint8))()  # bytes: gloo knows few dtypes
+        everyone = self._over_gloo.post_tensor(x.reshape(-1).view(torch.uint8))()  # bytes: gloo supports few dtypes
         return everyone.view(x.dtype).view(self.world_size, *x.shape)
 
     def _stack_on_device(self, x: Tensor) -> Tensor:
         return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks."""
+        """Returns the sum of `x` over all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._data)
         return total

@@ -1,8 +1,9 @@
-"""Threads beside the program's own, which end before the interpreter does.
+"""Helper threads of the library, which end before the interpreter does.
 
-A daemon thread that comes back from C++ while the interpreter is taken down is ended in the middle of it, and with it
-the process: "terminate called without an active exception", an abort after a run that went well. Only a thread that C++
-holds for longer than the program's end waits, as after a ring has broken, is still left to that.
+Python ends a daemon thread that returns from C++ while the interpreter shuts down. The process then aborts after a
+successful run, with "terminate called without an active exception". The end of the program therefore waits up to
+`PATIENCE` seconds for these threads. The abort remains possible only if C++ holds a thread for longer, for example
+after a ring has broken.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE = 1.0  # seconds that the end of the program waits for all of them
+PATIENCE = 1.0  # seconds that the end of the program waits for all threads together
 
-_helpers: dict[threading.Thread, Callable[[], None]] = {}  # and how to wake each
+_helpers: dict[threading.Thread, Callable[[], None]] = {}  # the function that wakes each thread
 _ending_since: float | None = None
 
 
 def start(run: Callable[[], None], name: str, wake: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that `run`s until `is_ending`; `wake` is called then, should it wait for something else."""
+    """Starts a daemon thread that calls `run`.
+
+    Args:
+        run: the function; it returns soon after `wake` is called or `is_ending` becomes true.
+        name: name of the thread.
+        wake: called when the program ends, in case `run` waits for something else.
+    """
 
     def whole() -> None:
         _helpers[threading.current_thread()] = wake
@@ -35,12 +42,12 @@ def start(run: Callable[[], None], name: str, wake: Callable[[], None]) -> threa
 
 
 def is_ending(grace: float = 0.0) -> bool:
-    """Whether the program has waited for its threads to end for `grace` seconds."""
+    """Returns whether the program has waited for at least `grace` seconds for its threads to end."""
     return time.monotonic() >= (math.inf if _ending_since is None else _ending_since + grace)
 
 
 def end() -> None:
-    """Has all threads come to their ends; those that start later, in what else runs then, are not awaited."""
+    """Ends all threads. Threads that other exit handlers start later are not waited for."""
     global _ending_since
     _ending_since = time.monotonic()
     helpers = list(_helpers.items())

@@ -1,8 +1,8 @@
-"""A thread that sees to it that messages between GPUs come in time.
+"""A thread that ends the ring when messages between GPUs do not arrive in time.
 
-On a GPU the process does not wait for messages: the stream does, and a program that waits for the stream would wait for
-ever for a peer that is gone. The thread looks at what is under way a few times a second, costs nothing while messages
-come, and ends the ring when one is late, a peer has left word, or its process is gone.
+On a GPU the stream waits for messages, not the process. A program that waits for the stream would wait for ever if a
+peer is gone. The thread checks pending messages a few times a second, and costs nothing while messages arrive. It ends
+the ring when a message is late, a peer has reported a failure, or the process of a peer has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringflash.errors import RingflashError
 
 @dataclass(frozen=True)
 class _Pending:
-    """Messages under way, and how to tell when they are done."""
+    """Pending messages; `done` returns whether they have completed."""
 
     done: Callable[[], bool]
     hop: int
@@ -33,7 +33,7 @@ class _Pending:
 
 
 class Watch:
-    """Watches the messages of one ring, in the order in which they were started."""
+    """Watches the messages of one ring in the order of their start."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -43,24 +43,33 @@ class Watch:
         faults.on_close(self._wake.set)
 
     def add(self, done: Callable[[], bool], hop: int, peers: Sequence[int]) -> None:
-        """Takes note of messages; of those in a CUDA graph nothing can be asked, they run when it is replayed."""
+        """Adds messages to watch, unless a CUDA graph is being captured.
+
+        Captured messages cannot be queried, because they run only when the graph is replayed.
+
+        Args:
+            done: returns whether the messages have completed.
+            hop: hop of the messages, for errors.
+            peers: ranks at the other ends; empty if they are all ranks.
+        """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._pending.append(_Pending(done, hop, list(peers)))
-        if not self._wake.is_set():  # which is sooner asked than set
+        if not self._wake.is_set():  # a query is faster than `set`
             self._wake.set()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threads.start(self._run, "ringflash-watch", self._wake.set)
 
     def under_way(self) -> list[Callable[[], bool]]:
-        """How to tell of each of the messages that are watched whether they are done."""
+        """Returns, for each pending entry, a function that returns whether its messages have completed."""
         return [pending.done for pending in self._pending]
 
     def _run(self) -> None:
         if torch.cuda.is_initialized():
             Driver().allow_queries()
-        since = asked = time.monotonic()  # when the first of those pending could have come; when others' word was asked
-        unasked: _Pending | None = None  # done since then
+        # `since`: when the wait for the first pending entry began; `asked`: when reports were last looked up.
+        since = asked = time.monotonic()
+        unasked: _Pending | None = None  # the last entry that completed since that look-up
         while self._faults.error is None and not self._faults.closed and not threads.is_ending():
             if not self._pending:
                 self._wake.wait(None if unasked is None else PATIENCE)
@@ -73,14 +82,14 @@ class Watch:
                 self._look(self._pending[0], time.monotonic() - since)
                 time.sleep(INTERVAL)
             if unasked is not None and time.monotonic() - asked >= PATIENCE:
-                # Who has given up lets messages go that have nothing in them.
+                # A rank that has given up completes messages without their data, so completion alone proves nothing.
                 if self._faults.was_reported():
                     self._end("closed", unasked)
                 asked, unasked = time.monotonic(), None
         self._pending.clear()
 
     def _look(self, pending: _Pending, waited: float) -> None:
-        """Ends the ring if a message that has been awaited for `waited` seconds is not to be expected any more."""
+        """Ends the ring if `pending` is not expected to complete any more after `waited` seconds."""
         verdict = self._faults.judge(waited, pending.peers)
         if verdict is not None:
             self._end(verdict, pending)
@@ -92,14 +101,14 @@ class Watch:
 
 
 def _raise_in_main_thread(error: RingflashError) -> None:
-    """Raises `error` in the main thread as soon as it is back in Python.
+    """Raises `error` in the main thread as soon as that thread runs Python code again.
 
-    It may be waiting for the GPU in a call that knows nothing of the ring. Released from there it would go on with
-    what a broken ring has computed.
+    The main thread may be waiting for the GPU in a call that does not involve the ring. Without the error, it would
+    continue with the results of a broken ring once the GPU is released.
     """
 
     class Broken(type(error)):
-        """The error, made anew without arguments, as Python wants it here."""
+        """Copy of the error that needs no arguments: `PyThreadState_SetAsyncExc` takes a class, not an object."""
 
         def __init__(self) -> None:
             self.__dict__.update(error.__dict__)
@@ -110,7 +119,7 @@ def _raise_in_main_thread(error: RingflashError) -> None:
 
 
 def _cancel() -> None:
-    """Takes back what the main thread has not yet raised."""
+    """Cancels an error that the main thread has not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), None)
 
 

@@ -1,7 +1,7 @@
-"""A few numbers that every rank tells all others before a call: over gloo, or in memory that processes share.
+"""Exchange of a few integers between all ranks before a call, over gloo or in shared memory.
 
-Over gloo they take a message between each two ranks, and its way through the system's network. Processes of one host
-write and read them in a file that is mapped into memory instead: agreement is then a matter of microseconds.
+Over gloo an exchange takes a message between every two ranks, through the network stack of the system. Processes of one
+host write and read the integers in a file that is mapped into memory instead. Agreement then takes microseconds.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from torch import Tensor
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.mailbox import Board
 
-WIDTH = 24  # every rank sends the same number of words, whatever it has to say
-KEPT = 256  # messages that are remembered
+WIDTH = 24  # integers in a row; rows with fewer are padded with zeros
+KEPT = 256  # tensors of rows that are cached
 
-_SHARED = Path("/dev/shm")  # files in memory: elsewhere a file may lie on another machine, which sees it late
+_SHARED = Path("/dev/shm")  # in memory: a file elsewhere may lie on another machine, which sees writes late
 
-Rows = list[tuple[int, ...]]  # each rank's words, in rank order
+Rows = list[tuple[int, ...]]  # the integers of each rank, in rank order
 
 
 class Words(Protocol):
-    """What ranks exchange words over. All ranks post in the same order."""
+    """Exchange of integers between all ranks, which post in the same order."""
 
     def post(self, words: Sequence[int]) -> Callable[[], Rows]:
-        """Tells the others up to `WIDTH` words; what it returns waits for those of all ranks, and is called once."""
+        """Sends up to `WIDTH` integers to all ranks.
+
+        Returns:
+            A function that waits for the rows of all ranks and returns them; it is called once.
+        """
         ...
 
 
 class GlooWords:
-    """Words that travel over a gloo group."""
+    """Exchange of integers over a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults) -> None:
         self._group, self._faults, self._world_size = group, faults, dist.get_world_size(group)
@@ -63,9 +67,13 @@ class GlooWords:
         return partial(_rows, self.post_tensor(mine))
 
     def post_tensor(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Tells the others a tensor of the CPU, as long on every rank; returned likewise, (ranks, ...)."""
+        """Sends a CPU tensor, of the same shape and dtype on every rank, to all ranks.
+
+        Returns:
+            A function that waits for the tensors of all ranks and returns them as (ranks, ...); it is called once.
+        """
         everyone = mine.new_empty(self._world_size, *mine.shape)
-        # The group's own call: that of torch.distributed looks at its arguments for as long as this takes.
+        # Calls the group directly: torch.distributed's wrapper spends as long on checking arguments as this call takes.
         work = self._group.allgather([list(everyone.unbind(0))], [mine])
 
         def wait() -> Tensor:
@@ -76,32 +84,33 @@ class GlooWords:
 
 
 class SharedWords:
-    """Words in memory that the processes of all ranks share.
+    """Exchange of integers in memory that the processes of all ranks share.
 
-    A rank's words have a place for each of the last four exchanges. Before it posts in one, it has read all up to the
-    last but one: all have posted there, and have read what lies two before that, where the new words are put.
+    Each rank has four places for its rows, and exchange n uses place n mod 4. Before a rank posts in exchange n, it has
+    read the rows of all ranks in exchange n - 2. Each rank that posted in n - 2 had read exchange n - 4 before. So no
+    rank still needs the row of exchange n - 4, which the new row overwrites.
 
     Args:
-        memory: of `nbytes`, the same for all ranks, zeros at first.
-        rank: this one.
-        world_size: ranks.
-        faults: what a wait for a rank that does not come becomes.
+        memory: shared by all ranks, at least `nbytes` long; zeros at first.
+        rank: this rank.
+        world_size: number of ranks.
+        faults: ends the wait with an error if a rank does not post.
     """
 
-    _PLACES = 4  # of each rank
-    _ROW = struct.Struct(f"<q{WIDTH}q")  # the number of an exchange, from 1 on, and words
-    _CHECK = struct.Struct("<Q")  # of both: what another process writes may arrive in any order
+    _PLACES = 4  # rows that a rank keeps
+    _ROW = struct.Struct(f"<q{WIDTH}q")  # the number of the exchange, from 1 on, and the integers
+    _CHECK = struct.Struct("<Q")  # checksum of the row: writes of another process may arrive in any order
     _BYTES = _ROW.size + _CHECK.size
 
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int, faults: Faults) -> None:
         self._memory, self._rank, self._world_size, self._faults = memory, rank, world_size, faults
         self._posted = self._read = 0
-        self._unasked: dict[int, Rows] = {}  # read, but not yet asked for, by number
+        self._unasked: dict[int, Rows] = {}  # rows that were read but not yet returned, by number of the exchange
         faults.on_close(memory.close)
 
     @classmethod
     def nbytes(cls, world_size: int) -> int:
-        """Of the memory."""
+        """Returns the size of the memory."""
         return world_size * cls._PLACES * cls._BYTES
 
     def post(self, words: Sequence[int]) -> Callable[[], Rows]:
@@ -114,12 +123,12 @@ class SharedWords:
         return partial(self._take, self._posted)
 
     def _take(self, number: int) -> Rows:
-        """All ranks' words in an exchange, once."""
+        """Returns the rows of all ranks in an exchange, and forgets them."""
         self._read_until(number)
         return self._unasked.pop(number)
 
     def _read_until(self, last: int) -> None:
-        """Waits for the exchanges up to `last`, and keeps their words."""
+        """Waits for the exchanges up to `last` and keeps their rows."""
         while self._read < last:
             self._unasked[self._read + 1] = self._wait_for(self._read + 1)
             self._read += 1
@@ -138,15 +147,15 @@ class SharedWords:
                 waited = time.monotonic() - began
                 if waited >= seconds:
                     return False
-                time.sleep(0.0 if waited < 1e-4 else min(waited / 10, 1e-3))  # at first it only lets others run
+                time.sleep(0.0 if waited < 1e-4 else min(waited / 10, 1e-3))  # 0 only yields to other processes
 
         self._faults.wait(attempt, hop=None)
         return [rows[rank] for rank in range(self._world_size)]
 
     def _row_of(self, rank: int, number: int) -> tuple[int, ...] | None:
-        """The words of `rank` in exchange `number`, if they are there, whole."""
+        """Returns the integers of `rank` in exchange `number`, or None until the row is complete."""
         start = self._start(rank, number)
-        there = self._memory[start : start + self._BYTES]  # looked at once: it may change
+        there = self._memory[start : start + self._BYTES]  # copied once, because `rank` may be writing it
         row = there[: self._ROW.size]
         found = self._ROW.unpack(row)
         whole = found[0] == number and self._CHECK.unpack_from(there, self._ROW.size)[0] == zlib.crc32(row)
@@ -157,7 +166,17 @@ class SharedWords:
 
 
 def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults: Faults) -> SharedWords | None:
-    """Memory that all ranks of a host share, if they can; a collective, in which each can `tell` all others a text."""
+    """Makes memory that all ranks share, with the board of `faults` in it; a collective.
+
+    Args:
+        tell: exchanges one text a rank and returns the texts of all ranks.
+        rank: this rank.
+        world_size: number of ranks, all on one host.
+        faults: gets the board, and ends waits for ranks that do not post.
+
+    Returns:
+        The exchange over this memory, or None if a rank cannot map it.
+    """
     start = SharedWords.nbytes(world_size)
     own = _file(start + Board.nbytes(world_size)) if rank == 0 else None
     try:
@@ -166,7 +185,7 @@ def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults:
         everyone = all(tell("" if memory is None else "there"))
     finally:
         if own is not None:
-            own.unlink(missing_ok=True)  # what is mapped stays
+            own.unlink(missing_ok=True)  # mappings stay valid
     if not everyone or memory is None:
         return None
     faults.board = Board(memory, start, world_size)
@@ -174,7 +193,7 @@ def shared(tell: Callable[[str], list[str]], rank: int, world_size: int, faults:
 
 
 def _file(nbytes: int) -> Path | None:
-    """A new file of zeros, if there is room for it in memory."""
+    """Returns a new file of zeros in memory, or None if there is no room for it."""
     if not _SHARED.is_dir():
         return None
     with suppress(OSError):
@@ -191,7 +210,7 @@ def _file(nbytes: int) -> Path | None:
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
-    """The file in this process's memory; None where there is no such file."""
+    """Maps a file into this process; returns None if that fails."""
     try:
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), 0)
