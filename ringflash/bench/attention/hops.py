@@ -1,11 +1,11 @@
-"""The hop benchmark: what a hop of a ring costs by its role, for the state that it reads or writes beside its keys.
+"""The hop benchmark: the cost of the online-softmax state in a ring's hop, by the role of the hop.
 
     ringflash bench hops --json hops.json
 
-A hop alone ("only") keeps the online-softmax state in registers; of several the first writes it, those in the middle
-read and write it, and the last reads it and writes out and lse. All four meet the same keys here, on one device and
-without a transport, so that `cost`, the time over that of "only", is what the state costs. Roles take turns in rounds
-whose order changes; figures are medians of the device's own times: see `timing`.
+A single hop ("only") keeps the online-softmax state in registers. With several hops, the first writes the state, the
+middle ones read and write it, and the last reads it and writes out and lse. Here all four roles get the same keys, on
+one device and without a transport. `cost`, the time over the time of "only", is therefore the cost of the state. Rounds
+run all roles in a changing order. Figures are medians of the device's own times: see `timing`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "roun
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Queries, the keys that visit them, and what hops write.
+    """Inputs and results of the hops of one rank.
 
     Args:
-        kernels: compute the hops.
-        problem: q, k and v, the whole sequence each.
-        state: passes from hop to hop.
+        kernels: kernels that compute the hops.
+        problem: q, k and v of the whole sequence.
+        state: online-softmax state, passed from hop to hop.
         out: (batch, seqlen, nheads, headdim).
         lse: (batch, nheads, seqlen), float32.
     """
@@ -61,7 +61,7 @@ class Rank:
 
     @staticmethod
     def of(problem: Problem, kernels: TileKernels) -> Rank:
-        """With storage that no hop has written yet."""
+        """Returns a rank whose state, out and lse are not initialised."""
         q = problem.q
         dtype = kernels.state_dtype(q.dtype)
         state = rf.AttentionState.allocate(*q.shape, device=q.device, dtype=dtype)
@@ -69,7 +69,7 @@ class Rank:
         return Rank(kernels, problem, state, torch.empty_like(q), lse)
 
     def hop(self, role: str, keys: Chunk) -> None:
-        """One hop, in which all queries meet the keys at some positions."""
+        """Runs one hop of all queries with the chunk `keys`, in the given role."""
         given, (first, last) = self.problem, ROLES[role]
         mask = as_mask(rf.Causal() if given.causal else None)
         tile_problem = TileProblem((Chunk(0, given.seqlen),), (keys,), mask, ScoreConfig(given.q.shape[3] ** -0.5))
@@ -81,7 +81,7 @@ class Rank:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every cell; 1 when one failed."""
+    """Measures every cell. Returns 1 if one failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
-    """Raises ArgumentError for sizes of which there are no hops, or hops of two families of kernels."""
+    """Raises ArgumentError for sizes too small for all hops, or if hops would mix two families of kernels."""
     check_at_least(options, ["seqlens"], 4)
     check_at_least(options, ["tokens", "rounds"])
     hopper = options.backend in ("auto", "hopper") and auto_kernels(device, DTYPES[options.dtype]) == HOPPER
@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace, device: torch.device) -> None:
 def _measure(
     seqlen: int, headdim: int, causal: bool, options: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """The row of one cell."""
+    """Measures one cell and returns its row."""
     batch = max(1, options.tokens // seqlen)
     sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
     row: dict[str, Any] = {"mask": "causal" if causal else "full", "batch": batch, **sizes}
@@ -135,14 +135,18 @@ def _measure(
             del expected
             row |= _figures(_take_turns(rank, row, options.rounds))
     except ArgumentError:
-        raise  # heads or a backend that attention does not take
-    except Exception as error:  # a cell that cannot, in whatever way: said in its row
+        raise  # attention does not take the heads or the backend
+    except Exception as error:  # for whatever reason a cell fails, its row reports it
         row["failed"] = failure(error)
     return row
 
 
 def _attention(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
-    """Out and lse of `flash_attention`, whose ArgumentError says what heads or backend it does not take."""
+    """Returns out and lse of `flash_attention`.
+
+    Raises:
+        ArgumentError: `flash_attention` does not take the heads or the backend.
+    """
     mask = rf.Causal() if problem.causal else None
     options = rf.AttentionOptions(return_lse=True, backend=backend)
     out, lse = rf.flash_attention(problem.q, problem.k, problem.v, mask=mask, options=options)
@@ -150,7 +154,7 @@ def _attention(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _agree(rank: Rank, expected: tuple[Tensor, Tensor]) -> None:
-    """Raises ValueError where a hop over all keys, or three over a part of them each, give another result."""
+    """Raises ValueError unless one hop over all keys, and three hops over parts of them, both give `expected`."""
     seqlen = rank.problem.seqlen
     quarter, half = seqlen // 4, seqlen // 2
     three = Chunk(0, quarter), Chunk(quarter, half - quarter), Chunk(half, seqlen - half)
@@ -165,7 +169,7 @@ def _agree(rank: Rank, expected: tuple[Tensor, Tensor]) -> None:
 
 
 def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every role, round by round."""
+    """Returns the seconds of every role in each round."""
     on_gpu, names = rank.problem.q.is_cuda, list(ROLES)
     calls = {name: partial(rank.hop, name, Chunk(0, rank.problem.seqlen)) for name in names}
     paces, times = dict[str, timing.Pace](), {name: list[float]() for name in names}
@@ -180,7 +184,7 @@ def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, float]:
-    """Median ms of every role, and its cost over "only"."""
+    """Returns the median ms of every role, and its cost relative to "only"."""
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     figures = {f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in medians.items()}
     return figures | {f"{name}_cost": round(seconds / medians["only"], 3) for name, seconds in medians.items()}

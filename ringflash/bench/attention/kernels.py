@@ -1,12 +1,12 @@
-"""The kernel benchmark: flash_attention beside its peers on one device, forward and backward apart, in one run.
+"""The kernel benchmark: forward and backward of flash_attention and of its peers on one device, in one run.
 
     ringflash bench kernels --peers --json kernels.json --png kernels.png
 
-Contenders take turns in rounds whose order changes, with a large matmul among them; figures are medians. TFLOP/s count
-4 seqlen^2 nheads headdim batch for a forward, half of it where causal, and 2.5 times it for a backward. The forward is
-that of training, with gradients recorded. Times are the device's own: see `timing`. Errors are those of the first
-sequence's first KV head and its query heads; peak memory is beside the inputs. A long run fits in pieces, by --headdims
-or --seqlens, whose JSON --merge joins. Where the kernels are those for sm_90, the portable ones run beside them.
+Rounds run all contenders and a large matmul in a changing order; figures are medians. TFLOP/s count 4 seqlen^2 nheads
+headdim batch for a forward, half as much if causal, and 2.5 forwards for a backward. The forward records gradients, as
+in training. Times are the device's own: see `timing`. Errors are of the first sequence's first KV head and its query
+heads. Peak memory excludes the inputs. A long run can be split by --headdims or --seqlens; --merge joins the JSON of
+the pieces. The portable kernels are measured too on devices that run the kernels for sm_90.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ringflash.commands.options import DTYPES, fill_in
 from ringflash.errors import ArgumentError
 
 MATMUL = "matmul"
-BACKWARD = 2.5  # in forwards
+BACKWARD = 2.5  # FLOPs of a backward over the FLOPs of a forward
 MIN_ROUNDS = 2
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 FULL = {"seqlens": LENGTHS, "headdims": [64, 128, 256], "nheads": 16, "tokens": 16384, "rounds": 5}
@@ -47,7 +47,7 @@ CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "roun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures or computes what was asked for; 1 when a contender of ours failed or a bound was broken."""
+    """Measures or computes the requested figures. Returns 1 if a contender of ours failed or broke a bound, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, computes: bool) -> None:
-    """Raises ArgumentError for an option that what is asked for would not look at."""
+    """Raises ArgumentError for an option that the chosen mode would ignore."""
     if options.png is not None and (computes or options.memory is not None):
         remedy = "Leave --png out, or measure."
         raise ArgumentError("--png", expected="figures to draw", got="--traffic, --profile or --memory", remedy=remedy)
@@ -125,7 +125,7 @@ def _check(options: argparse.Namespace, computes: bool) -> None:
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
-    """The cells, short ones first: a run that is cut off has the most of them."""
+    """Returns the cells, short sequences first, so that an interrupted run has the most of them."""
     masks = {"both": (True, False), "yes": (True,), "no": (False,)}[options.causal]
     size = DTYPES[options.dtype].itemsize
     return [
@@ -142,7 +142,7 @@ def _run(
     device: torch.device,
     keep: Callable[[list[dict[str, Any]], list[str]], None],
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of all cells that the budget allows, and the names of the others."""
+    """Measures the cells that the budget allows. Returns their rows, and the names of the other cells."""
     begin, rows = time.monotonic(), []
     named = contenders(device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
     for number, shape in enumerate(shapes):
@@ -160,7 +160,7 @@ def _run(
 def _measure(
     shape: Shape, named: dict[str, Contender], options: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The rows of one cell, one a contender."""
+    """Measures one cell and returns a row for each contender."""
     dtype = DTYPES[options.dtype]
     kernels = auto_kernels(device, dtype)
     sizes = (shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
@@ -182,7 +182,7 @@ def _measure(
                 setups[name] = setup
             except Unavailable as error:
                 rows[name]["failed"] = str(error)
-            except Exception as error:  # a contender that cannot, in whatever way: said in its row
+            except Exception as error:  # for whatever reason it fails, its row reports it
                 rows[name]["failed"] = failure(error)
         del expected
         times, matmul_tflops = _take_turns(setups, _matmul(dtype, device), rows, options)
@@ -192,10 +192,10 @@ def _measure(
 
 
 def _agreement(results: list[Tensor], expected: list[Tensor], yardstick: Yardstick | None) -> dict[str, Any]:
-    """Errors against float64 where there is a yardstick.
+    """Returns the errors against float64, if there is a yardstick.
 
     Raises:
-        ValueError: the results are another attention's than those of the first contender.
+        ValueError: the results differ from `expected`, the first contender's, by more than rounding explains.
     """
     apart = {name: difference(*pair) for name, *pair in zip(TENSORS, results, expected, strict=True)}
     worst = max(apart, key=lambda name: apart[name])
@@ -207,7 +207,10 @@ def _agreement(results: list[Tensor], expected: list[Tensor], yardstick: Yardsti
 
 
 def _bytes(name: str, shape: Shape, kernels: str) -> dict[str, Any]:
-    """HBM bytes of both passes, computed, where a contender's accesses are known; `kernels` are those of "auto"."""
+    """Returns the computed HBM bytes of both passes, if the contender's memory accesses are known.
+
+    `kernels` names the kernels that backend "auto" chooses.
+    """
     must = traffic.compulsory(shape)
     moved = traffic.standard(shape) if name == "standard attention" else None
     if name.startswith("ringflash"):
@@ -223,7 +226,7 @@ def _bytes(name: str, shape: Shape, kernels: str) -> dict[str, Any]:
 
 
 def _peak_memory(setup: Setup, tokens: int, device: torch.device) -> dict[str, Any]:
-    """What one forward and backward has allocated at most beside its inputs, results included."""
+    """Returns the peak memory of one forward and backward, with the results but without the inputs."""
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize()
@@ -236,7 +239,7 @@ def _peak_memory(setup: Setup, tokens: int, device: torch.device) -> dict[str, A
 
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], float]:
-    """A large matmul and its operations: the device's own rate, at the clock of the moment."""
+    """Returns a large matmul and its FLOPs, which give the device's own rate at the current clock."""
     n = 8192 if device.type == "cuda" else 256
     a, b, c = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(3))
     return lambda: torch.matmul(a, b, out=c), 2.0 * n**3
@@ -248,7 +251,7 @@ def _take_turns(
     rows: dict[str, dict[str, Any]],
     options: argparse.Namespace,
 ) -> tuple[dict[str, dict[str, list[float]]], float]:
-    """Seconds of every pass, round by round, and the matmul's rate in TFLOP/s."""
+    """Returns the seconds of every pass in each round, and the rate of the matmul in TFLOP/s."""
     call, flops = matmul
     on_gpu = call().is_cuda
     turns, paces = [MATMUL, *setups], dict[tuple[str, str], timing.Pace]()
@@ -283,7 +286,7 @@ def _take_turns(
 
 
 def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops: float) -> dict[str, Any]:
-    """Milliseconds, TFLOP/s and share of the matmul's rate, medians over the rounds."""
+    """Returns the milliseconds, TFLOP/s and share of the matmul's rate of each pass, from medians over the rounds."""
     figures: dict[str, Any] = {"matmul_tflops": round(matmul_tflops, 4)}
     for part, passes in (("forward", 1.0), ("backward", BACKWARD)):
         if times.get(part):
@@ -297,13 +300,13 @@ def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops:
 def _traffic(
     shapes: list[Shape], options: argparse.Namespace, device: torch.device, command: str, device_name: str
 ) -> int:
-    """Prints and writes HBM bytes: computed, of the kernels that "auto" means here, and with --profile measured."""
+    """Prints and writes HBM bytes: computed for the kernels that "auto" chooses here, and measured with --profile."""
     rows, why = [], ""
     kernels = auto_kernels(device, DTYPES[options.dtype])
     for shape in shapes:
         must, materialised = traffic.compulsory(shape), traffic.standard(shape)
         measured: dict[str, float] = {}
-        if options.profile and (rows == [] or rows[-1]["measured"]):  # once without a profiler is enough
+        if options.profile and (rows == [] or rows[-1]["measured"]):  # one attempt without a profiler is enough
             measured, why = profiler.measure(shape, options.dtype)
         row = {"compulsory": dataclasses.asdict(must), "tiled": pass_bytes(shape, kernels)}
         row |= {"standard": dataclasses.asdict(materialised), "measured": measured}

@@ -1,4 +1,4 @@
-"""What the mask benchmark measures: masks over one sequence, with how many pairs of query and key they show."""
+"""Cases of the mask benchmark: masks over one sequence, and their numbers of visible pairs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import ringflash as rf
 from ringflash.bench.ring.seen import lengths
 
 BLOCK = 128  # tokens in a block of the block-sparse mask
-KEPT = 0.25  # of its blocks
+KEPT = 0.25  # share of its blocks that are visible
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to see no more than the causal triangle.
+    """The causal mask, or one that hides more.
 
     Args:
-        name: what the tables call it.
-        pairs: of query and key that are visible to a head, in all sequences together.
-        mask: of a sequence.
-        sequences: into which the tokens are cut.
-        window: keys that a query sees at most, its own among them.
-        ends: 0, and where each of the documents in a sequence ends.
-        blocks: (seqlen / BLOCK, seqlen / BLOCK), True where keys are seen.
+        name: name in the tables.
+        pairs: visible pairs of query and key, of one head and all sequences together.
+        mask: mask of each sequence.
+        sequences: number of sequences into which the tokens are cut.
+        window: largest number of keys that a query sees, its own included.
+        ends: 0, and the end of each document in a sequence.
+        blocks: (seqlen / BLOCK, seqlen / BLOCK), True for visible blocks.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Case:
     blocks: Tensor | None = None
 
     def cut(self, x: Tensor) -> Tensor:
-        """(1, seqlen, heads, headdim) as (sequences, seqlen / sequences, heads, headdim)."""
+        """Returns (1, seqlen, heads, headdim) as (sequences, seqlen / sequences, heads, headdim)."""
         return x.view(self.sequences, -1, *x.shape[2:])
 
 
 def cases(seqlen: int, window: int, documents: int) -> list[Case]:
-    """The causal mask, and those that see less; the batch comes after the documents that it holds."""
+    """Returns the causal mask and masks that hide more. The batch follows the documents that it must agree with."""
     causal = rf.Causal()
     length = seqlen // documents
-    edge = min(window, seqlen)  # rows that see all before them
+    edge = min(window, seqlen)  # number of rows that see all rows before them
     blocks, block_pairs = _blocks(seqlen)
     in_windows = triangle(edge) + (seqlen - edge) * window
     of_blocks = causal & rf.BlockSparse(blocks, BLOCK)
@@ -69,12 +69,12 @@ def _packed(name: str, ends: tuple[int, ...]) -> Case:
 
 
 def triangle(rows: int) -> int:
-    """Pairs that a causal mask shows."""
+    """Returns the number of visible pairs of a causal mask over `rows` rows."""
     return rows * (rows + 1) // 2
 
 
 def _blocks(seqlen: int) -> tuple[Tensor, int]:
-    """Random blocks with the diagonal, and the pairs they show under a causal mask."""
+    """Returns random blocks with the diagonal, and their visible pairs under a causal mask."""
     sizes = torch.tensor([min(BLOCK, seqlen - start) for start in range(0, seqlen, BLOCK)], device="cpu")
     drawn = torch.rand(len(sizes), len(sizes), generator=torch.Generator().manual_seed(seqlen), device="cpu")
     blocks = (drawn < KEPT) | torch.eye(len(sizes), dtype=torch.bool, device="cpu")

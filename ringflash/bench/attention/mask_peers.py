@@ -1,4 +1,4 @@
-"""Who runs in the mask benchmark: flash_attention and those that know its masks too, each given the same problem."""
+"""Contenders of the mask benchmark: flash_attention and peers with the same masks, on the same problem."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MaskContender = Callable[[Case, Problem], Setup]
 
 @contextmanager
 def compiling() -> Generator[None, None, None]:
-    """Lets `flex` compile the cases of a cell, and run their backwards any number of times."""
+    """Lets `flex` compile all cases of a cell, and run their backwards any number of times."""
     from torch._functorch import config
 
-    torch._dynamo.reset()  # of one function it compiles a few shapes and masks, and then no more
-    with config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
+    torch._dynamo.reset()  # dynamo compiles one function for a few shapes and masks only
+    with config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
         yield
 
 
 def ours(deterministic: bool, backend: str) -> MaskContender:
-    """`flash_attention`; the forward is the same in both modes."""
+    """Returns the contender `flash_attention`. Both modes have the same forward."""
     options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
 
     def prepare(case: Case, problem: Problem) -> Setup:
@@ -47,10 +47,10 @@ def ours(deterministic: bool, backend: str) -> MaskContender:
 
 
 def flash_attention_4(case: Case, problem: Problem) -> Setup:
-    """FlashAttention-4, where its package is installed: documents are its sequences of variable length.
+    """Prepares FlashAttention-4, with documents as sequences of variable length.
 
     Raises:
-        Unavailable: it is not installed, or the mask is of blocks.
+        Unavailable: its package is not installed, or the mask is of blocks.
     """
     package = cute()
     if case.blocks is not None:
@@ -74,7 +74,7 @@ def flash_attention_4(case: Case, problem: Problem) -> Setup:
 
 
 def flex(case: Case, problem: Problem) -> Setup:
-    """torch's flex_attention, compiled for this shape and mask; its block mask is made beforehand."""
+    """Prepares torch's flex_attention, compiled for this shape and mask, with its block mask made beforehand."""
     given = problem.map(lambda x: case.cut(x).transpose(1, 2).contiguous())
     seqlen, device = given.q.shape[2], problem.q.device
     sizes: Any = {"B": None, "H": None, "Q_LEN": seqlen, "KV_LEN": seqlen, "BLOCK_SIZE": BLOCK}
@@ -90,13 +90,13 @@ def flex(case: Case, problem: Problem) -> Setup:
 
 
 def _rule(case: Case, device: torch.device) -> Callable[..., Any]:
-    """The mask of a case as flex_attention takes it: whether query `q` sees key `k`."""
+    """Returns the mask of a case for flex_attention: a function that returns whether query `q` sees key `k`."""
     window = case.window
     if window is not None:
         return lambda b, h, q, k: (q >= k) & (q - k < window)
     if case.ends is not None:
         length = case.ends[1]
-        if case.ends == tuple(range(0, case.ends[-1] + 1, length)):  # no table to read
+        if case.ends == tuple(range(0, case.ends[-1] + 1, length)):  # equal lengths need no table
             return lambda b, h, q, k: (q >= k) & (q // length == k // length)
         rows = torch.arange(case.ends[-1], device=device)
         document = torch.bucketize(rows, torch.tensor(case.ends, device=device), right=True)
@@ -108,5 +108,5 @@ def _rule(case: Case, device: torch.device) -> Callable[..., Any]:
 
 
 def _joined(x: Tensor) -> Tensor:
-    """(..., heads, headdim) as (1, seqlen, heads, headdim)."""
+    """Returns (..., heads, headdim) as (1, seqlen, heads, headdim)."""
     return x.reshape(1, -1, *x.shape[-2:])

@@ -1,13 +1,13 @@
-"""The mask benchmark: whether attention takes as much less time under a mask as the mask leaves less to see.
+"""The mask benchmark: the time of attention under a mask, compared with the mask's share of visible pairs.
 
     ringflash bench masks --json masks.json
 
-The yardstick is the causal mask; every other is beside it. A mask's share is its visible pairs of query and key over
-those of the causal triangle, counted exactly; share times the causal ms of the same run is what it should take, and
-`cost` is what it takes over that. Documents are of mixed lengths, or of equal ones. The latter are there twice: as a
-mask, and as the batch of short sequences that they are, which shows what short sequences cost without a mask. With
-`--peers`, FlashAttention-4 and FlexAttention are given the same, each beside its own causal ms. Cases take turns in
-rounds whose order changes; figures are medians of the device's own times: see `timing`.
+The causal mask is the yardstick for every other mask. A mask's share is its exact number of visible pairs over the
+pairs of the causal triangle. The expected time is the share times the causal ms of the same run, and `cost` is the
+measured time over the expected time. Documents have mixed lengths, or equal lengths. Equal documents are measured
+twice: as a mask, and as a batch of short sequences, which shows the cost of short sequences without a mask. With
+`--peers`, FlashAttention-4 and FlexAttention get the same cases, each compared with its own causal ms. Rounds run all
+cases in a changing order. Figures are medians of the device's own times: see `timing`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Key = tuple[str, str]  # a contender and a case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every cell; 1 when a case failed."""
+    """Measures every cell. Returns 1 if a case failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
-    """Raises ArgumentError for sizes of which there are no cases, and for peers that nothing here runs."""
+    """Raises ArgumentError for sizes that have no cases, and for peers that cannot run on `device`."""
     check_at_least(options, ["seqlens", "window", "documents", "rounds"])
     if options.peers and device.type != "cuda":
         remedy = "Leave it out: FlashAttention-4 and FlexAttention's backward run on GPUs."
@@ -89,7 +89,7 @@ def _check(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The rows of one cell, one a contender and case."""
+    """Measures one cell and returns a row for each contender and case."""
     sizes = {"seqlen": seqlen, "nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": headdim}
     problem = Problem.random(**sizes, device=device, dtype=DTYPES[options.dtype])
     facts = sizes | {"dtype": options.dtype, "backend": options.backend}
@@ -102,7 +102,7 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
     if options.peers:
         contenders |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
     for case in cases(seqlen, options.window, options.documents):
-        if case.sequences == 1:  # else it must agree with the documents before it
+        if case.sequences == 1:  # a batch must agree with the documents before it
             expected = None
         for by, parts in contenders.items():
             row = {"name": case.name, "by": by, **facts, "pairs": case.pairs, "share": case.pairs / triangle(seqlen)}
@@ -118,9 +118,9 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
                 setups[by, case.name] = modes
             except Unavailable as error:
                 row["unavailable"] = str(error)
-            except Exception as error:  # a case that cannot, in whatever way: said in its row
+            except Exception as error:  # for whatever reason it fails, its row reports it
                 if isinstance(error, ArgumentError) and len(rows) == 1:
-                    raise  # heads or a backend that causal attention does not take: nothing can be measured
+                    raise  # attention takes no such heads or backend: nothing can be measured
                 row["failed"] = failure(error)
     del expected
     times = _take_turns(setups, rows, options.rounds, device.type == "cuda")
@@ -130,7 +130,7 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
 
 
 def _agree(results: list[Tensor], expected: list[Tensor]) -> None:
-    """Raises ValueError when results are another attention's than those of the same documents or the other mode."""
+    """Raises ValueError if the results differ from `expected`, results of the same documents or another mode."""
     for name, got, wanted in zip(TENSORS, results, expected, strict=True):
         apart = difference(got, wanted)
         if not apart < AGREEMENT:
@@ -140,7 +140,7 @@ def _agree(results: list[Tensor], expected: list[Tensor]) -> None:
 def _take_turns(
     setups: Mapping[Key, Mapping[str, Setup]], rows: Mapping[Key, dict[str, Any]], rounds: int, on_gpu: bool
 ) -> dict[Key, dict[str, list[float]]]:
-    """Seconds of every pass of every case, round by round."""
+    """Returns the seconds of every pass of every case in each round."""
     keys, paces = list(setups), dict[tuple[Key, str], timing.Pace]()
     times: dict[Key, dict[str, list[float]]] = {key: {part: [] for part in ("forward", *setups[key])} for key in keys}
 
@@ -166,7 +166,7 @@ def _take_turns(
 
 
 def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[Key, Mapping[str, list[float]]]) -> None:
-    """Adds to every row its median ms, and beside those of the causal mask, the first row, expected ms and cost."""
+    """Adds to every row its median ms, and its expected ms and cost relative to the first row, the causal mask."""
     causal = rows[0]
     medians = {
         row["name"]: {part: statistics.median(found) * 1e3 for part, found in times[row["by"], row["name"]].items()}

@@ -1,4 +1,4 @@
-"""Who runs in the kernel benchmark: flash_attention and its peers on one device, each given the same problem."""
+"""Contenders of the kernel benchmark: flash_attention and its peers on one device, on the same problem."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FLEX_BLOCK = 128
 
 
 class Unavailable(RuntimeError):
-    """A contender that this machine has no package or no memory for."""
+    """Error for a contender for which this machine has no package or too little memory."""
 
 
 def ours(deterministic: bool, backend: str = "auto") -> Contender:
-    """`flash_attention`; the forward is the same in both modes."""
+    """Returns the contender `flash_attention`. Both modes have the same forward."""
     options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
 
     @contextmanager
@@ -46,7 +46,7 @@ def ours(deterministic: bool, backend: str = "auto") -> Contender:
 
 
 def sdpa(backend: SDPBackend) -> Contender:
-    """torch's scaled_dot_product_attention, forced to one backend."""
+    """Returns the contender scaled_dot_product_attention of torch, forced to one backend."""
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -65,10 +65,10 @@ def sdpa(backend: SDPBackend) -> Contender:
 
 @contextmanager
 def flex(problem: Problem) -> Generator[Setup, None, None]:
-    """torch's flex_attention, compiled for this shape; its block mask is made beforehand."""
+    """Prepares torch's flex_attention, compiled for this shape, with its block mask made beforehand."""
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.reset()  # a shape is compiled on its own, and dynamo gives up after a few of one function
+    torch._dynamo.reset()  # dynamo gives up after compiling one function for a few shapes
     heads_first = problem.map(_swapped)
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = _causal_blocks(problem.seqlen, problem.q.device) if problem.causal else None
@@ -78,18 +78,21 @@ def flex(problem: Problem) -> Generator[Setup, None, None]:
         assert isinstance(out, Tensor)
         return out
 
-    with functorch_config.patch(donated_buffer=False):  # a backward that gives its buffers away runs only once
+    with functorch_config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
         yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
 
 
 def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
-    """Flex's causal block mask from its counts: create_block_mask would build the seqlen x seqlen mask first."""
+    """Returns flex_attention's causal block mask, built from the numbers of blocks.
+
+    create_block_mask would build the seqlen x seqlen mask first.
+    """
     blocks = -(-seqlen // FLEX_BLOCK)
     row = torch.arange(blocks, dtype=torch.int32, device=device)
     return BlockMask.from_kv_blocks(
         torch.ones(1, 1, blocks, dtype=torch.int32, device=device),  # the block on the diagonal
         torch.cat([row[:, None], row.expand(blocks, -1)], 1)[:, :blocks].contiguous()[None, None],
-        row[None, None].contiguous(),  # those before it, seen by every row
+        row[None, None].contiguous(),  # the blocks before it, fully visible
         row.expand(blocks, -1).contiguous()[None, None],
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=lambda b, h, q, k: q >= k,
@@ -98,10 +101,10 @@ def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
 
 
 def cute() -> Any:
-    """FlashAttention-4's package.
+    """Returns the package of FlashAttention-4.
 
     Raises:
-        Unavailable: it is not installed.
+        Unavailable: the package is not installed.
     """
     try:
         return importlib.import_module("flash_attn.cute")
@@ -111,7 +114,11 @@ def cute() -> Any:
 
 @contextmanager
 def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
-    """FlashAttention-4, where its package is installed."""
+    """Prepares FlashAttention-4.
+
+    Raises:
+        Unavailable: its package is not installed.
+    """
     function = cute().flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -123,7 +130,11 @@ def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
 
 @contextmanager
 def standard(problem: Problem) -> Generator[Setup, None, None]:
-    """softmax(q k^T) v with scores and probabilities in memory, in the inputs' dtype: O(seqlen^2) of it."""
+    """Prepares softmax(q k^T) v with scores and probabilities in the inputs' dtype, in O(seqlen^2) memory.
+
+    Raises:
+        Unavailable: the device has too little free memory.
+    """
     batch, seqlen, nheads, headdim = problem.q.shape
     needed = STANDARD_MATRICES * batch * nheads * seqlen**2 * problem.q.element_size()
     free = _free_bytes(problem.q.device)
@@ -147,13 +158,13 @@ def standard(problem: Problem) -> Generator[Setup, None, None]:
 def contenders(
     device: torch.device, dtype: torch.dtype, *, with_peers: bool, only: Sequence[str] | None = None
 ) -> dict[str, Contender]:
-    """What to measure on `device` with inputs of `dtype`, by name; ours first.
+    """Returns the contenders on `device` with inputs of `dtype`, by name; ours first.
 
-    Where "auto" does not mean the portable kernels they are there too. With `only` it is the contenders named, peers
-    among them.
+    The portable kernels are separate contenders if "auto" means other kernels. `only` selects contenders by name, peers
+    included.
 
     Raises:
-        ArgumentError: `only` names one that there is not.
+        ArgumentError: `only` names an unknown contender.
     """
     named: dict[str, Contender] = {"ringflash fast": ours(False), "ringflash deterministic": ours(True)}
     if auto_kernels(device, dtype) == HOPPER:
@@ -183,7 +194,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """(batch, seqlen, heads, headdim) from or to (batch, heads, seqlen, headdim), contiguous."""
+    """Returns (batch, seqlen, heads, headdim) as (batch, heads, seqlen, headdim) or the reverse, contiguous."""
     return x.transpose(1, 2).contiguous()
 
 

@@ -1,8 +1,9 @@
-"""The arithmetic of tile sizes: what the papers' formula gives, what is shipped, what that takes of an SM.
+"""Arithmetic of tile sizes: the papers' formula, the shipped tiles, and the registers and shared memory they take.
 
     python -m ringflash.bench.attention.tiles docs/tiles.md
 
-renews the tables in the page, which stand between marks named as the functions here and are of the portable kernels.
+This command renews the tables of the portable kernels in the page. Each table stands between two marks with the name of
+a function of this file.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from ringflash.kernels.hopper.storage import ALIGNMENT
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.config import TileConfig
 
-PORTABLE, HOPPER = "portable", "hopper"  # whose tiles
+PORTABLE, HOPPER = "portable", "hopper"  # families of kernels with their own tiles
 HEADDIMS = (64, 128, 256)
-SHARED_BYTES = 227 * 1024  # that a block may have, of 228 KiB an SM, on H100 and H200
-REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits; of an SM, and what a thread can address
+SHARED_BYTES = 227 * 1024  # of a block, out of 228 KiB of an SM, on H100 and H200
+REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits: of an SM, and the most that a thread can address
 WARP = 32
 ITEMSIZE = 2  # bfloat16 or float16
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel keeps and streams.
+    """Tiles that a kernel keeps on chip, and tiles that it streams.
 
     Args:
-        name: as the page calls it.
-        config: its tiles at a headdim, dtype and number of keys.
-        keeps_queries: queries stay and keys stream; otherwise keys stay and queries stream.
-        accumulators: float32 tiles of (rows that stay, headdim).
-        scores: float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
-        stays: tiles of (rows that stay, headdim) in the inputs' dtype.
+        name: name in the page.
+        config: chooses the tile sizes from headdim, dtype and the number of keys.
+        keeps_queries: True if queries stay and keys stream, False if keys stay and queries stream.
+        accumulators: number of float32 tiles of (rows that stay, headdim).
+        scores: number of float32 tiles of (block_m, block_n) alive at once: s, and dp in the backward.
+        stays: number of tiles of (rows that stay, headdim) in the inputs' dtype.
     """
 
     name: str
@@ -74,13 +75,13 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program of a kernel takes.
+    """Registers and shared memory of one program of a kernel.
 
     Args:
         accumulators: 32-bit registers a thread for float32 accumulators and products.
-        scores: the same for tiles of scores and their gradients, float32.
-        operands: the same for those tiles in the inputs' dtype, as the next matmul takes them.
-        shared: bytes of the tiles that stay and of `num_stages` copies of the pair that streams.
+        scores: 32-bit registers a thread for float32 tiles of scores and their gradients.
+        operands: 32-bit registers a thread for the same tiles in the inputs' dtype, as operands of the next matmul.
+        shared: bytes of the tiles that stay, and of `num_stages` copies of the pair of tiles that streams.
     """
 
     accumulators: int
@@ -90,12 +91,12 @@ class Cost:
 
     @property
     def registers(self) -> int:
-        """Of a thread, before addresses, statistics and whatever else."""
+        """Registers of a thread, without addresses, statistics and other values."""
         return self.accumulators + self.scores + self.operands
 
 
 def papers_blocks(shared_bytes: int, headdim: int, itemsize: int = ITEMSIZE) -> tuple[int, int]:
-    """B_r = min(ceil(M / 4d), d) queries and B_c = ceil(M / 4d) keys, M in elements of `itemsize` bytes.
+    """Returns B_r = min(ceil(M / 4d), d) queries and B_c = ceil(M / 4d) keys, with M in elements of `itemsize` bytes.
 
     Source: Dao et al. 2022, "FlashAttention", algorithm 1, line 1.
     """
@@ -104,7 +105,7 @@ def papers_blocks(shared_bytes: int, headdim: int, itemsize: int = ITEMSIZE) -> 
 
 
 def cost(kernel: Kernel, tiles: TileConfig) -> Cost:
-    """The arithmetic of one kernel; what the compiler makes of it differs."""
+    """Returns the computed cost of one kernel. The compiler's result differs."""
     threads = tiles.num_warps * WARP
     stay, stream = (tiles.block_m, tiles.block_n) if kernel.keeps_queries else (tiles.block_n, tiles.block_m)
     tile_of_scores = tiles.block_m * tiles.block_n // threads
@@ -117,7 +118,7 @@ def cost(kernel: Kernel, tiles: TileConfig) -> Cost:
 
 
 def papers_table() -> list[str]:
-    """The formula's tiles and what they would take in registers."""
+    """Returns the table of the formula's tiles and the registers that they would take."""
     lines = _header("headdim", "B_r queries", "B_c keys", "O and S in float32", "registers a thread, 8 warps")
     for headdim in HEADDIMS:
         rows, columns = papers_blocks(SHARED_BYTES, headdim)
@@ -128,7 +129,7 @@ def papers_table() -> list[str]:
 
 
 def shipped_table() -> list[str]:
-    """The tiles of kernels/triton/config.py and what they take."""
+    """Returns the table of the tiles in kernels/triton/config.py and their registers and shared memory."""
     lines = _header(
         "kernel", "headdim", "tokens", "queries", "keys", "warps", "stages", "accumulators", "scores", "operands",
         "registers", "shared KiB",
@@ -148,22 +149,22 @@ def shipped_table() -> list[str]:
 
 
 def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """HOPPER where backend "auto" means those kernels for inputs of `dtype`; PORTABLE anywhere else, on a CPU too.
+    """Returns HOPPER if backend "auto" chooses these kernels for inputs of `dtype`, else PORTABLE, on a CPU too.
 
-    With HOPPER are those that it leaves to the others, see `pass_bytes`.
+    HOPPER leaves some problems to the portable kernels: see `pass_bytes`.
     """
     if device.type != "cuda":
         return PORTABLE
-    from ringflash.kernels.hopper import backend  # here: it imports Triton
+    from ringflash.kernels.hopper import backend  # imported here, because it imports Triton
 
     return HOPPER if backend.why_not(device) is None and dtype in backend.DTYPES else PORTABLE
 
 
 def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
-    """Bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
+    """Returns the bytes of each pass with the tiles of PORTABLE or HOPPER kernels, from their loads and stores.
 
-    HOPPER leaves to the others what it does not know, float32 and the backward of wide heads, and as "auto" does the
-    backward of little work.
+    HOPPER leaves float32 and the backward of wide heads, which it does not support, to the portable kernels. Like
+    backend "auto", it leaves them small backwards too.
     """
     passes = _portable_bytes(shape)
     return passes | _hopper_bytes(shape) if kernels == HOPPER else passes
@@ -179,8 +180,8 @@ def _portable_bytes(shape: Shape) -> dict[str, int]:
 
 
 def _hopper_bytes(shape: Shape) -> dict[str, int]:
-    """Of the passes that those kernels compute."""
-    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # here: it imports Triton
+    """Returns the bytes of the passes that the Hopper kernels compute."""
+    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # imported here, because it imports Triton
 
     known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
     passes: dict[str, int] = {}
@@ -205,7 +206,7 @@ def _tile(kernel: Kernel, shape: Shape, dtype: torch.dtype) -> Tile:
 
 
 def traffic_table() -> list[str]:
-    """Computed bytes of one sequence of 16 heads, causal, in GiB."""
+    """Returns the table of computed bytes of one causal sequence with 16 heads, in GiB."""
     lines = _header(
         "headdim", "tokens", "forward: compulsory", "tiled", "standard",
         "backward: compulsory", "tiled", "standard",
@@ -222,7 +223,7 @@ def traffic_table() -> list[str]:
 
 
 def renewed(page: str) -> str:
-    """The page with its tables as they are now."""
+    """Returns the page with its tables computed again."""
     for table in (papers_table, shipped_table, traffic_table):
         mark = f"<!-- {table.__name__} -->"
         body = "\n".join([mark, *table(), mark])
@@ -241,7 +242,7 @@ def _row(*cells: object) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Renews the tables of the page named."""
+    """Renews the tables of the page that `argv` names."""
     page = Path(argv[0])
     page.write_text(renewed(page.read_text()))
     return 0

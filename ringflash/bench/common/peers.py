@@ -86,7 +86,7 @@ class _Silent:
 
 
 def alone(tokens: int) -> Contender:
-    """Returns a contender that runs `flash_attention` on every rank by itself, causal, over the first `tokens` tokens."""
+    """Returns a contender that runs `flash_attention` on every rank by itself: causal, over `tokens` first tokens."""
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
