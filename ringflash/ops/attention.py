@@ -15,6 +15,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
 from ringflash.masks import Mask, as_mask
 from ringflash.ops import derivatives
+from ringflash.ops.call import AttentionCall
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -297,21 +298,21 @@ def _call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = options.deterministic
-    out, lse = derivatives.attend(
-        q,
-        k,
-        v,
-        options.sinks,
-        options.alibi_slopes,
-        None if dropout is None else dropout.drawn(),
-        context,
-        *mask.spec,
-        softmax_scale,
-        float(softcap),
-        0.0 if dropout is None else dropout.p,
-        options.backend,
-        deterministic,
+    words, mask_tensors = mask.spec
+    call = AttentionCall(
+        sinks=options.sinks,
+        alibi_slopes=options.alibi_slopes,
+        dropout_seed=None if dropout is None else dropout.drawn(),
+        context=context,
+        mask=words,
+        mask_tensors=mask_tensors,
+        softmax_scale=softmax_scale,
+        softcap=float(softcap),
+        dropout_p=0.0 if dropout is None else dropout.p,
+        backend=options.backend,
+        deterministic=deterministic,
     )
+    out, lse = derivatives.attend(q, k, v, call)
     if not return_lse:
         return out
     return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward

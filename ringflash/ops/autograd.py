@@ -1,8 +1,4 @@
-"""Attention as torch.library custom ops, forward and backward, returning (out, lse).
-
-A custom op takes tensors and plain values, so a context crosses its boundary by name, and a mask as words and tensors.
-The empty name is no context, a single device.
-"""
+"""Attention as torch.library custom operators, forward and backward, returning (out, lse)."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ringflash.context import ContextParallel, context_by_name, described
-from ringflash.kernels import select as backends
-from ringflash.kernels.contract import ScoreConfig
+from ringflash.kernels import select
 from ringflash.layouts.grid import split_rows
-from ringflash.masks import Mask, mask_from_spec
+from ringflash.masks import Mask
+from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Guard, Phase, in_ring
 from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan, single_device_plan
-from ringflash.ring.schedule import KernelRun
+from ringflash.ring.schedule import KernelRun, empty_results
 from ringflash.ring.ulysses import Group
 from ringflash.state import lse_dtype
 from ringflash.transport.all_to_all import LocalHeads
@@ -43,14 +39,14 @@ class _Ranks:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Mask,
-        kernel_run: KernelRun,
+        call: AttentionCall,
         guard: Guard,
     ) -> None:
         self._operation, self._context = operation, context
         self._network = LocalNetwork()
+        mask = call.mask_of(k.shape[1])
+        self._kernel_run = kernel_run = call.kernel_run(q)
         if self._context is None:
-            mask.validate(k.shape[1])  # here, for what torch.compile has traced too
             self.plans: Sequence[Plan] = [single_device_plan(q.shape[1], k.shape[1], mask)]
             self.groups: list[Group | None] = [None]
             self._lengths = [q.shape[1]]
@@ -88,12 +84,13 @@ class _Ranks:
             return [x]
         return x.split(self._lengths, dim)
 
-    def computed(self, compute: Callable[..., R], kernel_run: KernelRun, inputs: Sequence[Tensor | None]) -> R:
+    def computed(self, compute: Callable[..., R], inputs: Sequence[Tensor | None]) -> R:
         """`compute(kernel_run, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
 
         A mask of tensors, such as documents, is seldom seen again, and dropout's seed is new in every call.
         """
-        context, plan, score_config = self._context, self.plans[0], kernel_run.score_config
+        context, plan, kernel_run = self._context, self.plans[0], self._kernel_run
+        score_config = kernel_run.score_config
         (words, tensors), replays = plan.mask.spec, None if context is None else context.replays
         if replays is None or tensors or score_config.dropout_p or torch.cuda.is_current_stream_capturing():
             return compute(kernel_run, *inputs)
@@ -165,60 +162,25 @@ def _fields(
     }
 
 
-def _kernel_run(
-    q: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    backend: str,
-    deterministic: bool,
-) -> KernelRun:
-    score_config = ScoreConfig.of(
-        q.dtype,
-        softmax_scale,
-        softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
-    return KernelRun(backends.choose(backend, q), score_config, deterministic)
-
-
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-@torch.library.custom_op("ringflash::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    context: str,
-    mask: str,
-    mask_tensors: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-    backend: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """Out and lse of the queries of this process over the keys of all ranks of the named context.
+@torch.library.custom_op(
+    "ringflash::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)"
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of this process's queries over the keys of all ranks of the context.
 
-    lse is in `lse_dtype`, more precise than what users get, for the backward.
+    `parameters` are the fields of an `AttentionCall`. lse is in `lse_dtype`, more precise than what users get, for the
+    backward.
     """
-    whole = context_by_name(context) if context else None
+    call = AttentionCall(*parameters)
+    if not call.context:
+        return _on_one_device(q, k, v, call)
+    whole = context_by_name(call.context)
     with Guard(whole) as guard:
-        kernel_run = _kernel_run(
-            q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic
-        )
-        ranks = _Ranks("attention", whole, q, k, v, mask_from_spec(mask, mask_tensors), kernel_run, guard)
+        ranks = _Ranks("attention", whole, q, k, v, call, guard)
 
         def compute(kernel_run: KernelRun, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             shards = zip(ranks.plans, ranks.transports, ranks.groups, *map(ranks.shards, (q, k, v)), strict=True)
@@ -231,59 +193,47 @@ def attention(
             outs, lses = zip(*results, strict=True)
             return _joined(outs, 1), _joined(lses, 2)
 
-        with backends.kernels_of(q):
-            return ranks.computed(compute, kernel_run, (q, k, v))
+        with select.kernels_of(q):
+            return ranks.computed(compute, (q, k, v))
+
+
+def _on_one_device(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Computes `attention` without a context, as a ring of one rank would: one tile problem, no messages."""
+    kernel_run = call.kernel_run(q)
+    plan = single_device_plan(q.shape[1], k.shape[1], call.mask_of(k.shape[1]))
+    hop = plan.hops[0]
+    out, lse = empty_results(q, v)
+    if not hop.meets:
+        return out.zero_(), lse.fill_(-torch.inf)
+    with select.kernels_of(q):
+        problem = kernel_run.problem(plan, hop)
+        kernel_run.kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+    return out, lse
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    context: str,
-    mask: str,
-    mask_tensors: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-    backend: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(q.dtype))
 
 
-@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "ringflash::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    context: str,
-    mask: str,
-    mask_tensors: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-    backend: str,
-    deterministic: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *parameters: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv of this process's part of the sequence, and dsinks, its rows' share (empty without)."""
-    whole = context_by_name(context) if context else None
+    """Returns dq, dk and dv of this process's part of the sequence, and its rows' share of dsinks (empty without).
+
+    `parameters` are the fields of an `AttentionCall`.
+    """
+    call = AttentionCall(*parameters)
+    whole = context_by_name(call.context) if call.context else None
     with Guard(whole) as guard:
-        kernel_run = _kernel_run(
-            q, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend, deterministic
-        )
-        ranks = _Ranks("attention backward", whole, q, k, v, mask_from_spec(mask, mask_tensors), kernel_run, guard)
+        ranks = _Ranks("attention backward", whole, q, k, v, call, guard)
 
         def compute(
             kernel_run: KernelRun, dlse: Tensor | None, lse: Tensor, *rows: Tensor
@@ -301,63 +251,51 @@ def attention_backward(
             total = dsinks[0] if len(dsinks) == 1 else torch.stack(dsinks).sum(0)
             return _joined(dqs, 1), _joined(dks, 1), _joined(dvs, 1), total
 
-        with backends.kernels_of(q):
-            return ranks.computed(compute, kernel_run, (dlse, lse, dout, q, k, v, out))
+        with select.kernels_of(q):
+            return ranks.computed(compute, (dlse, lse, dout, q, k, v, out))
 
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    context: str,
-    mask: str,
-    mask_tensors: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-    backend: str,
-    deterministic: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *parameters: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = AttentionCall(*parameters).sinks
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps on `ctx` what `gradients` needs of the operator's inputs and output."""
-    q, k, v, sinks, alibi_slopes, dropout_seed, *ctx.values = inputs
-    ctx.context = context_by_name(ctx.values[0]) if ctx.values[0] else None  # the backward finds it by name
+    q, k, v, *parameters = inputs
+    call = AttentionCall(*parameters)
+    ctx.call = call._replace(sinks=None, alibi_slopes=None, dropout_seed=None)
+    ctx.context = context_by_name(call.context) if call.context else None  # the backward finds it by name
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, dropout_seed)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    return gradients(attention_backward, ctx.values, ctx.saved_tensors, dout, dlse)
+    ctx.save_for_backward(q, k, v, *output, call.sinks, call.alibi_slopes, call.dropout_seed)
 
 
 def gradients(
     backward: Callable[..., tuple[Tensor, ...]],
-    values: Sequence[Any],
+    call: AttentionCall,
     saved: Sequence[Any],
     dout: Tensor | None,
     dlse: Tensor | None,
-) -> tuple[Any, ...]:
-    """A gradient for each input of the operator: those of `backward`, with its arguments, and None for the rest."""
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of q, k, v and sinks by `backward`, the backward operator or a stand-in of it."""
     q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = saved
     if dout is None:
         dout = torch.zeros_like(out)
-    _, _, mask_tensors, *rest = values
-    dq, dk, dv, dsinks = backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, dropout_seed, *values)
-    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    # None for each further input, for the mask's tensors nested as they are.
-    return dq, dk, dv, dsinks, None, None, None, None, [None] * len(mask_tensors), *[None] * len(rest)
+    call = call._replace(sinks=sinks, alibi_slopes=alibi_slopes, dropout_seed=dropout_seed)
+    dq, dk, dv, dsinks = backward(dout, dlse, q, k, v, out, lse, *call)
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    dq, dk, dv, dsinks = gradients(attention_backward, ctx.call, ctx.saved_tensors, dout, dlse)
+    # None for each parameter without a gradient; autograd wants the mask's tensors nested as they are.
+    others: dict[str, Any] = dict.fromkeys(AttentionCall._fields)
+    others |= {"sinks": dsinks, "mask_tensors": [None] * len(ctx.call.mask_tensors)}
+    return dq, dk, dv, *others.values()
 
 
 attention.register_autograd(_backward, setup_context=save)

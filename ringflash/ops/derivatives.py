@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.ops.autograd import attention, attention_backward, gradients, save
+from ringflash.ops.call import AttentionCall
 from ringflash.ops.decode_op import decode
 
 _PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
@@ -74,8 +75,8 @@ class _Eager(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: Any) -> tuple[Tensor, Tensor]:
-        inputs = q, k, v, sinks, *rest
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
+        inputs = q, k, v, *call._replace(sinks=sinks)
         with torch._C._AutoDispatchBelowAutograd():
             output = attention(*inputs)
         save(ctx, inputs, output)
@@ -85,13 +86,11 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
         if torch.compiler.is_compiling():
-            dq, dk, dv, dsinks, *_ = gradients(attention_backward, ctx.values, saved, *grads)
-        elif torch.is_grad_enabled():
-            dq, dk, dv, dsinks, *_ = gradients(_differentiable_backward, ctx.values, saved, *grads)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                dq, dk, dv, dsinks, *_ = gradients(attention_backward, ctx.values, saved, *grads)
-        return dq, dk, dv, dsinks, None
+            return *gradients(attention_backward, ctx.call, saved, *grads), None
+        if torch.is_grad_enabled():
+            return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
+        with torch._C._AutoDispatchBelowAutograd():
+            return *gradients(attention_backward, ctx.call, saved, *grads), None
 
 
 class _Transformed(torch.autograd.Function):
@@ -112,19 +111,18 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        dq, dk, dv, dsinks, *_ = gradients(_differentiable_backward, ctx.values, ctx.saved_tensors, *grads)
-        return dq, dk, dv, dsinks, None, None, None
+        return *gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """`attention` of the same inputs, differentiable, by the shortest way to it."""
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Returns `attention` of the call, differentiable, by the shortest way to it."""
     if torch.compiler.is_compiling():
-        return attention(q, k, v, sinks, *rest)
+        return attention(q, k, v, *call)
     if torch._C._are_functorch_transforms_active():
-        alibi_slopes, dropout_seed, *values = rest
+        sinks, alibi_slopes, dropout_seed, *values = call
         result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
         return cast("tuple[Tensor, Tensor]", result)
-    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, sinks, rest))
+    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, call.sinks, call._replace(sinks=None)))
 
 
 def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:

@@ -15,6 +15,7 @@ import ringflash as rf
 from ringflash.coordination.session import ControlPlane
 from ringflash.errors import ArgumentError
 from ringflash.ops import autograd, decode_op
+from ringflash.ops.call import AttentionCall
 from ringflash.ring import schedule
 from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, usual_seconds
@@ -57,14 +58,12 @@ def _planted(fault: Fault) -> Iterator[None]:
 
 FORWARD, BACKWARD = 0, 1
 FAULTS: list[Fault] = [
-    *((autograd, name, at, _raise) for name in ("_kernel_run", "mask_from_spec") for at in (FORWARD, BACKWARD)),
+    *((AttentionCall, name, at, _raise) for name in ("kernel_run", "mask_of") for at in (FORWARD, BACKWARD)),
     *((autograd, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
     *((autograd, "_joined", at, _raise) for at in (0, 2)),  # out; dq
-    (autograd, "_kernel_run", FORWARD, _interrupt),
+    (AttentionCall, "kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
-    *(
-        (schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)
-    ),  # an argument that only the kernel of a hop refuses
+    *((schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # an argument that a hop's kernel refuses
 ]
 
 

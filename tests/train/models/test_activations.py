@@ -14,7 +14,7 @@ from torch._functorch.compilers import nop
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.ring import schedule
+from ringflash.ops import autograd
 from ringflash.train.models import activations
 from ringflash.train.models.activations import HostMemory, Packed
 from ringflash.train.models.config import ModelConfig
@@ -33,11 +33,11 @@ pytestmark = [
 
 
 class Counts:
-    """Rings run forward, and tensors taken to the host's memory, with their bytes."""
+    """Attention forwards that ran, and tensors taken to the host's memory, with their bytes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rings, self.packed = 0, []
-        forward, pack = schedule.forward, HostMemory.pack
+        forward, pack = autograd._on_one_device, HostMemory.pack
 
         def counted_forward(*args: Any) -> Any:
             self.rings += 1
@@ -49,7 +49,7 @@ class Counts:
                 self.packed.append(x.nbytes)
             return result
 
-        patch.setattr(schedule, "forward", counted_forward)
+        patch.setattr(autograd, "_on_one_device", counted_forward)
         patch.setattr(HostMemory, "pack", counted_pack)
 
 

@@ -1,0 +1,72 @@
+"""One attention call: the parameters that the operators, their fakes and their gradients share, spelled once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ringflash.kernels import select
+from ringflash.kernels.contract import ScoreConfig
+from ringflash.masks import Mask, mask_from_spec
+from ringflash.ring.schedule import KernelRun
+
+
+class AttentionCall(NamedTuple):
+    """Parameters of an attention operator after q, k and v, in the order of its schema.
+
+    A custom operator takes tensors and plain values, so a context crosses its boundary by name, and a mask as text and
+    tensors.
+
+    Args:
+        sinks: (nheads,), a logit a head, or None.
+        alibi_slopes: (nheads,) or (batch, nheads), or None.
+        dropout_seed: a number in an int64 tensor; None without dropout.
+        context: the name of the context; empty for a single device.
+        mask: the text of the mask's `spec`.
+        mask_tensors: the tensors of the mask's `spec`.
+        softmax_scale: factor of q k^T.
+        softcap: bound of the scores; 0 is none.
+        dropout_p: share of the weights that is dropped.
+        backend: "auto", "hopper", "triton" or "eager".
+        deterministic: whether gradients must be bitwise repeatable.
+    """
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_seed: Tensor | None
+    context: str
+    mask: str
+    mask_tensors: Sequence[Tensor]
+    softmax_scale: float
+    softcap: float
+    dropout_p: float
+    backend: str
+    deterministic: bool
+
+    def mask_of(self, seqlen_k: int) -> Mask:
+        """Returns the mask, checked for `seqlen_k` keys in all."""
+        mask = mask_from_spec(self.mask, self.mask_tensors)
+        if not self.context:
+            mask.validate(seqlen_k)  # here, for a call that torch.compile has traced too
+        return mask
+
+    def kernel_run(self, q: Tensor) -> KernelRun:
+        """Returns the kernels for `q` and how they make scores."""
+        score_config = ScoreConfig.of(
+            q.dtype,
+            self.softmax_scale,
+            self.softcap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            dropout_p=self.dropout_p,
+            dropout_seed=self.dropout_seed,
+        )
+        return KernelRun(select.choose(self.backend, q), score_config, self.deterministic)
+
+
+SCHEMA = (
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? dropout_seed, str context, str mask, Tensor[] mask_tensors, "
+    "float softmax_scale, float softcap, float dropout_p, str backend, bool deterministic"
+)

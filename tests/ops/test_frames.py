@@ -1,0 +1,37 @@
+"""How many functions of the library a warm call runs; the numbers are written to the test report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringflash as rf
+from tests.frames import frames_of
+
+
+def _flash_attention() -> Callable[[], object]:
+    q, mask = torch.randn(1, 64, 4, 32), rf.Causal()
+    return lambda: rf.flash_attention(q, q, q, mask=mask)
+
+
+def _ring_attention() -> Callable[[], object]:
+    q, mask, context = torch.randn(1, 64, 4, 32), rf.Causal(), rf.ContextParallel.local(2)
+    return lambda: rf.ring_attention(q, q, q, context, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "most_frames", "most_files"), [(_flash_attention, 70, 16), (_ring_attention, 520, 24)]
+)
+def test_frames_of_a_warm_call(
+    make: Callable[[], Callable[[], object]], most_frames: int, most_files: int, record_property: Any
+) -> None:
+    frames = frames_of(make())
+    files = {file for file, _ in frames}
+    record_property("frames", len(frames))
+    record_property("files", len(files))
+    print(f"{make.__name__}: {len(frames)} frames in {len(files)} files")
+    assert len(frames) <= most_frames
+    assert len(files) <= most_files
