@@ -1,1 +1,1 @@
-"""Ways to cut a global sequence over ranks."""
+"""Layouts: cuts of a global sequence over ranks."""

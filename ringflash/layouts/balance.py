@@ -1,19 +1,19 @@
-"""Cuts a sequence so that every rank has as many tokens and as much attention, and keys and values move little.
+"""The choice of a balanced layout, with equal tokens and equal attention work on every rank, and little KV moved.
 
-Every rank gets the same number of tokens, to one: activations and everything but attention want that. Of cuts into a
-few chunks, each drawn up in another way, the best is taken by their exact counts of visible (query, key) pairs:
+Token counts of ranks differ by at most one, because activations and everything but attention need equal counts.
+Several methods propose cuts into a few chunks, and the best is chosen by exact counts of visible (query, key) pairs:
 
-- those of other layouts, which suit masks that are even by themselves;
-- from both ends of a line: documents stand in a line from those with the fewest pairs a token to those with the most,
-  and one rank after another takes tokens from both ends, so many from each that its pairs come out even. A document is
-  split only where a rank's share ends in it, at most two a rank. The line of a single causal document gives each rank
-  an early and a late chunk, as zigzag does;
-- long documents in zigzag over all ranks each, and the others from both ends of a line: even at every hop;
-- many equal blocks, those with the most pairs dealt first, each to the rank with the fewest so far: even under any
-  mask, but every rank then needs the keys of most others. Only where no other is even.
+- the cuts of other layouts, which suit masks that are even by themselves;
+- from both ends of a line: documents stand in a line, from the fewest pairs a token to the most. One rank after another
+  takes tokens from both ends, in such numbers that its pairs come out even. A document is split only if a rank's share
+  ends within it, at most two documents a rank. With a single causal document each rank gets an early and a late chunk,
+  as in zigzag;
+- each long document in zigzag over all ranks, and the others from both ends of a line: even at every hop;
+- many equal blocks, dealt from the most pairs to the fewest, each to the rank with the fewest pairs so far. This is
+  even under any mask, but every rank then needs the keys of most others, so it is tried only if no other cut is even.
 
-Ranks are renumbered so that keys, which pass from rank to rank in one direction, reach their last reader early. Among
-even cuts that one is taken whose ring is done earliest, a price for what it moves included.
+Ranks are renumbered so that keys, which move from rank to rank in one direction, reach their last reader early. Among
+even cuts the one with the earliest end of the ring is chosen; the time includes a price for the rows that move.
 
 Sources: Graham 1969, "Bounds on multiprocessing timing anomalies" (dealing the largest first); MagiAttention 2025, the
 dispatch solver (equal chunks a rank, pairs as the load).
@@ -30,33 +30,33 @@ from torch import Tensor
 
 from ringflash.layouts.cuts import Cut, dealt_blocks, from_both_ends, long_ones_zigzag
 
-EVEN = 1.05  # most pairs of a rank over the mean that still count as even
-ROW = 1000  # pairs in the time that a row of KV takes to the next rank: 4 heads a KV head, 550 TFLOP/s, 150 GB/s
-OVERLAPPED = 0.1  # what moving weighs that hides behind computing
-SEARCHED = 16  # ranks that are renumbered by search
+EVEN = 1.05  # a cut is even up to this ratio of the largest number of pairs of a rank to the mean
+ROW = 1000  # pairs computed while a KV row moves to the next rank: 4 heads a KV head, 550 TFLOP/s, 150 GB/s
+OVERLAPPED = 0.1  # weight of the time of messages that computing hides
+SEARCHED = 16  # up to this world size ranks are renumbered by search
 
 
 class Pairs(Protocol):
-    """The counts of a mask that a cut follows; see `ringflash.masks.pair_counts.PairCounts`."""
+    """Counts of a mask's visible pairs; see `ringflash.masks.pair_counts.PairCounts`."""
 
     @property
     def row_pairs(self) -> Tensor:
-        """Keys that each query sees: int64 (seqlen,)."""
+        """Returns the number of keys that each query sees: int64 (seqlen,)."""
         ...
 
     @property
     def components(self) -> Tensor:
-        """Edges of the parts of the sequence that see nothing of each other: int64, from 0 to seqlen."""
+        """Returns the edges of the parts of the sequence that see nothing of each other: int64, from 0 to seqlen."""
         ...
 
     def between(self, cut: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Pairs of each rank's queries with each rank's keys: int64 (ranks, ranks)."""
+        """Returns the visible pairs of each rank's queries with each rank's keys: int64 (ranks, ranks)."""
         ...
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A cut and its costs; `moved` is the time of messages, like `critical_path` in units of the mean rank's work."""
+    """A cut and its costs; `critical_path` and `moved`, the time of messages, are in units of the mean rank's work."""
 
     cut: Cut
     balance: float
@@ -65,18 +65,22 @@ class _Candidate:
 
     @property
     def cost(self) -> tuple[bool, float, int]:
-        """Least is best: an even cut whose ring is done early and moves little, or else the evenest; of few chunks."""
+        """Returns a key that is least for the best cut.
+
+        Even cuts come first, by the time of the ring and its messages. Other cuts follow by their balance. Fewer chunks
+        break ties.
+        """
         even = self.balance <= EVEN
         time = self.critical_path + OVERLAPPED * self.moved + max(self.moved - self.critical_path, 0.0)
         return not even, time if even else self.balance, sum(map(len, self.cut))
 
 
 def balanced(pairs: Pairs, world_size: int, plain: Sequence[Cut]) -> Cut:
-    """The best cut found: the same on every rank, since nothing is random and sums are of integers.
+    """Returns the best cut found: the same on every rank, because nothing is random and sums are of integers.
 
     Args:
-        pairs: counts of the mask.
-        world_size: ranks, at most as many as tokens.
+        pairs: visible pairs of the mask.
+        world_size: number of ranks, at most the number of tokens.
         plain: cuts of other layouts.
     """
     row_pairs = pairs.row_pairs
@@ -91,10 +95,10 @@ def balanced(pairs: Pairs, world_size: int, plain: Sequence[Cut]) -> Cut:
 
 
 def reaches(meets: Tensor) -> Tensor:
-    """How many ranks up each rank's keys must travel to their last reader.
+    """Returns for each rank the number of hops that its keys travel to their last reader.
 
     Args:
-        meets: bool (ranks, ranks), whether any query of the first sees any key of the second.
+        meets: bool (ranks, ranks), True where a query of the first rank sees a key of the second.
 
     Returns:
         int64 (ranks,).
@@ -105,14 +109,14 @@ def reaches(meets: Tensor) -> Tensor:
 
 
 def critical_path(pairs: Tensor) -> float:
-    """How long a ring takes whose messages cost nothing, in units of the mean rank's work.
+    """Returns the time of a ring in units of the mean rank's work, when messages cost nothing; 1 if there is no work.
 
-    A rank sends at a hop what it has computed with at the hop before, so it begins hop h no earlier than the ranks that
-    it exchanged with at hop h - 1 have finished hop h - 2. Where work is even at each hop too, that holds nobody up; in
-    other cases a rank may wait, if less than if all began every hop together. Of no work at all, 1.
+    Ranks exchange the KV of hop h while they compute hop h - 1. A rank therefore begins hop h no earlier than the ranks
+    of that exchange have finished hop h - 2. If the work is even at each hop too, no rank waits. Otherwise a rank may
+    wait, though less than if all ranks began every hop together.
 
     Args:
-        pairs: int64 (ranks, ranks), visible pairs of the first's queries with the second's keys.
+        pairs: int64 (ranks, ranks), visible pairs of the first rank's queries with the second rank's keys.
     """
     reach = reaches(pairs > 0)
     ranks = torch.arange(len(pairs), device="cpu")
@@ -128,7 +132,7 @@ def critical_path(pairs: Tensor) -> float:
 
 
 def _weighed(pairs: Pairs, cut: Cut) -> _Candidate:
-    """The cut with its ranks renumbered."""
+    """Returns the cut with its ranks renumbered, and its costs."""
     counts = pairs.between(cut)
     lengths = torch.tensor([sum(stop - start for start, stop in ranges) for ranges in cut], device="cpu")
     order = _renumbered(counts > 0, lengths)
@@ -141,13 +145,17 @@ def _weighed(pairs: Pairs, cut: Cut) -> _Candidate:
 
 
 def _moved(meets: Tensor, lengths: Tensor, order: Sequence[int]) -> int:
-    """Rows that all ranks send together when rank i is given what `order[i]` has."""
+    """Returns the rows that all ranks send together when rank i takes over the rows of rank `order[i]`."""
     index = torch.tensor(order, device="cpu")
     return int((reaches(meets[index][:, index]) * lengths[index]).sum())
 
 
 def _renumbered(meets: Tensor, lengths: Tensor) -> list[int]:
-    """An order of the ranks under which few rows move: the given one, its reverse, or one that exchanges lead to."""
+    """Returns an order of the ranks under which few rows move.
+
+    Starts from the given order or its reverse, and exchanges two ranks as long as fewer rows move; large worlds keep
+    the start.
+    """
     world = len(lengths)
     order, backwards = list(range(world)), list(reversed(range(world)))
     if bool(meets.all()):

@@ -1,6 +1,6 @@
-"""Ways to cut a sequence so that ranks get as many tokens and as much attention; `balance` chooses from them.
+"""Cuts of a sequence with equal tokens and nearly equal attention work on every rank; `balance` chooses among them.
 
-Every cut gives each rank as many tokens as any other, to one.
+In every cut the token counts of ranks differ by at most one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 Cut = tuple[tuple[tuple[int, int], ...], ...]  # for each rank its ranges [start, stop), rising, none adjoining the next
 
-CLOSE = 0.01  # a rank's pairs this near to its share need not come nearer at the price of a split document
-BLOCKS = 32  # dealt to each rank, or a few more
-TILE = 128  # documents are split at multiples of it
+CLOSE = 0.01  # an error of a rank's pairs up to this share justifies no split document and no exchange of blocks
+BLOCKS = 32  # blocks dealt to each rank, or a few more
+TILE = 128  # documents are split at multiples of this many tokens
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """In order, without empty ranges, and with neighbours made one: fewer and fuller tiles."""
+    """Returns the ranges in order, without empty ones; adjoining ranges are joined for fewer and fuller tiles."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if result and result[-1][1] == start:
@@ -30,7 +30,10 @@ def joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def long_ones_zigzag(row_pairs: Tensor, starts: Tensor, lengths: Tensor, world: int) -> list[Cut]:
-    """Cuts with long documents in zigzag over all ranks, and what is left from both ends: for two meanings of long."""
+    """Returns cuts with long documents in zigzag over all ranks, and the remaining tokens taken from both ends.
+
+    A document is long from 1 / world of the tokens on, or from 1 / (2 * world) on; both bounds are tried.
+    """
     cuts = []
     piece = lengths // (2 * world)
     piece = torch.where(piece > TILE, piece - piece % TILE, piece)
@@ -48,7 +51,10 @@ def long_ones_zigzag(row_pairs: Tensor, starts: Tensor, lengths: Tensor, world: 
 
 
 def from_both_ends(row_pairs: Tensor, starts: Tensor, lengths: Tensor, world: int) -> list[Cut]:
-    """Cuts of the line of documents, laid there from first to last token, or the light, the heavy or all reversed."""
+    """Returns cuts of the line of documents, with none, the light ones, the heavy ones or all of them reversed.
+
+    A document is heavy if it has more pairs a token than the mean of all.
+    """
     if len(lengths) == 0:
         return [((),) * world]
     sums = torch.nn.functional.pad(row_pairs.cumsum(0), (1, 0))
@@ -67,7 +73,7 @@ def from_both_ends(row_pairs: Tensor, starts: Tensor, lengths: Tensor, world: in
 
 
 def _line(starts: Tensor, lengths: Tensor, flipped: Tensor) -> Tensor:
-    """Positions of all tokens of some documents laid in a line, of some from last to first: int64 (seqlen,)."""
+    """Returns the positions of all tokens of documents laid in a line, reversed if `flipped`: int64 (seqlen,)."""
     begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     offset = torch.arange(int(lengths.sum()), device="cpu") - begins
     starts, last, flipped = (x.repeat_interleave(lengths) for x in (starts, starts + lengths - 1, flipped))
@@ -75,13 +81,13 @@ def _line(starts: Tensor, lengths: Tensor, flipped: Tensor) -> Tensor:
 
 
 def _shared(line: Tensor, row_pairs: Tensor, borders: Tensor, world: int) -> Cut:
-    """One rank after another takes tokens from both ends of the line.
+    """Returns the cut in which one rank after another takes tokens from both ends of the line.
 
     Args:
-        line: (seqlen,) positions.
-        row_pairs: (seqlen,) pairs of each.
-        borders: bool (seqlen + 1,), whether a document begins before the token there, or the line ends.
-        world: ranks.
+        line: (seqlen,) positions of the tokens.
+        row_pairs: (seqlen,) visible pairs of each token.
+        borders: bool (seqlen + 1,), True where a document begins or the line ends.
+        world: number of ranks.
     """
     sums = torch.nn.functional.pad(row_pairs.cumsum(0), (1, 0))
     left, right = 0, len(line)
@@ -105,7 +111,7 @@ def _shared(line: Tensor, row_pairs: Tensor, borders: Tensor, world: int) -> Cut
 
 
 def _ranges(tokens: Tensor) -> tuple[tuple[int, int], ...]:
-    """Positions in any order as ranges."""
+    """Returns positions in any order as ranges."""
     if len(tokens) == 0:
         return ()
     tokens = tokens.sort().values
@@ -116,9 +122,10 @@ def _ranges(tokens: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def dealt_blocks(row_pairs: Tensor, world: int) -> Cut:
-    """Equal blocks, as many for each rank, those with the most pairs first to the rank with the fewest so far.
+    """Returns a cut into equal blocks, the same number for each rank, dealt from the most pairs to the fewest.
 
-    What is left over at the end of the sequence is shared out evenly before.
+    Each block goes to the rank with the fewest pairs so far. The tokens left over at the end of the sequence are shared
+    out evenly beforehand.
     """
     seqlen = len(row_pairs)
     length = max(seqlen // world // BLOCKS, 1)
@@ -141,10 +148,10 @@ def dealt_blocks(row_pairs: Tensor, world: int) -> Cut:
 
 
 def _deal(blocks: Tensor, loads: Sequence[int], count: int) -> list[list[int]]:
-    """`count` blocks for each rank, so that the sums of their pairs and the ranks' loads come out even.
+    """Returns `count` blocks for each rank, so that the sums of their pairs and the ranks' loads come out even.
 
-    The largest first, each to the rank with the least so far; then blocks of the rank with the most are exchanged for
-    smaller ones of the rank with the least, as long as that helps.
+    The largest blocks are dealt first, each to the rank with the least load so far. Then blocks of the most loaded rank
+    are exchanged for smaller ones of the least loaded rank, as long as that helps.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)

@@ -1,8 +1,8 @@
-"""Ranks in two dimensions: heads are split over one, the sequence goes around a ring over the other.
+"""Grids of ranks in two dimensions: heads are split over one dimension, and KV goes around a ring over the other.
 
-The ranks that differ in their heads index alone are a group: together they store one shard of the ring's layout, each
-some consecutive rows of it. Exchanging rows for heads within the group gives every one of them the whole shard for its
-heads, chunks in the order in which the ring's layout has them.
+Ranks that differ in their heads index alone form a group. A group stores one shard of the ring's layout, and each of
+its ranks stores consecutive rows of that shard. An exchange of rows for heads within the group gives each rank the
+whole shard for its heads, with chunks in the order of the ring's layout.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RING, HEADS = "ring", "heads"  # names of a mesh's dimensions
 
 @dataclass(frozen=True)
 class Grid:
-    """How the ranks of a context stand.
+    """Arrangement of the ranks of a context.
 
     Args:
-        ring: ranks that pass KV to each other.
-        heads: ranks that heads are split over; 1 is a ring alone.
-        places: of each rank (ring index, heads index).
+        ring: number of ranks that pass KV to each other.
+        heads: number of ranks that heads are split over; 1 is a ring alone.
+        places: (ring index, heads index) of each rank.
     """
 
     ring: int
@@ -33,10 +33,10 @@ class Grid:
 
     @staticmethod
     def of(world_size: int, heads: int = 1) -> Grid:
-        """`world_size` ranks, neighbours in a group of `heads`.
+        """Returns the grid of `world_size` ranks, in groups of `heads` consecutive ranks.
 
         Raises:
-            ArgumentError: ranks that are no whole number of groups.
+            ArgumentError: `world_size` is no multiple of `heads`.
         """
         if heads < 1 or world_size % heads:
             remedy = "Every group of ranks splits all heads."
@@ -45,10 +45,11 @@ class Grid:
 
     @staticmethod
     def of_mesh(mesh: DeviceMesh) -> Grid:
-        """The grid of a mesh of the two dimensions `RING` and `HEADS`, in any order; ranks are counted upwards.
+        """Returns the grid of a mesh with the dimensions `RING` and `HEADS`, in any order; ranks are counted upwards.
 
         Raises:
-            ArgumentError: other dimensions, or ranks that do not rise along both, as those of process groups do.
+            ArgumentError: the mesh has other dimensions, or its ranks do not rise along both as the ranks of process
+                groups do.
         """
         names = mesh.mesh_dim_names
         if set(names or ()) != {RING, HEADS}:
@@ -66,15 +67,15 @@ class Grid:
         return Grid(ranks.shape[0], ranks.shape[1], tuple(divmod(place, ranks.shape[1]) for place in order))
 
     def __str__(self) -> str:
-        """The grid in words; empty for a ring alone."""
+        """Returns the grid as text; empty for a ring alone."""
         return "" if self.heads == 1 else f"{RING} {self.ring} x {HEADS} {self.heads}"
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that split heads with `rank`, by heads index."""
+        """Returns the ranks that split heads with `rank`, by heads index."""
         return self._line(0, self.places[rank][0])
 
     def ring_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks in a ring with `rank`, by ring index."""
+        """Returns the ranks in a ring with `rank`, by ring index."""
         return self._line(1, self.places[rank][1])
 
     def _line(self, dim: int, index: int) -> tuple[int, ...]:
@@ -83,12 +84,12 @@ class Grid:
 
 
 def split_rows(layout: Layout, grid: Grid) -> Layout:
-    """What each rank of `grid` stores, where `layout` says what each group does.
+    """Returns the layout over all ranks of `grid`, from the `layout` over its groups.
 
-    A group's rows, in storage order, are cut into consecutive parts whose lengths differ by at most one.
+    A group's rows, in storage order, are cut into consecutive parts; their lengths differ by at most one.
 
     Raises:
-        ArgumentError: a group that stores fewer rows than it has ranks.
+        ArgumentError: a group stores fewer rows than it has ranks.
     """
     if grid.heads == 1:
         return layout
@@ -104,7 +105,7 @@ def split_rows(layout: Layout, grid: Grid) -> Layout:
 
 
 def _parts(chunks: tuple[Chunk, ...], count: int) -> list[tuple[Chunk, ...]]:
-    """Consecutive rows of `chunks`, cut into `count` parts of even length, the longer ones first."""
+    """Cuts the rows of `chunks`, in storage order, into `count` parts of even length, the longer ones first."""
     base, longer = divmod(sum(chunk.length for chunk in chunks), count)
     parts, left = [], list(chunks)
     for index in range(count):

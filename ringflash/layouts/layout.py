@@ -1,4 +1,4 @@
-"""Which chunks of the sequence live on which rank: layouts, and cutting and joining tensors by them."""
+"""Layouts, which assign chunks of the sequence to ranks, and the cutting and joining of tensors by them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ringflash.layouts.balance import Pairs, balanced
 from ringflash.layouts.cuts import Cut, joined
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
-STRIPE = 256  # rows: whole tiles of every kernel
-FEWEST_STRIPES, MOST_STRIPES = 4, 64  # of a rank; kernels have a table entry for each stripe and tile
+STRIPE = 256  # rows, a multiple of the tile sizes of every kernel
+FEWEST_STRIPES, MOST_STRIPES = 4, 64  # of a rank; limited, as kernels have a table entry for each stripe and tile
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """One past the last global position."""
+        """Returns one past the last global position."""
         return self.start + self.length
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A cut of a sequence over ranks: `chunks[rank]` is what that rank stores, in storage order.
+    """A cut of a sequence over ranks: `chunks[rank]` are the chunks that a rank stores, in storage order.
 
     Args:
         name: one of `LAYOUTS`.
-        seqlen: tokens in the whole sequence.
-        chunks: for each rank its chunks; none is empty, none adjoins the one before it.
+        seqlen: number of tokens in the whole sequence.
+        chunks: the chunks of each rank; none is empty, none adjoins the one before it.
     """
 
     name: str
@@ -48,52 +48,56 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks the sequence is cut over."""
+        """Returns the number of ranks that the sequence is cut over."""
         return len(self.chunks)
 
     def length(self, rank: int) -> int:
-        """Tokens that `rank` stores."""
+        """Returns the number of tokens that `rank` stores."""
         return self._lengths[rank]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens each rank stores, in rank order."""
+        """Returns the number of tokens that each rank stores, in rank order."""
         return tuple(sum(chunk.length for chunk in chunks) for chunks in self.chunks)
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
-        return self.lengths  # asked for at every hop; not where Dynamo traces, which knows no cached property
+        return self.lengths  # cached: every hop reads it; Dynamo, which has no cached_property, traces only `lengths`
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.seqlen, self.chunks))  # of every chunk: plans are looked up at each call
+        return hash((self.name, self.seqlen, self.chunks))  # cached: it reads all chunks, and every call looks plans up
 
 
 def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = None) -> Layout:
-    """Cuts `seqlen` tokens over `world_size` ranks, every rank's in rising order; a rank has as many as any, to one.
+    """Cuts `seqlen` tokens over `world_size` ranks, with token counts that differ by at most one.
 
-    contiguous: rank r stores chunk r of `world_size`. Even for masks that show every query as much.
+    The chunks of a rank are stored in rising order of their positions.
+
+    contiguous: rank r stores chunk r of `world_size`. Its work is even for masks under which every query sees the same
+    number of keys.
 
     zigzag: rank r stores chunks r and `2 * world_size - 1 - r` of `2 * world_size`, which gives every rank the same
     causal work. Chunk lengths differ by at most one, the longer chunks first, so that every rank stores something
     whenever `seqlen >= world_size`.
 
-    striped: many stripes, dealt to the ranks in turn, forwards and backwards, so that causal work is even here too, and
-    much else nearly. For masks that are not known when the sequence is cut. A stripe is a multiple of 256 rows, whole
-    tiles of every kernel, and the least that makes 64 a rank at most; what the last round leaves over is shared out in
-    shorter ones. Ranks of less than 1024 rows have four stripes. Source: Brandon et al. 2023, "Striped Attention".
+    striped: many stripes, dealt to the ranks in rounds, forwards and backwards. Causal work is even here too, and under
+    most other masks nearly so. It suits masks that are not known when the sequence is cut. A stripe is the least
+    multiple of 256 rows, whole tiles of every kernel, that gives a rank at most 64 stripes. The tokens left over by the
+    last round are shared out in shorter stripes. Ranks of less than 1024 rows have four stripes. Source: Brandon et al.
+    2023, "Striped Attention".
 
-    balanced: every rank gets the same work under `mask`, to 5% where the mask allows it, and keys travel no further
-    than that needs: see `ringflash.layouts.balance`.
+    balanced: every rank gets the same work under `mask`, to 5% if the mask allows it, and keys travel no further than
+    necessary: see `ringflash.layouts.balance`.
 
     Args:
         name: one of `LAYOUTS`.
-        seqlen: tokens in the whole sequence.
-        world_size: ranks.
-        mask: what a balanced layout follows; any other is the same whatever the mask.
+        seqlen: number of tokens in the whole sequence.
+        world_size: number of ranks.
+        mask: the mask of the attention, for "balanced"; other layouts do not depend on it.
 
     Raises:
         ArgumentError: unknown layout, fewer tokens than ranks, "balanced" without a mask or with one that does not fit.
@@ -118,14 +122,14 @@ def make_layout(name: str, seqlen: int, world_size: int, mask: HasArea | None = 
 
 
 class HasArea(Protocol):
-    """A mask, as far as a layout knows it; hashable."""
+    """A mask, reduced to the methods that a layout needs; hashable."""
 
     def validate(self, seqlen: int) -> None:
-        """Raises ArgumentError when it does not fit `seqlen` keys."""
+        """Raises ArgumentError if the mask does not fit `seqlen` keys."""
         ...
 
     def area(self, seqlen_q: int, seqlen_k: int) -> Pairs:
-        """Its counts of visible pairs."""
+        """Returns its counts of visible pairs."""
         ...
 
 
@@ -170,24 +174,28 @@ _CUTS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 
 def _edges(start: int, stop: int, count: int) -> list[int]:
-    """Edges of `count` pieces of [start, stop), the longer first, whose lengths differ by at most one."""
+    """Returns the edges of `count` pieces of [start, stop), longer ones first; lengths differ by at most one."""
     base, longer = divmod(stop - start, count)
     return [start + index * base + min(index, longer) for index in range(count + 1)]
 
 
 def _owned(edges: Sequence[int], owned: Sequence[Sequence[int]]) -> Cut:
-    """For each rank the pieces between neighbouring edges that it owns, by number."""
+    """Returns the cut in which rank r owns the pieces `owned[r]`; piece i lies between edges i and i + 1."""
     return tuple(joined([(edges[index], edges[index + 1]) for index in indices]) for indices in owned)
 
 
 def positions(chunks: Sequence[Chunk], device: torch.device | str | None = None) -> Tensor:
-    """Global positions of the rows that `chunks` store, in storage order: int64 (rows,)."""
+    """Returns the global positions of the rows of `chunks`, in storage order: int64 (rows,)."""
     pieces = [torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def checked_dim(x: Tensor, dim: int) -> int:
-    """`dim` of `x`, counted from its first. Raises ArgumentError where it has no such dimension."""
+    """Returns `dim` of `x`, counted from the first dimension.
+
+    Raises:
+        ArgumentError: `x` has no such dimension.
+    """
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         expected = f"a dimension of a tensor of shape {tuple(x.shape)}"
         remedy = "Pass the dimension of tokens, and a tensor that has one."
@@ -196,12 +204,12 @@ def checked_dim(x: Tensor, dim: int) -> int:
 
 
 def take(x: Tensor, chunks: Sequence[Chunk], dim: int) -> Tensor:
-    """Rows of the whole sequence `x` that `chunks` name, in storage order: a contiguous copy."""
+    """Returns the rows of `chunks` from the whole sequence `x`, in storage order: a contiguous copy."""
     return torch.cat([x.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim=dim).contiguous()
 
 
 def put_together(rows: Tensor, chunks: Sequence[Chunk], dim: int) -> Tensor:
-    """The whole sequence in order, from all its rows in storage order; inverse of `take` over all ranks' chunks."""
+    """Returns the whole sequence in order from all its rows in storage order: the inverse of `take` over all ranks."""
     pieces = torch.split(rows, [chunk.length for chunk in chunks], dim=dim)
     order = sorted(range(len(chunks)), key=lambda i: chunks[i].start)
     return torch.cat([pieces[i] for i in order], dim=dim)
