@@ -1,8 +1,8 @@
-"""Masks as values: row i sees the keys of one interval [lo_i, hi_i), in global positions, less what a bitmap hides.
+"""Masks as values: row i sees the keys in [lo_i, hi_i), in global positions, except for those that a bitmap hides.
 
 Causal, sliding window, packed documents, key padding and prefix-LM are intervals, and an intersection of intervals is
-one too. Block-sparse masks and trees are bitmaps over few rows and columns, and so is an intersection of bitmaps. All
-compose with `&`.
+an interval. Block-sparse masks and trees are bitmaps over few rows and columns, and an intersection of bitmaps is a
+bitmap. All masks compose with `&`.
 """
 
 from ringflash.masks.base import Full, Intersection, Mask, as_mask

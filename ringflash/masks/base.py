@@ -1,4 +1,4 @@
-"""What a mask is, the one that hides nothing, and intersections."""
+"""The interface of masks, the mask that hides nothing, and intersections."""
 
 from __future__ import annotations
 
@@ -18,59 +18,61 @@ from ringflash.masks.pair_counts import PairCounts
 
 
 class Mask(ABC):
-    """Which keys a query sees: one interval of global positions a row, and of these what a bitmap shows, if it has one.
+    """A rule for the keys that a query sees: one interval of global positions a row, less keys hidden by a bitmap.
 
-    Without a bitmap the ends of the interval never fall from one row to the next, so the rows that see any of some
-    keys are consecutive as well. Masks are values: equal when they say the same, and usable as keys of a cache.
+    Without a bitmap the ends of the interval never fall from one row to the next. The rows that see any key of a range
+    are therefore consecutive as well. Masks are values: they compare by content, and are usable as keys of a cache.
     """
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Mask, ...]:
-        """The masks of which this is the intersection."""
+        """Returns the masks that intersect to this one."""
 
     @abstractmethod
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """First key seen and one past the last: int64 lo and hi, (batch, rows), batch 1 when all entries are alike.
+        """Returns the first key seen and one past the last: int64 lo and hi, (batch, rows).
+
+        The batch is 1 if all sequences are alike.
 
         Args:
             positions_q: (rows,) int64 global positions.
-            seqlen_k: keys in the whole sequence.
+            seqlen_k: number of keys in the whole sequence.
         """
 
     def bitmap(self) -> Bitmap | None:
-        """What of the interval is seen; None is all of it."""
+        """Returns the bitmap that selects keys within the interval; None selects all of them."""
         return None
 
     @property
     @abstractmethod
     def spec(self) -> tuple[str, list[Tensor]]:
-        """The mask as a string and tensors on the CPU, from which `mask_from_spec` makes it again."""
+        """Returns the mask as a string and CPU tensors, from which `mask_from_spec` makes an equal mask."""
 
     @property
     def batch(self) -> int:
-        """Sequences that the mask speaks of; 1 when it is the same for any number."""
+        """Returns the number of sequences that the mask has entries for; 1 if any number of sequences is alike."""
         return 1
 
     def validate(self, seqlen: int) -> None:
         """Checks that the mask fits a whole sequence of `seqlen` keys.
 
         Raises:
-            ArgumentError: lengths, blocks or a tree of another sequence.
+            ArgumentError: the mask has lengths, blocks or a tree of another sequence.
         """
         for part in self.parts:
             if part is not self:
                 part.validate(seqlen)
 
     def __and__(self, other: Mask) -> Mask:
-        """Sees what both see."""
+        """Returns the mask that shows the keys visible under both masks."""
         if not isinstance(other, Mask):
             return NotImplemented
         parts = [part for mask in (self, other) for part in mask.parts]
         return parts[0] if len(parts) == 1 else Intersection(tuple(parts)) if parts else Full()
 
     def dense(self, positions_q: Tensor, positions_k: Tensor) -> Tensor:
-        """The mask elementwise: bool (batch, rows, keys), True where the key is seen; batch as in `bounds`."""
+        """Returns the mask elementwise: bool (batch, rows, keys), True where the key is seen; batch as in `bounds`."""
         seqlen_k = int(positions_k.max()) + 1 if positions_k.numel() else 0
         lo, hi = self.bounds(positions_q, seqlen_k)
         seen = (positions_k >= lo[..., None]) & (positions_k < hi[..., None])
@@ -78,13 +80,13 @@ class Mask(ABC):
         return seen if bitmap is None else seen & bitmap.sees(positions_q, positions_k)
 
     def area(self, seqlen_q: int, seqlen_k: int) -> PairCounts:
-        """Counts of visible pairs of queries at the last `seqlen_q` positions with keys at the `seqlen_k` from 0 on."""
+        """Returns the counts of visible pairs of queries at the last `seqlen_q` positions with all `seqlen_k` keys."""
         first = seqlen_k - seqlen_q
         lo, hi = torch.broadcast_tensors(*self.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
         return PairCounts(lo, hi, first, self.bitmap())
 
     def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
-        """Whether any row of `chunks_q` sees any key of `chunks_k`."""
+        """Returns whether any row of `chunks_q` sees any key of `chunks_k`."""
         seqlen_k = max((chunk.stop for chunk in chunks_k), default=0)
         bitmap = self.bitmap()
         for chunk_q in chunks_q:
@@ -99,37 +101,37 @@ class Mask(ABC):
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every query sees every key."""
+    """The mask under which every query sees every key."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """Nothing to intersect with."""
+        """Returns no masks: an empty intersection shows everything."""
         return ()
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """No word at all."""
+        """Returns an empty string and no tensors."""
         return "", []
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = 0, hi = seqlen_k."""
+        """Returns lo = 0, hi = seqlen_k."""
         return torch.zeros_like(positions_q)[None], torch.full_like(positions_q, seqlen_k)[None]
 
 
 class AtomicMask(Mask):
-    """A mask that is no intersection."""
+    """A mask that is not an intersection."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """Itself."""
+        """Returns the mask itself."""
         return (self,)
 
 
 class TensorMask(AtomicMask):
-    """A mask that is made from tensors, and equal to another of its kind with the same.
+    """A mask made from tensors; it equals a mask of the same kind with equal tensors.
 
-    Tables of tiles are made of it on the host. Of a tensor on a GPU it takes a copy, once, for which the host waits:
-    make masks from lists, or from CPU tensors such as a data loader gives.
+    Tile tables are computed from it on the host. A tensor on a GPU is copied to the host once, and the host waits for
+    the copy: make masks from lists, or from CPU tensors such as a data loader gives.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -149,7 +151,7 @@ class TensorMask(AtomicMask):
 
 @dataclass(frozen=True, eq=False)
 class Intersection(Mask):
-    """Sees what all of several masks see; `a & b` makes it, and equals `b & a`."""
+    """The mask that shows the keys visible under all of several masks; `a & b` makes it, and equals `b & a`."""
 
     of: tuple[Mask, ...]
 
@@ -167,27 +169,27 @@ class Intersection(Mask):
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that are intersected."""
+        """Returns the intersected masks."""
         return self.of
 
     @property
     def batch(self) -> int:
-        """That of the parts that have one."""
+        """Returns the batch of the parts that have entries for each sequence, or 1."""
         return max(part.batch for part in self.of)
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """The parts' words joined, and all their tensors."""
+        """Returns the strings of the parts joined, and all their tensors."""
         words, tensors = zip(*(part.spec for part in self.of), strict=True)
         return " & ".join(words), [tensor for of_part in tensors for tensor in of_part]
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = the largest, hi = the smallest."""
+        """Returns the largest lo and the smallest hi of the parts."""
         los, his = zip(*(part.bounds(positions_q, seqlen_k) for part in self.of), strict=True)
         return reduce(torch.maximum, los), reduce(torch.minimum, his)
 
     def bitmap(self) -> Bitmap | None:
-        """What the parts' bitmaps all show."""
+        """Returns the intersection of the parts' bitmaps, or None if no part has one."""
         return self._bitmap
 
     @cached_property
@@ -200,7 +202,11 @@ class Intersection(Mask):
 
 
 def as_mask(mask: Mask | None) -> Mask:
-    """The mask a caller means: None is `Full()`."""
+    """Returns the mask that a caller passed, or `Full()` for None.
+
+    Raises:
+        ArgumentError: `mask` is neither a mask nor None.
+    """
     if mask is None:
         return Full()
     if not isinstance(mask, Mask):
@@ -210,10 +216,10 @@ def as_mask(mask: Mask | None) -> Mask:
 
 
 def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[int]], max_ndim: int = 1) -> Tensor:
-    """A copy of a vector of integers, or of a matrix where `max_ndim` is 2: int64 on the CPU, contiguous.
+    """Returns a copy of a vector of integers, or of a matrix if `max_ndim` is 2: int64 on the CPU, contiguous.
 
     Raises:
-        ArgumentError: anything else, or an empty one.
+        ArgumentError: `values` is anything else, or empty.
     """
     expected = "a vector of integers" if max_ndim == 1 else "a vector of integers, or one a sequence"
     given = tensor_of(argument, values, expected)
@@ -226,7 +232,11 @@ def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[i
 
 
 def tensor_of(argument: str, values: Any, expected: str) -> Tensor:
-    """`values` as a tensor that can be read. Raises ArgumentError where they are none, or have no storage."""
+    """Returns `values` as a tensor with values that can be read.
+
+    Raises:
+        ArgumentError: `values` cannot become a tensor, or is a meta tensor, which has no storage.
+    """
     try:
         given = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     except (ValueError, TypeError, RuntimeError) as error:
@@ -239,10 +249,13 @@ def tensor_of(argument: str, values: Any, expected: str) -> Tensor:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile runs this, with no numbers yet: a mask's are then checked where the operator makes it."""
+    """Returns whether torch.compile traces this code, without values.
+
+    The values of a mask are then checked when the custom operator makes the mask again.
+    """
     return torch.compiler.is_compiling()
 
 
 def shortened(values: Sequence[int]) -> str:
-    """A list as text, without what is past its eighth entry."""
+    """Returns a list as text, cut after its eighth entry."""
     return f"[{', '.join(map(str, values[:8]))}, ... {len(values)} in all]" if len(values) > 8 else str(list(values))

@@ -1,4 +1,4 @@
-"""Masks that are intervals: causal, sliding window, documents, padding, prefixes."""
+"""Interval masks: causal, sliding window, documents, key padding and prefix-LM."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ EVERYTHING = 2**62  # more keys than any sequence has
 
 @dataclass(frozen=True)
 class Causal(AtomicMask):
-    """A query sees the keys at its own position and before.
+    """The causal mask: a query sees the keys at its own position and before.
 
-    Positions are global. Where `flash_attention` gets fewer or more queries than keys, the queries are the last ones:
-    query i stands at `seqlen_k - seqlen_q + i`, so the diagonal ends in the bottom right corner.
+    Positions are global. If `flash_attention` gets fewer or more queries than keys, the queries are the last positions:
+    query i has position `seqlen_k - seqlen_q + i`, so the diagonal ends in the bottom right corner.
     """
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """One word."""
+        """Returns the name of the kind, and no tensors."""
         return "causal", []
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = 0, hi = position + 1."""
+        """Returns lo = 0, hi = position + 1."""
         return torch.zeros_like(positions_q)[None], (positions_q + 1).clamp(0, seqlen_k)[None]
 
 
 @dataclass(frozen=True)
 class SlidingWindow(AtomicMask):
-    """A query sees `left` keys before its position and `right` after it, and the one there; None is no limit.
+    """The sliding window mask: a query sees the key at its position, `left` keys before and `right` keys after it.
 
-    Positions are global, as in `Causal`; `SlidingWindow(None, 0)` is causal.
+    Positions are global, as in `Causal`. None is no limit; `SlidingWindow(None, 0)` is causal.
 
     Raises:
-        ArgumentError: a limit that is negative, or no whole number.
+        ArgumentError: a limit is negative, or not a whole number.
     """
 
     left: int | None = None
@@ -53,18 +53,18 @@ class SlidingWindow(AtomicMask):
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """The limits in words."""
+        """Returns the name of the kind with both limits, and no tensors."""
         return f"window {self.left} {self.right}", []
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = position - left, hi = position + right + 1."""
+        """Returns lo = position - left, hi = position + right + 1."""
         left, right = (EVERYTHING if limit is None else limit for limit in (self.left, self.right))
         lo, hi = positions_q - left, positions_q + (right + 1)
         return lo.clamp(0, seqlen_k)[None], hi.clamp(0, seqlen_k)[None]
 
 
 class _Table(TensorMask):
-    """A mask that is made from a vector of integers."""
+    """A mask made from a vector of integers."""
 
     word: str
     argument: str
@@ -77,11 +77,11 @@ class _Table(TensorMask):
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """Its kind, and the vector."""
+        """Returns the name of the kind, and the vector."""
         return self.word, [self._values]
 
     def validate(self, seqlen: int) -> None:
-        """No length may be more than the sequence has."""
+        """Raises ArgumentError if a length exceeds the sequence's `seqlen` keys."""
         most = int(self._values.max())
         if most > seqlen:
             remedy = "Count the tokens of the whole sequence."
@@ -94,17 +94,17 @@ class _Table(TensorMask):
 
 
 class Documents(TensorMask):
-    """Packed documents: a query sees the keys of its own document.
+    """The mask of packed documents: a query sees the keys of its own document.
 
-    Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. Together they are the whole
-    sequence (attention calls `validate`); a position outside them would see nothing and be seen by nobody.
+    Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. The documents cover the whole
+    sequence (attention calls `validate`); a query outside them would see no key, and no query would see a key there.
 
     Args:
         cu_seqlens: (ndocuments + 1,) integers from 0 to the sequence's length, never falling; or one such row a
-            sequence, (batch, ndocuments + 1), rows of fewer documents filled up with the sequence's length.
+            sequence, (batch, ndocuments + 1). Rows of fewer documents are filled up with the sequence's length.
 
     Raises:
-        ArgumentError: another shape, start or order.
+        ArgumentError: `cu_seqlens` has another shape, start or order.
     """
 
     def __init__(self, cu_seqlens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
@@ -112,21 +112,21 @@ class Documents(TensorMask):
         if not is_traced() and (bool((ends[..., 0] != 0).any()) or bool((ends.diff() < 0).any())):
             remedy = "Pass cumulative lengths: 0, the first document's length, the first two's, ..."
             raise ArgumentError("cu_seqlens", expected="0 first and never falling", got=ends.tolist(), remedy=remedy)
-        # One row speaks of any number of sequences.
+        # A single row applies to any number of sequences.
         self._ends = ends[0] if ends.ndim == 2 and ends.shape[0] == 1 else ends
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """Its kind, and the cumulative lengths."""
+        """Returns the name of the kind, and the cumulative lengths."""
         return "documents", [self._ends]
 
     @property
     def batch(self) -> int:
-        """One row a sequence, or 1."""
+        """Returns the number of rows of `cu_seqlens`, one a sequence; 1 if it is a vector."""
         return 1 if self._ends.ndim == 1 else self._ends.shape[0]
 
     def validate(self, seqlen: int) -> None:
-        """The documents of each sequence must be the whole of it."""
+        """Raises ArgumentError unless the documents of each sequence sum to `seqlen` keys."""
         sums = self._ends[..., -1].reshape(-1)
         if bool((sums != seqlen).any()):
             wrong = int(sums[(sums != seqlen).nonzero()[0, 0]])
@@ -135,12 +135,12 @@ class Documents(TensorMask):
             raise ArgumentError("cu_seqlens", expected=expected, got=f"a sum of {wrong}", remedy=remedy)
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo and hi = where the row's document begins and ends."""
+        """Returns lo and hi = the first position of the row's document, and one past its last."""
         ends = self._ends.to(positions_q.device).view(self.batch, -1)
         rows = positions_q.expand(self.batch, -1).contiguous()
         index = torch.searchsorted(ends, rows, right=True)
         lo = ends.gather(1, (index - 1).clamp(min=0))
-        hi = ends.gather(1, index.clamp(max=ends.shape[1] - 1)).where(index > 0, lo)  # before the first document
+        hi = ends.gather(1, index.clamp(max=ends.shape[1] - 1)).where(index > 0, lo)  # empty before the first document
         return lo.clamp(max=seqlen_k), hi.clamp(max=seqlen_k)
 
     def __repr__(self) -> str:
@@ -150,10 +150,10 @@ class Documents(TensorMask):
 
 
 class KeyPadding(_Table):
-    """Each sequence of the batch has keys up to its length; what its storage holds past that is never read.
+    """The key padding mask: each sequence of the batch has keys up to its length; padding after them is never read.
 
     Args:
-        seqlens_k: (batch,) integers.
+        seqlens_k: (batch,) integers, the lengths.
     """
 
     word, argument = "key_padding", "seqlens_k"
@@ -163,20 +163,20 @@ class KeyPadding(_Table):
 
     @property
     def batch(self) -> int:
-        """One length a sequence."""
+        """Returns the number of lengths, one a sequence."""
         return self._values.numel()
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = 0, hi = the sequence's length."""
+        """Returns lo = 0, hi = the sequence's length."""
         hi = self._values.to(positions_q.device).clamp(max=seqlen_k)[:, None].expand(-1, positions_q.numel())
         return torch.zeros_like(positions_q)[None], hi
 
 
 class PrefixLM(_Table):
-    """A query sees the whole prefix of its sequence, and after that the keys at its own position and before.
+    """The prefix-LM mask: a query sees the whole prefix of its sequence, and the keys at its own position and before.
 
     Args:
-        prefix_lens: (batch,) integers.
+        prefix_lens: (batch,) integers, the lengths of the prefixes.
 
     Source: Raffel et al. 2020, "T5", section 3.2.1.
     """
@@ -188,10 +188,10 @@ class PrefixLM(_Table):
 
     @property
     def batch(self) -> int:
-        """One prefix a sequence."""
+        """Returns the number of prefixes, one a sequence."""
         return self._values.numel()
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = 0, hi = max(position + 1, prefix)."""
+        """Returns lo = 0, hi = max(position + 1, prefix)."""
         prefix = self._values.to(positions_q.device)[:, None]
         return torch.zeros_like(positions_q)[None], torch.maximum(positions_q + 1, prefix).clamp(0, seqlen_k)

@@ -1,4 +1,4 @@
-"""How many (query, key) pairs a mask shows, exactly, without looking at pairs."""
+"""Exact counts of the visible (query, key) pairs of a mask, without a loop over pairs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ringflash.masks.bitmap import Bitmap
 
 
 class PairCounts:
-    """Visible pairs of some consecutive queries with the keys of a sequence, summed over a batch.
+    """Visible pairs of consecutive queries with the keys of a sequence, summed over a batch.
 
-    Neither bound of an interval mask ever falls, so sum_i min(hi_i, y) is a prefix sum of hi and a product: pairs of a
-    chunk with keys before y take a search. Under a bitmap they take one for each of its rows.
+    Neither bound of an interval mask ever falls, so sum_i min(hi_i, y) is a prefix sum of hi and a product. The pairs
+    of a chunk with the keys before y thus take one search. Under a bitmap they take one search a row of the bitmap.
 
     Args:
-        lo: (batch or 1, rows) int64 on the CPU: first key each query sees.
-        hi: one past the last; no further than lo is none.
+        lo: (batch or 1, rows) int64 on the CPU: first key that each query sees.
+        hi: one past the last key that each query sees; hi <= lo means none.
         first: global position of the first query.
-        bitmap: what of the intervals is seen; None is all.
+        bitmap: selects keys within the intervals; None selects all.
     """
 
     def __init__(self, lo: Tensor, hi: Tensor, first: int, bitmap: Bitmap | None) -> None:
@@ -31,16 +31,16 @@ class PairCounts:
 
     @property
     def row_pairs(self) -> Tensor:
-        """Keys that each query sees: int64 (rows,)."""
+        """Returns the number of keys that each query sees: int64 (rows,)."""
         if self._bitmap is None:
             return (self._hi - self._lo).sum(0)
         return torch.stack([runs.row_pairs for runs in self._runs]).sum(0)
 
     @property
     def components(self) -> Tensor:
-        """Where the sequence falls into parts that see nothing of each other: int64, 0 first and its length last.
+        """Returns the edges of the parts of the sequence that see nothing of each other: int64, from 0 to its length.
 
-        Asks for all queries of the sequence: they stand where the keys do.
+        The counts must cover all queries of the sequence, at the same positions as the keys.
         """
         rows = self._hi.shape[1]
         live = self._hi > self._lo
@@ -51,10 +51,10 @@ class PairCounts:
         return torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), rows)])
 
     def seen(self, queries: Sequence[tuple[int, int]], edges: Tensor) -> Tensor:
-        """Pairs of the queries of some ranges [start, stop) with the keys between neighbouring edges.
+        """Returns the visible pairs of the queries of several ranges with the keys between neighbouring edges.
 
         Args:
-            queries: of global positions, none twice.
+            queries: ranges [start, stop) of global positions, without overlap.
             edges: (n + 1,) int64, rising.
 
         Returns:
@@ -66,9 +66,10 @@ class PairCounts:
         return torch.stack([runs.below(starts, stops, edges) for runs in self._runs]).sum(0).diff()
 
     def reach(self, queries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where the keys of some ranges [start, stop) of queries lie: ranges too, rising, between which there are none.
+        """Returns ranges of keys, rising and disjoint, that contain every key visible to `queries`.
 
-        Of each range of queries and each sequence of the batch that is from the first key that any may see to the last.
+        For each range of queries [start, stop) and each sequence of the batch, they hold the keys from the first to the
+        last visible one. Overlapping and adjoining ranges are joined.
         """
         spans = [(start - self._first, stop - self._first) for start, stop in queries]
         if self._bitmap is None:  # bounds never fall
@@ -86,10 +87,10 @@ class PairCounts:
         return ranges
 
     def between(self, cut: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Pairs of each rank's queries with each rank's keys: int64 (ranks, ranks).
+        """Returns the visible pairs of each rank's queries with each rank's keys: int64 (ranks, ranks).
 
         Args:
-            cut: for each rank its ranges of positions; together they are the whole sequence.
+            cut: the ranges of positions of each rank; together they cover the whole sequence.
         """
         pieces = sorted((start, stop, rank) for rank, ranges in enumerate(cut) for start, stop in ranges)
         edges = torch.tensor([0, *(stop for _, stop, _ in pieces)], device="cpu")
@@ -103,12 +104,12 @@ class PairCounts:
         return pairs
 
     def _spans(self, queries: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """First rows of the ranges, and one past their last: int64, rising."""
+        """Returns the first rows of the ranges and one past their last rows: int64, rising."""
         starts, stops = (torch.tensor(x, device="cpu") - self._first for x in zip(*sorted(queries), strict=True))
         return starts, stops
 
     def _searched(self, edges: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """For hi and lo of each sequence: its sign, prefix sums, and how many rows are below each edge."""
+        """Returns, for hi and lo of each sequence, the sign, prefix sums, and the number of rows below each edge."""
         signed = (1, self._hi, self._hi_sums), (-1, self._lo, self._lo_sums)
         return [
             (sign, prefix, torch.searchsorted(values.contiguous(), edges))
@@ -119,9 +120,9 @@ class PairCounts:
     def _seen(
         self, queries: Sequence[tuple[int, int]], edges: Tensor, searched: Sequence[tuple[int, Tensor, Tensor]]
     ) -> Tensor:
-        """As `seen`, without a bitmap: differences of the sums over all rows of min(hi, edge) and of min(lo, edge).
+        """Computes `seen` without a bitmap, from the sums over all rows of min(hi, edge) and of min(lo, edge).
 
-        Of the rows below an edge those of whole ranges are summed up beforehand, so an edge takes one more search.
+        Whole ranges below an edge are summed beforehand, so that an edge takes one more search.
         """
         starts, stops = self._spans(queries)
         ends = (stops - starts).cumsum(0)
@@ -147,7 +148,7 @@ class PairCounts:
 
     @cached_property
     def _runs(self) -> list[_Runs]:
-        """For each sequence of the batch its runs of queries that see the same."""
+        """Returns for each sequence of the batch its runs of queries that see the same keys."""
         assert self._bitmap is not None
         positions = torch.arange(self._first, self._first + self._hi.shape[1], device="cpu")
         bit_rows = self._bitmap.rows(positions)
@@ -156,22 +157,22 @@ class PairCounts:
 
 
 class _Shown:
-    """How many of the keys before some position the rows of a bitmap show."""
+    """Prefix counts of the keys that each row of a bitmap shows."""
 
     def __init__(self, bitmap: Bitmap) -> None:
         self._bitmap = bitmap
         self._sums = torch.nn.functional.pad(bitmap.cells.cumsum(1, dtype=torch.int32), (1, 0))
 
     def before(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """int64, for rows and positions that broadcast."""
+        """Returns the number of keys before positions `keys` that `rows` show: int64; both arguments broadcast."""
         size, columns = self._bitmap.size, self._bitmap.cells.shape[1]
         keys = keys.clamp(0, self._bitmap.reach)
-        column, rest = keys // size, keys % size  # nothing is left over past the last column
+        column, rest = keys // size, keys % size  # rest is 0 past the last column
         return self._sums[rows, column].long() * size + rest * self._bitmap.cells[rows, column.clamp(max=columns - 1)]
 
 
 class _Runs:
-    """Runs of consecutive queries that see the same keys of a bitmap."""
+    """Runs of consecutive queries that see the same keys under a bitmap."""
 
     def __init__(self, bit_rows: Tensor, lo: Tensor, hi: Tensor, shown: _Shown) -> None:
         changed = (bit_rows.diff() != 0) | (lo.diff() != 0) | (hi.diff() != 0)
@@ -183,12 +184,12 @@ class _Runs:
 
     @property
     def row_pairs(self) -> Tensor:
-        """Keys that each query sees: int64 (queries,)."""
+        """Returns the number of keys that each query sees: int64 (queries,)."""
         hi, lo = (self._shown.before(self._rows, bound) for bound in self._bounds)
         return (hi - lo).repeat_interleave(self._lengths)
 
     def below(self, starts: Tensor, stops: Tensor, edges: Tensor) -> Tensor:
-        """Pairs of the queries in the ranges [starts, stops) with keys before each edge: int64 like `edges`."""
+        """Returns the pairs of the queries in ranges [starts, stops) with keys before each edge: int64 like `edges`."""
         weights = self._rows_in(starts, stops)
         there = weights.nonzero()[:, 0]
         rows, weights = self._rows[there], weights[there]
@@ -196,7 +197,7 @@ class _Runs:
         return hi - lo
 
     def _rows_in(self, starts: Tensor, stops: Tensor) -> Tensor:
-        """How many queries of each run lie in the ranges: int64 (runs,)."""
+        """Returns the number of queries of each run that lie in the ranges: int64 (runs,)."""
         total = torch.zeros_like(self._lengths)
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             upto = torch.minimum((stop - self._begins).clamp(min=0), self._lengths)
@@ -204,7 +205,10 @@ class _Runs:
         return total
 
     def _clipped(self, rows: Tensor, bound: Tensor, weights: Tensor, edges: Tensor) -> Tensor:
-        """sum_i weights_i * (keys before min(bound_i, edge) that row_i shows), by one search a row of the bitmap."""
+        """Returns sum_i weights_i * (number of keys before min(bound_i, edge) that row_i shows), for each edge.
+
+        The sum takes one search a row of the bitmap.
+        """
         distinct, number = rows.unique(return_inverse=True)
         width = int(bound.max()) + int(edges[-1]) + 1 if len(bound) else 1
         keys, order = (number * width + bound).sort()

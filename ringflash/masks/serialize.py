@@ -1,4 +1,4 @@
-"""From a mask's words and tensors back to the mask."""
+"""Restores a mask from its `.spec`, a string and tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TABLES = {kind.word: kind for kind in (KeyPadding, PrefixLM)}
 
 
 def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
-    """The mask with this `.spec`: how a mask crosses a custom op's boundary."""
+    """Returns the mask with this `.spec`; masks pass the boundary of a custom op this way."""
     return _made(words, tensors) if tensors else _of_words(words)
 
 
 @lru_cache(maxsize=256)
 def _of_words(words: str) -> Mask:
-    """One without tensors, of which the same few are asked for in every call."""
+    """Returns a mask without tensors; cached, because every call uses the same few."""
     return _made(words, ())
 
 

@@ -1,4 +1,4 @@
-"""Masks that are no intervals: block-sparse ones, and the tree of a speculative draft."""
+"""Bitmap masks: block-sparse masks, and the tree of a speculative draft."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ringflash.masks.bitmap import Bitmap
 
 
 class _Sparse(TensorMask):
-    """A mask that its bitmap says all of."""
+    """A mask that its bitmap defines completely."""
 
     def bitmap(self) -> Bitmap:
-        """All of the mask."""
+        """Returns the bitmap, which defines the whole mask."""
         return self._bitmap
 
     @cached_property
@@ -28,10 +28,10 @@ class _Sparse(TensorMask):
 
     @abstractmethod
     def _drawn(self) -> Bitmap:
-        """The bitmap, made anew."""
+        """Computes the bitmap."""
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """lo = the first key the bitmap shows, hi = one past the last; both 0 where it shows none."""
+        """Returns lo = the first key that the bitmap shows, hi = one past the last; both 0 if it shows none."""
         bitmap = self.bitmap()
         rows = bitmap.rows(positions_q)
         lo, hi = (x.to(positions_q.device)[rows].clamp(max=seqlen_k)[None] for x in bitmap.hull)
@@ -39,16 +39,16 @@ class _Sparse(TensorMask):
 
 
 class BlockSparse(_Sparse):
-    """The query at position i sees key j iff blocks[i // block_size, j // block_size].
+    """The block-sparse mask: the query at position i sees key j iff blocks[i // block_size, j // block_size].
 
     Tiles that no set block touches are neither loaded nor computed. Queries before the first key see nothing.
 
     Args:
         blocks: (nblocks, nblocks) bool, nblocks = ceil(seqlen / block_size): all pairs of blocks of the sequence.
-        block_size: tokens in a block.
+        block_size: number of tokens in a block.
 
     Raises:
-        ArgumentError: blocks that are no bools, no square or none, or a size below 1.
+        ArgumentError: `blocks` is not boolean, not square or empty, or `block_size` is below 1.
     """
 
     def __init__(self, blocks: Tensor | Sequence[Sequence[bool]], block_size: int) -> None:
@@ -63,11 +63,11 @@ class BlockSparse(_Sparse):
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """The block size in words, and the blocks."""
+        """Returns the name of the kind with the block size, and the blocks."""
         return f"block_sparse {self.block_size}", [self._blocks]
 
     def validate(self, seqlen: int) -> None:
-        """The blocks must be those of `seqlen` tokens."""
+        """Raises ArgumentError unless the number of blocks fits `seqlen` tokens."""
         nblocks = -(-seqlen // self.block_size)
         if self._blocks.shape[0] != nblocks:
             expected = f"({nblocks}, {nblocks}) for {seqlen} tokens in blocks of {self.block_size}"
@@ -84,18 +84,17 @@ class BlockSparse(_Sparse):
 
 
 class Tree(_Sparse):
-    """Tokens of a tree after a common context: each sees the context, its ancestors and itself.
+    """The mask of a token tree after a common context: a token sees the context, its ancestors and itself.
 
-    Token i stands at position start + i, and the keys before `start` are the context. Queries that are no token of the
-    tree see the context alone (`Tree(parents, start) & Causal()` is causal there too), keys past the tree are seen by
-    nobody.
+    Token i has position start + i, and the keys before `start` are the context. Queries outside the tree see the
+    context alone (`Tree(parents, start) & Causal()` is causal there too). No query sees keys past the tree.
 
     Args:
-        parents: (n,) integers: for each token the number of its parent, less than its own; -1 for a root.
+        parents: (n,) integers: the index of each token's parent, less than the token's own; -1 for a root.
         start: position of token 0.
 
     Raises:
-        ArgumentError: a parent that is not before its child, or is below -1; a start below 0.
+        ArgumentError: a parent does not come before its child or is below -1, or `start` is below 0.
 
     Source: Miao et al. 2024, "SpecInfer", section 4.
     """
@@ -113,16 +112,16 @@ class Tree(_Sparse):
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
-        """Where it starts in words, and the parents."""
+        """Returns the name of the kind with the start, and the parents."""
         return f"tree {self.start}", [self._parents]
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """bool (n, n) on the CPU: row i holds the ancestors of token i and itself."""
+        """Returns bool (n, n) on the CPU: row i is True at the ancestors of token i and at token i."""
         tokens = torch.arange(self._parents.numel(), device="cpu")
         seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool, device="cpu")
         ancestor = tokens
-        while len(tokens):  # all tokens climb one step a round
+        while len(tokens):  # each iteration moves all tokens one step towards the root
             seen[tokens, ancestor] = True
             ancestor = self._parents[ancestor]
             climbing = ancestor >= 0
@@ -130,7 +129,7 @@ class Tree(_Sparse):
         return seen
 
     def validate(self, seqlen: int) -> None:
-        """The tree must lie in the sequence."""
+        """Raises ArgumentError unless the tree lies within `seqlen` keys."""
         stop = self.start + self._parents.numel()
         if stop > seqlen:
             remedy = "Pass the keys of all its tokens, or an earlier start."
