@@ -135,7 +135,7 @@ warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-import ringflash.train.strategy
+import ringflash.train.lightning.strategy
 from tests.train.runs import Data, Outcome, Recorded, Run
 run = Run(dtype="float64", epoch_batches=2)
 losses = []

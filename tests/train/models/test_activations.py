@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._functorch.compilers import nop
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.ops import autograd
+from ringflash.ring import schedule
 from ringflash.train.models import activations
 from ringflash.train.models.activations import HostMemory, Packed
 from ringflash.train.models.config import ModelConfig
@@ -37,11 +39,14 @@ class Counts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rings, self.packed = 0, []
-        forward, pack = autograd._on_one_device, HostMemory.pack
+        pack = HostMemory.pack
 
-        def counted_forward(*args: Any) -> Any:
-            self.rings += 1
-            return forward(*args)
+        def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                self.rings += 1
+                return forward(*args)
+
+            return run
 
         def counted_pack(memory: HostMemory, x: Tensor) -> Tensor | Packed:
             result = pack(memory, x)
@@ -49,7 +54,8 @@ class Counts:
                 self.packed.append(x.nbytes)
             return result
 
-        patch.setattr(autograd, "_on_one_device", counted_forward)
+        for module, name in ((schedule, "forward"), (autograd, "_on_one_device")):  # with a context, and without
+            patch.setattr(module, name, counted(getattr(module, name)))
         patch.setattr(HostMemory, "pack", counted_pack)
 
 
