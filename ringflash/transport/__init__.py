@@ -1,1 +1,1 @@
-"""How tensors move between the ranks of a ring; every communication call of the library is in this package."""
+"""Transports that move tensors between the ranks of a ring. No other package posts the messages of a ring."""

@@ -1,4 +1,4 @@
-"""All-to-all within a group of ranks, heads against rows: between processes or virtual ranks."""
+"""All-to-all exchange of heads for rows within a group of ranks: processes or virtual ranks."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ringflash.coordination.failures import Faults
 from ringflash.coordination.watch import Watch
 from ringflash.transport.base import Message, Transport
 
-_CHANNEL = -1  # those of a ring are counted from 0
+_CHANNEL = -1  # channels of a ring are counted from 0
 
 
 class HeadsTransport(Protocol):
     """All-to-all among the ranks of one group."""
 
     def start(self, outgoing: Tensor, sent: Sequence[int], incoming: Tensor, received: Sequence[int]) -> Any:
-        """Starts one exchange and returns a handle at once; work already queued on the vectors comes first.
+        """Starts one exchange after the work already queued on the vectors, and returns a handle at once.
 
         Args:
-            outgoing: a vector, in it what goes to each rank one after another, this one too.
-            sent: its elements for each rank.
-            incoming: a vector that is filled likewise, from each rank.
-            received: its elements from each rank.
+            outgoing: a vector with the elements for each rank in rank order, this rank included.
+            sent: number of elements for each rank.
+            incoming: a vector for the elements from each rank in rank order, this rank included.
+            received: number of elements from each rank.
         """
         ...
 
     def finish(self, handle: Any) -> None:
-        """Waits until the exchange is done, in the order of the device's queue where there is one."""
+        """Waits until the exchange is done: on NCCL in the current stream, on gloo in the process."""
         ...
 
 
 class ProcessGroupHeads:
-    """Exchanges over `group`, each one collective: gloo, or NCCL, whose exchanges `watch` sees to come in time."""
+    """Exchanges over a gloo or NCCL group, one collective each. `watch` ends the ring if a message of NCCL is late."""
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults, watch: Watch | None) -> None:
         self._group, self._faults, self._watch = group, faults, watch
@@ -44,7 +44,7 @@ class ProcessGroupHeads:
     def start(
         self, outgoing: Tensor, sent: Sequence[int], incoming: Tensor, received: Sequence[int]
     ) -> dist.Work | None:
-        """One collective of bytes: gloo knows few dtypes."""
+        """Starts one collective of bytes, because gloo supports few dtypes."""
         self._faults.check()
         work = dist.all_to_all_single(
             incoming.view(torch.uint8),
@@ -59,7 +59,7 @@ class ProcessGroupHeads:
         return work
 
     def finish(self, handle: dist.Work | None) -> None:
-        """Waits: the process on gloo, the current stream on NCCL."""
+        """Makes the process wait on gloo, or the current stream on NCCL."""
         if handle is None:
             return
         if self._watch is None:
@@ -69,7 +69,7 @@ class ProcessGroupHeads:
 
 
 class LocalHeads:
-    """Exchanges between virtual ranks, as messages over the network that joins them; peers are those of the group."""
+    """Exchanges between virtual ranks, as messages over their network; peers are counted within the group."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -83,5 +83,5 @@ class LocalHeads:
         return self._transport.start(messages)
 
     def finish(self, handle: Any) -> None:
-        """As the messages do."""
+        """Finishes the messages of the exchange."""
         self._transport.finish(handle)

@@ -1,4 +1,4 @@
-"""Joins the ranks of a process group into a ring: groups of its own, deadlines, and the transport that fits."""
+"""Connection of the ranks of a process group into a ring: its own groups, its deadline, and a suitable transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ringflash.transport.groups import backend_of, new_group
 from ringflash.transport.links import TwoLinks
 from ringflash.transport.nccl import NcclTransport
 
-# Finished works in reference cycles, gloo would else take down with the interpreter, and abort at times.
+# Frees finished works in reference cycles. Otherwise gloo frees them with the interpreter, and sometimes aborts.
 atexit.register(gc.collect)
 
 TRANSPORTS = ("auto", "nccl", "symmetric")
@@ -38,14 +38,14 @@ DEADLINE = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class ConnectRequest:
-    """What a ring is asked to be.
+    """Properties of a ring that a caller asks for.
 
     Args:
         group: the ranks.
         transport: one of `TRANSPORTS`.
-        deadline: how long a rank waits for another.
-        double: for a ring of rings, whose messages go over two links.
-        optimistic: see `ControlPlane`; between CPUs every call waits, as its messages do.
+        deadline: longest time that a rank waits for another rank.
+        double: True for a ring of rings, which sends messages over two kinds of links.
+        optimistic: see `ControlPlane`; ignored between CPUs, where every call waits, as its messages do.
     """
 
     group: dist.ProcessGroup
@@ -57,17 +57,17 @@ class ConnectRequest:
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """How the ranks of one group talk.
+    """Connection between the ranks of one group.
 
     Args:
-        asked: as it was asked for.
+        asked: the request that this connection serves.
         control: agrees on calls.
         transport: moves keys, values and their gradients.
         kind: "nccl", "gloo" or "symmetric".
-        reason: why that one.
-        devices: types of the devices whose tensors it moves.
-        device: the only one, where there is one.
-        watch: sees to it that what GPUs wait for comes; None where processes wait themselves.
+        reason: reason for this kind.
+        devices: device types of the tensors that the transport moves.
+        device: the GPU of this rank; None for CPUs.
+        watch: ends the ring if messages that GPUs wait for do not arrive; None if no GPU waits.
     """
 
     asked: ConnectRequest
@@ -80,21 +80,21 @@ class Connection:
     watch: Watch | None = None
 
     def serves(self, asked: ConnectRequest) -> bool:
-        """Whether it joins the ranks of this very group, as asked for, and its ring has not broken."""
+        """Returns whether this connection joins exactly the requested group, as requested, and has not broken."""
         return self.asked == asked and self.control.faults.is_whole
 
     @property
     def number(self) -> int:
-        """Tells this connection from others, the same on all ranks."""
+        """Returns a number that identifies this connection, the same on all ranks."""
         return self.control.faults.number
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has broken, or its group was destroyed."""
+        """Returns whether the ring has broken, or its group was destroyed."""
         return self.control.faults.error is not None or not is_alive(self.asked.group)
 
     def close(self) -> None:
-        """Gives back its descriptors, threads and memory, on this rank alone, once its GPU has done what is queued."""
+        """Frees descriptors, threads and memory of this rank alone, after its GPU has finished the queued work."""
         if self.device is not None and self.control.faults.error is None:
             torch.cuda.synchronize(self.device)
         self.control.faults.close()
@@ -102,12 +102,12 @@ class Connection:
 
 @dataclass(frozen=True, eq=False)
 class MeshConnection:
-    """How the ranks of a mesh of two dimensions talk, beside those of a ring.
+    """Connection between the ranks of a two-dimensional mesh, in addition to the connection of its ring.
 
     Args:
-        ring: of the first dimension.
-        heads: the group of the second.
-        control: agrees on calls, over the ranks of both.
+        ring: connection of the first dimension.
+        heads: group of the second dimension.
+        control: agrees on calls, over the ranks of both dimensions.
         transport: exchanges heads for rows.
     """
 
@@ -117,32 +117,32 @@ class MeshConnection:
     transport: HeadsTransport
 
     def serves(self, heads: dist.ProcessGroup, ring: Connection) -> bool:
-        """Whether it is of this very group, beside this ring, and has not broken."""
+        """Returns whether this connection is for exactly this group and this ring, and has not broken."""
         return self.heads is heads and self.ring is ring and self.control.faults.is_whole
 
     @property
     def number(self) -> int:
-        """Tells this connection from others, the same on all ranks."""
+        """Returns a number that identifies this connection, the same on all ranks."""
         return self.control.faults.number
 
     @property
     def is_dead(self) -> bool:
-        """Whether it or its ring has broken, or a group was destroyed."""
+        """Returns whether this connection or its ring has broken, or a group was destroyed."""
         return self.control.faults.error is not None or self.ring.is_dead or not is_alive(self.heads)
 
     def close(self) -> None:
-        """Gives back its descriptors, threads and memory, as `Connection` does."""
+        """Frees descriptors, threads and memory, as `Connection.close` does."""
         if self.ring.device is not None and self.control.faults.error is None:
             torch.cuda.synchronize(self.ring.device)
         self.control.faults.close()
 
 
 def connect(asked: ConnectRequest) -> Connection:
-    """Makes a ring of the ranks of `asked.group`, a collective of them.
+    """Connects the ranks of `asked.group` into a ring; a collective of these ranks.
 
     Raises:
-        ArgumentError: `transport` cannot join these ranks.
-        RankMismatch: ranks ask for different things.
+        ArgumentError: `transport` cannot connect these ranks.
+        RankMismatch: ranks ask for rings with different properties.
     """
     group, transport, double = asked.group, asked.transport, asked.double
     ranks = dist.get_process_group_ranks(group)
@@ -193,7 +193,7 @@ def connect(asked: ConnectRequest) -> Connection:
     moves = NcclTransport(near, faults, watch)
     if near is not group:
         faults.on_close(lambda: nccl.close(near))
-    if double:  # what may take many hops must not queue before what is due after one
+    if double:  # messages that may take many hops must not delay messages that are due after one hop
         far = nccl.new_group(group, device, timeout_of(group))
         moves = TwoLinks(moves, NcclTransport(far, faults, watch))
         if far is not group:
@@ -204,13 +204,13 @@ def connect(asked: ConnectRequest) -> Connection:
 def connect_mesh(
     mesh: DeviceMesh, names: tuple[str, str], places: Sequence[tuple[int, int]], ring: Connection
 ) -> MeshConnection:
-    """Joins the ranks of both dimensions of a mesh, a collective of them.
+    """Connects the ranks of both dimensions of a mesh; a collective of these ranks.
 
     Args:
-        mesh: the ranks.
-        names: of the dimension of the ring, and of that over which heads are split.
-        places: of each rank, counted upwards, its index along the one and the other.
-        ring: of this rank.
+        mesh: the mesh of the ranks.
+        names: names of the ring's dimension, and of the dimension over which heads are split.
+        places: (index along the ring, index along the heads) of each rank, in ascending order of global rank.
+        ring: connection of this rank's ring.
     """
     deadline = ring.asked.deadline
     both = [mesh.get_group(name) for name in names]
@@ -237,7 +237,7 @@ def connect_mesh(
 def _own_gloo(
     ranks: Sequence[int], through: Sequence[dist.ProcessGroup], deadline: timedelta
 ) -> tuple[dist.ProcessGroup, Faults]:
-    """A gloo group for agreement, and what becomes of waits in it that nobody ends."""
+    """Returns a gloo group that the ring owns, and the `Faults` that turn failed waits in this group into errors."""
     own = new_group(ranks, through, timeout=deadline, backend="gloo")
     store = PrefixStore(f"ringflash/{own.group_name}", _get_default_store())
     faults = Faults(store, dist.get_rank(own), len(ranks), deadline.total_seconds())
@@ -247,8 +247,8 @@ def _own_gloo(
 
 
 def _introduce(control: ControlPlane) -> None:
-    """Tells all ranks where words are left, which process each is, and what memory they share."""
-    # A name never used before: a store may outlive process groups, and words of earlier rings with it.
+    """Gives all ranks a store for reports, the identity of each process, and memory that they share; a collective."""
+    # A new name: the store may outlive process groups, and then still holds reports of earlier rings.
     name = control.tell(uuid4().hex)[0]
     control.faults.store, control.faults.number = PrefixStore(name, control.faults.store), int(name[:15], 16) + 1
     control.faults.identities = control.tell(processes.own_identity())
@@ -258,25 +258,33 @@ def _introduce(control: ControlPlane) -> None:
 def _symmetric(
     control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch
 ) -> tuple[Transport | None, str | None]:
-    """The symmetric transport, or why a rank could not make it: it also takes a system that lets processes share."""
-    from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch have it all
+    """Returns the symmetric transport, or the reason why a rank could not make it.
+
+    Peer access between the GPUs is not enough: the system must also let processes share memory.
+    """
+    from ringflash.transport.symmetric import SymmetricTransport  # here: only CUDA builds of torch support it
 
     try:
         return SymmetricTransport(control, group, device, watch), None
-    except RuntimeError as error:  # on all ranks alike
+    except RuntimeError as error:  # the same on all ranks
         return None, str(error)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the backends of `group` wait before they give up, the least of them."""
+    """Returns the shortest timeout of the backends of `group`."""
     return min(group._get_backend(device).options._timeout for device in group._device_types)
 
 
 def deadline_of(group: dist.ProcessGroup, timeout: timedelta | float | None) -> timedelta:
-    """The deadline of a ring over `group`: `timeout`, in seconds if a number, by default 5 minutes or half the group's.
+    """Returns the deadline of a ring over `group`.
+
+    Args:
+        group: the ranks.
+        timeout: seconds or a timedelta. None means 5 minutes, or half the timeout of the group if that is shorter.
 
     Raises:
-        ArgumentError: not positive, or not shorter than the group's, whose watchdog would then end the process first.
+        ArgumentError: `timeout` is no number of seconds, not positive, or not shorter than the timeout of the group.
+            The watchdog of the group would otherwise end the process before the ring raises.
     """
     limit = timeout_of(group)
     if timeout is None:

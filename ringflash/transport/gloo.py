@@ -1,4 +1,4 @@
-"""Ring messages over gloo, between CPUs."""
+"""Transport of ring messages between CPUs, over gloo."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NEVER_SENT = 1 << 20  # a tag that no message has
 class _Waiter:
     """A thread that waits for gloo's messages.
 
-    They cannot be asked whether they are done, and a wait that ends early closes the connections. When a connection
-    closes, gloo tells nobody of messages that were half sent or received: a wait for these lasts until the deadline.
+    gloo cannot report whether a message is done, and a wait that times out closes the connections. When a connection
+    closes, gloo does not fail messages that were half sent or received: a wait for these lasts until the deadline.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Waiter:
         self._thread: threading.Thread | None = None
 
     def done(self, work: dist.Work, deadline: timedelta) -> Future[None]:
-        """What becomes of `work`."""
+        """Returns a future that completes with `work`, or raises the error of `work`."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threads.start(self._run, "ringflash-gloo", lambda: self._jobs.put(None))
         future: Future[None] = Future()
@@ -41,7 +41,7 @@ class _Waiter:
         return future
 
     def stop(self) -> None:
-        """Ends the thread, after the waits that it was given."""
+        """Ends the thread after the waits that are already queued."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -49,15 +49,15 @@ class _Waiter:
             work, deadline, future = job
             try:
                 work.wait(deadline)
-            except Exception as error:  # raised by whoever waits
+            except Exception as error:  # the caller that waits for the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del job, work, future  # they keep the group's connections open
+            del job, work, future  # these references would keep the group's connections open
 
 
 class GlooTransport:
-    """Messages over a gloo `group` of the ring's own; a wait blocks the process, until the deadline at most."""
+    """Messages over a gloo `group` that the ring owns. A wait blocks the process, until the deadline at most."""
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults) -> None:
         self._group, self._faults, self._rank = group, faults, dist.get_rank(group)
@@ -66,10 +66,10 @@ class GlooTransport:
 
     def _close(self) -> None:
         self._waiter.stop()
-        del self._group  # its descriptors and threads end with the last reference
+        del self._group  # the last reference frees its descriptors and threads
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A fresh vector."""
+        """Returns a new vector."""
         return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> list[tuple[Message, dist.Work]]:
@@ -86,7 +86,7 @@ class GlooTransport:
         return list(zip(messages, works, strict=True))
 
     def finish(self, handle: list[tuple[Message, dist.Work]]) -> None:
-        """Waits for each message in turn."""
+        """Waits for one message after another."""
         deadline = timedelta(seconds=self._faults.deadline)
         for message, work in handle:
             done = self._waiter.done(work, deadline)
@@ -101,10 +101,11 @@ class GlooTransport:
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Closes all connections of this rank in a gloo `group`: every wait of it, here and on peers, ends with an error.
+    """Closes all connections of this rank in a gloo `group`: every wait on them, here and on peers, raises an error.
 
-    gloo does so when a wait for a message ends in vain; its own `abort` leaves the connections as they are. A wait on a
-    connection that a peer has closed ends at once, and then leaves the other connections open.
+    gloo closes the connections when a wait for a message times out; its own `abort` leaves them open. A wait on a
+    connection that a peer has closed ends at once, and leaves the other connections open. So this function waits 1 ms
+    for a message of each peer, which no rank sends.
     """
     for peer in range(dist.get_world_size(group)):
         if peer != dist.get_rank(group):

@@ -1,4 +1,4 @@
-"""Process groups of a ring's own."""
+"""Process groups that a ring creates and owns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed import distributed_c10d
 
 from ringflash.errors import GroupFailed, RingflashError
 
-_GROUPS = itertools.count()  # numbers above those that names were made of
+_GROUPS = itertools.count()  # numbers that no group name was made from yet
 
 
 def new_group(ranks: Sequence[int], through: Sequence[dist.ProcessGroup], **options: Any) -> dist.ProcessGroup:
-    """A group of `ranks`, made by these alone; a collective of them.
+    """Makes a group of `ranks`; a collective of these ranks alone.
 
     Args:
-        ranks: global ones, rising.
-        through: groups that together join all of them.
-        options: of `torch.distributed.new_group`.
+        ranks: global ranks, in ascending order.
+        through: existing groups that together connect all of `ranks`.
+        options: options of `torch.distributed.new_group`.
     """
     with named_errors("made a context"), _one_name(through):
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="ringflash", **options)
@@ -31,14 +31,14 @@ def new_group(ranks: Sequence[int], through: Sequence[dist.ProcessGroup], **opti
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
-    """The name of the backend that serves tensors on `device` in `group`."""
+    """Returns the name of the backend of `group` for tensors on `device`, or None without such a backend."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return next((backend for name, backend in pairs if name == device), None)
 
 
 @contextmanager
 def named_errors(action: str) -> Iterator[None]:
-    """Raises GroupFailed for an error of torch's in a collective of the program's group."""
+    """Raises GroupFailed for errors of torch in a collective of the program's group."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -50,16 +50,16 @@ def named_errors(action: str) -> Iterator[None]:
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Takes a group that `new_group` made out of torch's lists; it ends when nothing refers to it."""
+    """Removes a group of `new_group` from torch's lists. The group ends when nothing refers to it any more."""
     try:
         dist.get_process_group_ranks(group)
-    except KeyError:  # all groups were destroyed before
+    except KeyError:  # the program has destroyed all groups
         return
     dist.destroy_process_group(group)
 
 
 def all_have(number: int, groups: Sequence[dist.ProcessGroup]) -> bool:
-    """Returns whether all ranks that the groups together join have the same number, other than 0; a collective."""
+    """Returns whether all ranks of the groups pass the same `number`, other than 0; a collective."""
     device = "cuda" if backend_of(groups[0], "cpu") is None else "cpu"
     ends = torch.tensor([number, -number], device=device)
     with named_errors("made a context"):
@@ -71,11 +71,11 @@ def all_have(number: int, groups: Sequence[dist.ProcessGroup]) -> bool:
 
 @contextmanager
 def _one_name(through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Makes ranks that are in different numbers of groups give the next one the same name.
+    """Makes ranks that belong to different numbers of groups give the next group the same name.
 
-    torch makes that name of the ranks and of how many groups the process is in, and ranks with different names wait for
-    each other until the deadline. A name that a closed group had is not given again, as the store still holds that
-    group's addresses.
+    torch derives a group's name from the ranks and from the number of groups of the process. Ranks with different names
+    for one group would wait for each other until the deadline. The name of a closed group is never used again, because
+    the store still holds the addresses of that group.
     """
     names = distributed_c10d._world.pg_names
     device = "cuda" if backend_of(through[0], "cpu") is None else "cpu"

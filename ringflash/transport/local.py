@@ -1,7 +1,7 @@
-"""Ring messages between virtual ranks of one process: every schedule runs with no distributed start-up.
+"""Ring messages between virtual ranks of one process, which run every schedule without a distributed start-up.
 
-All virtual ranks run in lockstep in one thread. Each is a generator that yields before it finishes messages; once all
-have yielded, what they started is delivered, and they go on.
+All virtual ranks run in lockstep in one thread. Each rank is a generator that yields before it finishes messages. Once
+all ranks have yielded, the network delivers the messages that they started, and the ranks continue.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ T = TypeVar("T")
 
 
 class LocalNetwork:
-    """Joins virtual ranks."""
+    """Network between virtual ranks."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self._awaited: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
     def transport(self, rank: int, members: Sequence[int] | None = None) -> LocalTransport:
-        """The end of the network at `rank`; peers are counted among `members`, all ranks by default."""
+        """Returns the transport of `rank`; peers are indices into `members`, which is all ranks by default."""
         return LocalTransport(self, rank, members)
 
     def post(self, rank: int, peer: int, message: Message) -> None:
-        """Takes note of a message to or from `peer`; nothing is copied yet."""
+        """Records a message to or from `peer`; nothing is copied yet."""
         if message.sends:
             self._sent[rank, peer, message.channel].append(message.buffer)
         else:
             self._awaited[peer, rank, message.channel].append(message.buffer)
 
     def deliver(self) -> None:
-        """Copies every message whose two ends are posted."""
+        """Copies every message that both ends have posted."""
         for route, awaited in self._awaited.items():
             sent = self._sent[route]
             while awaited and sent:
                 awaited.popleft().copy_(sent.popleft())
 
     def check_drained(self) -> None:
-        """No end of a message may be left over when all ranks are done."""
+        """Asserts that no message is left with one end only when all ranks are done."""
         ends = (("nobody receives", self._sent), ("nobody sends", self._awaited))
         left = [
             f"{source} -> {target}: {what}" for what, table in ends for (source, target, _), q in table.items() if q
@@ -59,7 +59,7 @@ class LocalTransport:
         self._network, self._rank, self._members = network, rank, members
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A fresh vector: the virtual ranks share a device."""
+        """Returns a new vector; virtual ranks share a device, so it needs no special memory."""
         return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> None:
@@ -69,11 +69,11 @@ class LocalTransport:
             self._network.post(self._rank, peer, message)
 
     def finish(self, handle: None) -> None:
-        """Nothing to wait for: the network delivered while all ranks had yielded."""
+        """Does nothing: the network delivered the messages while all ranks had yielded."""
 
 
 def run_alone(rank: Generator[None, None, T]) -> T:
-    """Runs one rank to its end; its transport does the waiting."""
+    """Runs one rank to its end, and returns its result; its transport does the waiting."""
     while True:
         try:
             next(rank)
@@ -82,7 +82,7 @@ def run_alone(rank: Generator[None, None, T]) -> T:
 
 
 def run_lockstep(ranks: Sequence[Generator[None, None, T]], network: LocalNetwork) -> list[T]:
-    """Runs all virtual ranks, from yield to yield, and returns what each returned.
+    """Runs all virtual ranks, from yield to yield, and returns their results in rank order.
 
     Their plans have the same number of steps, so they all end in the same round.
     """

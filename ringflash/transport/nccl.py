@@ -1,4 +1,4 @@
-"""Ring messages as point-to-point operations of NCCL: one batch a hop, on a stream of its own."""
+"""Transport of ring messages as point-to-point operations of NCCL: one batch a hop, on a separate stream."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ringflash.transport.base import Message
 
 
 class NcclTransport:
-    """Messages over an NCCL `group`, ordered after what the current stream holds; the process never waits.
+    """Messages over an NCCL `group`, ordered after the work in the current stream; the process never waits.
 
-    `watch` sees to it that a message that does not come ends the ring.
+    `watch` ends the ring if a message does not arrive.
     """
 
     def __init__(self, group: dist.ProcessGroup, faults: Faults, watch: Watch) -> None:
@@ -27,7 +27,7 @@ class NcclTransport:
         faults.on_release(self._abort)
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A fresh vector, from the caching allocator."""
+        """Returns a new vector from the caching allocator."""
         return like.new_empty(numel, dtype=dtype)
 
     def start(self, messages: Sequence[Message]) -> list[dist.Work]:
@@ -50,20 +50,20 @@ class NcclTransport:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Ends the kernels that wait for a peer, so that what waits for the GPU goes on; `group` is of no use after it."""
+    """Ends the kernels that wait for a peer, so that waits for the GPU end too; `group` is unusable afterwards."""
     group._get_backend(torch.device("cuda")).abort()
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Ends a group of `new_group` on this rank alone, without its peers."""
+    """Ends a group of `new_group` on this rank; the peers need not take part."""
     abort(group)
     groups.close(group)
 
 
 def in_order(messages: Sequence[Message], rank: int) -> list[Message]:
-    """Sends first on even ranks, and last on odd ones.
+    """Sorts messages: sends come first on even ranks, and last on odd ranks.
 
-    Within a batch NCCL has no order that could block; the order serves backends that take one operation after another.
+    NCCL cannot deadlock in any order within a batch. The order serves backends that run one operation after another.
     """
     return sorted(messages, key=lambda message: message.sends == (rank % 2 == 1))
 
@@ -73,7 +73,7 @@ def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Wor
     operations = [
         dist.P2POp(
             dist.isend if message.sends else dist.irecv,
-            message.buffer.view(torch.uint8),  # bytes: gloo knows few dtypes
+            message.buffer.view(torch.uint8),  # bytes: gloo supports few dtypes
             group=group,
             group_peer=message.peer,
             tag=message.channel,
@@ -84,15 +84,15 @@ def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Wor
 
 
 def new_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """An NCCL group of the ranks of `group` with a communicator and a stream of its own; a collective of them.
+    """Makes an NCCL group of the ranks of `group`, with its own communicator and stream; a collective of these ranks.
 
-    The stream has high priority: its kernels start as soon as tiles of attention leave an SM. They come without
-    clusters: a cluster's blocks would have to find room on neighbouring SMs at once. How many channels there are is
-    left to NCCL, which knows the links. The communicator is made at once and not by the first batch, which would need
-    messages from every rank, and windows leave ranks without any.
+    The stream has high priority, so its kernels start as soon as attention tiles leave an SM. The kernels use no
+    clusters, because the blocks of a cluster would need room on neighbouring SMs at once. NCCL chooses the number of
+    channels, because it knows the links. The communicator is made at once, and not by the first batch: that would need
+    messages from every rank, and under a sliding window some ranks have none.
 
-    Where the default group is bound to a device, torch splits communicators off it, which takes all its ranks: then a
-    group of fewer is used as it is, and is of no use any more when the ring breaks.
+    If the default group is bound to a device, torch splits communicators off it, and all its ranks must take part. Then
+    a `group` of fewer ranks is returned as it is, and is unusable after the ring breaks.
     """
     default = dist.group.WORLD
     assert default is not None

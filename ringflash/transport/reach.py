@@ -1,4 +1,4 @@
-"""Whether GPUs of a group's ranks reach each other's memory."""
+"""Test of peer access between the GPUs of a group's ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ringflash.coordination.session import ControlPlane
 
 
 def obstacle(control: ControlPlane, device: torch.device) -> str | None:
-    """What keeps ranks from reading each other's memory, the same words on every rank; None if nothing does.
+    """Returns the first reason why ranks cannot read each other's memory, or None; a collective.
 
-    A collective.
+    The text is the same on every rank.
     """
     own = {"host": platform.node(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
     ranks = [json.loads(text) for text in control.tell(json.dumps(own))]
@@ -22,7 +22,7 @@ def obstacle(control: ControlPlane, device: torch.device) -> str | None:
 
 
 def _seen_from(rank: int, device: torch.device, ranks: list[dict[str, str]]) -> str:
-    """The first obstacle between this rank and another; empty if there is none."""
+    """Returns the first obstacle between this rank and another; empty if there is none."""
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for peer, other in enumerate(ranks):
         if peer == rank:

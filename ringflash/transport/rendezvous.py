@@ -1,8 +1,8 @@
-"""How ranks find each other's symmetric memory, whatever each of them has shared with others before.
+"""Rendezvous of ranks for symmetric memory, which works after any number of earlier exchanges.
 
-torch exchanges handles of memory through a group's store, under keys that it numbers by process: ranks that have made
-different numbers of exchanges, in rings of some of them, would wait for keys that nobody writes. They then get a store
-that numbers the exchanges of their group alone.
+torch exchanges memory handles through the store of a group, under keys that each process numbers by itself. Ranks may
+have made different numbers of exchanges, in rings of some of these ranks. They would then wait for keys that no rank
+writes, so they get a store that numbers the exchanges of their group alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 
 from ringflash.coordination.session import ControlPlane
 
-_EXCHANGES = itertools.count()  # of this process, as torch counts them too
+_EXCHANGES = itertools.count()  # exchanges of this process, which torch counts too
 
 
 class OwnNumbers(Store):
-    """A store in which exchanges are numbered from 0 on, in their order here: keys are prefix/number/rank."""
+    """A store that numbers exchanges from 0 on, in the order of their first use; keys are prefix/number/rank."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -30,15 +30,15 @@ class OwnNumbers(Store):
         self._numbers: dict[str, int] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """As of any store."""
+        """See `Store.set`."""
         self._store.set(self._own(key), value)
 
     def get(self, key: str) -> bytes:
-        """As of any store."""
+        """See `Store.get`."""
         return self._store.get(self._own(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """As of any store."""
+        """See `Store.wait`."""
         own = list(map(self._own, keys))
         if timeout is None:
             self._store.wait(own)
@@ -51,19 +51,19 @@ class OwnNumbers(Store):
 
 
 class Rendezvous:
-    """Where the ranks of `group` share memory; `control` joins the same ranks."""
+    """Shares memory between the ranks of `group`; `control` connects the same ranks."""
 
     def __init__(self, control: ControlPlane, group: dist.ProcessGroup) -> None:
         self._control, self._group = control, group
-        self._own: tuple[str, Store] | None = None  # kept, as torch would not keep what Python adds to a store
+        self._own: tuple[str, Store] | None = None  # kept alive, as torch does not keep the Python part of a store
 
     def share(self, own: Tensor) -> _SymmetricMemory:
-        """The memory of all ranks, each with as much as `own`; a collective."""
+        """Returns the memory of all ranks; each rank passes `own` of the same size. A collective."""
         even = len(set(self._control.tell(str(next(_EXCHANGES))))) == 1
         return _SymmetricMemory.rendezvous(own, self._group.group_name if even else self._name())
 
     def _name(self) -> str:
-        """By which torch knows these ranks with a store of their own."""
+        """Returns the name under which torch finds these ranks with a store of their own."""
         if self._own is None:
             control = self._control
             self._own = uuid4().hex, OwnNumbers(PrefixStore("memory", control.faults.store))

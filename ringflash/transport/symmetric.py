@@ -1,8 +1,9 @@
-"""Ring messages that GPUs of one host fetch from each other's memory with the copy engine.
+"""Ring messages that GPUs of one host pull from each other's memory with the copy engine.
 
-A rank sends from symmetric memory: it says "ready" to the receiver, which pulls the bytes and says "free". Both are
-words in the other's memory that streams write and await, so no SM is taken, no process waits, and there is no barrier.
-Every word is 0 again when its message is done: a captured graph may be replayed, and finds the words as they were.
+A rank sends from symmetric memory: it sets a "ready" flag in the receiver's memory. The receiver pulls the bytes and
+sets a "free" flag in the sender's memory. Streams set and await the flags, so no SM is taken, no process waits, and
+there is no barrier. A flag is a 32-bit value, and it is 0 again when its message is done. So a captured graph can be
+replayed: it finds the flags as they were at its capture.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from ringflash.transport.rendezvous import Rendezvous
 
 _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
-_PAGE = 2**21  # bytes, what memory is mapped in
+_PAGE = 2**21  # bytes; memory is mapped in units of this size
 _GROWTH = 1.25
-_PARTS = 64  # of a region that are kept
-_FAREWELL = 0.5  # seconds that a program at its end goes on to let its GPU go
-_BLOCKED = 0.2  # seconds after which a release that has not been written is written by another way
+_PARTS = 64  # cached views of a region
+_FAREWELL = 0.5  # seconds for which the end of the program keeps releasing waits of its GPU
+_BLOCKED = 0.2  # seconds after which pending writes of a release are repeated from a second CUDA context
 
 T = TypeVar("T")
 
 
 def _together(control: ControlPlane, action: Callable[[], T]) -> T:
-    """What `action` gives, a collective; where it fails on any rank, all ranks raise a RuntimeError that says so."""
+    """Runs `action` and returns its result; a collective. If it fails on any rank, all ranks raise a RuntimeError."""
     results: list[T] = []
     failure = ""
     try:
@@ -54,48 +55,48 @@ def _together(control: ControlPlane, action: Callable[[], T]) -> T:
 
 
 class _Region:
-    """As many bytes on each rank, which all ranks can read and write; making one is a collective."""
+    """Memory of the same size on each rank, which all ranks can read and write. Making a region is a collective."""
 
     def __init__(self, nbytes: int, control: ControlPlane, rendezvous: Rendezvous, device: torch.device) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
-        # Not from torch's pool of such memory: there a rank's piece might start elsewhere than its peers'.
-        # All ranks have memory before it is exchanged: a rank that has none could not break that off.
+        # Not from torch's pool of symmetric memory, because there the pieces of ranks may start at different offsets.
+        # All ranks allocate before the exchange, because a rank without memory could not abort the exchange.
         make = partial(_SymmetricMemory.empty_strided_p2p, (self.nbytes,), (1,), torch.uint8, device)
-        with torch.inference_mode(False):  # it outlives the call that it is made in
+        with torch.inference_mode(False):  # the memory outlives the call that makes it
             self.own = _together(control, make)
             self._handle, self.of = _together(control, partial(self._exchange, rendezvous, control.world_size))
         self._rank, self._start = control.rank, self.own.data_ptr()
         self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[_SymmetricMemory, list[Tensor]]:
-        """What keeps the peers' memory mapped, and every rank's bytes."""
+        """Returns the handle that keeps the peers' memory mapped, and the bytes of every rank."""
         with _without_multicast():
             handle = rendezvous.share(self.own)
         return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(world_size)]
 
     def offset(self, address: int) -> int | None:
-        """Where an address lies in this rank's bytes; None if it does not."""
+        """Returns the offset of an address in this rank's bytes, or None if it is outside."""
         offset = address - self._start
         return offset if 0 <= offset < self.nbytes else None
 
     def part(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A vector in the bytes of `rank`; most are asked for again in every call."""
+        """Returns a vector in the bytes of `rank`. Vectors are cached, because most calls use the same ones again."""
         key = rank, offset, numel, dtype
         found = self._parts.get(key)
         if found is None:
             if len(self._parts) == _PARTS:
                 self._parts.clear()
             whole = self.own if rank == self._rank else self.of[rank]
-            with torch.inference_mode(False):  # else only inference could write to it
+            with torch.inference_mode(False):  # else only inference mode could write to it
                 found = self._parts[key] = whole[offset : offset + numel * dtype.itemsize].view(dtype)
         return found
 
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Keeps torch from making an NVLink multicast object of memory that is only ever read by one GPU at a time.
+    """Keeps torch from making an NVLink multicast object, as only one GPU at a time reads the memory.
 
-    It may leave the GPUs of a shared host unusable, and torch looks nowhere but in the environment.
+    A multicast object may leave the GPUs of a shared host unusable. torch reads this setting from the environment only.
     """
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)
@@ -110,13 +111,13 @@ def _without_multicast() -> Iterator[None]:
 
 
 class SymmetricTransport:
-    """Messages between the GPUs of one host; what is sent must be of `allocate`.
+    """Messages between the GPUs of one host; sent buffers must come from `allocate`.
 
     Args:
-        control: joins the ranks.
-        group: the same ranks, to find each other's memory through.
+        control: connects the ranks.
+        group: group of the same ranks, through which they find each other's memory.
         device: this rank's GPU.
-        watch: sees to it that a message that does not come ends it.
+        watch: ends the ring if a message does not arrive.
     """
 
     def __init__(self, control: ControlPlane, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
@@ -124,21 +125,21 @@ class SymmetricTransport:
         self._faults, self._watch, self._driver = control.faults, watch, _together(control, Driver)
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
-        self._captured: set[_Region] = set()  # a graph that is replayed reads them, whatever has grown since
+        self._captured: set[_Region] = set()  # kept: replayed graphs read them, even after a slot has grown
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
             self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, self._rendezvous, device)
-            self._streams = _together(control, self._begin)  # before anyone writes to the words
+            self._streams = _together(control, self._begin)  # a collective: no rank sets a flag before all are 0
         control.faults.on_release(self._release_waits)
 
     def _begin(self) -> list[torch.cuda.Stream]:
-        """A stream for each channel; words are 0."""
+        """Sets all flags of this rank to 0, and returns a stream for each channel."""
         self._words.own.zero_()
         torch.cuda.synchronize(self._device)
         return [torch.cuda.Stream(self._device, priority=-1) for _ in range(_CHANNELS)]
 
     def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The slot's memory, kept from call to call; where it has grown too small, a larger one, a collective.
+        """Returns the slot's memory, kept from call to call. Larger memory replaces it if needed, in a collective.
 
         Raises:
             ArgumentError: a CUDA graph is being captured, and the memory is too small.
@@ -151,7 +152,7 @@ class SymmetricTransport:
                 remedy = "Run the same call once before it is captured: memory that peers see cannot grow meanwhile."
                 expected = "a call that ran before, in a CUDA graph"
                 raise ArgumentError("q", expected=expected, got=f"{nbytes} bytes to send", remedy=remedy)
-            torch.cuda.synchronize(self._device)  # every peer has pulled what this rank waited for it to pull
+            torch.cuda.synchronize(self._device)  # peers have then pulled all messages, as the streams await "free"
             least = 0 if region is None else int(region.nbytes * _GROWTH)
             self._regions.pop(slot, None)
             del region
@@ -159,12 +160,12 @@ class SymmetricTransport:
         if capturing:
             self._captured.add(region)
         if self._last is not None and self._last != current and not capturing:
-            current.wait_stream(self._last)  # the pass before may still be computing from these bytes
+            current.wait_stream(self._last)  # the previous pass may still use these bytes
         self._last = current
         return region.part(self._rank, 0, numel, dtype)
 
     def start(self, messages: Sequence[Message]) -> list[torch.cuda.Event]:
-        """Queues all messages, each channel's on a stream of its own."""
+        """Queues all messages; each channel has its own stream."""
         self._faults.check()
         if not messages:
             return []
@@ -177,7 +178,7 @@ class SymmetricTransport:
             stream = self._streams[channel]
             stream.wait_stream(current)
             sends, receives = [m for m in batch if m.sends], [m for m in batch if not m.sends]
-            # Whoever waits has said before all that others wait for: no order of ranks can block.
+            # A rank sets all "ready" flags before it awaits one, and likewise all "free" flags: ranks cannot deadlock.
             for message in sends:
                 self._set_flag(stream, _READY, message)
             for message in receives:
@@ -214,12 +215,12 @@ class SymmetricTransport:
         raise AssertionError("what is sent is not of allocate()")
 
     def _set_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
-        """Sets the peer's word of this rank, which is 0: the peer has awaited it the last time."""
+        """Sets this rank's flag in the peer's memory. The flag is 0 before: the peer reset it after its last wait."""
         base = self._words.of[message.peer].data_ptr()
         self._driver.write(stream, base + self._place(what, message.channel, self._rank), 1)
 
     def _wait_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
-        """Waits for this rank's word of the peer, and makes it 0 again."""
+        """Makes `stream` wait for the peer's flag in this rank's memory, and then reset the flag to 0."""
         address = self._words.own.data_ptr() + self._place(what, message.channel, message.peer)
         self._driver.wait(stream, address, 1)
         self._driver.write(stream, address, 0)
@@ -228,11 +229,12 @@ class SymmetricTransport:
         return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)
 
     def _release_waits(self) -> None:
-        """Ends all waits of this rank's GPU, by saying in everybody's stead what they wait for, again and again."""
-        done = [*(stream.query for stream in self._streams), *self._watch.under_way()]  # a replayed graph has no stream
+        """Ends all waits of this rank's GPU: a thread sets this rank's flags in place of the peers, again and again."""
+        # The watch adds the replayed graphs, which run on none of these streams.
+        done = [*(stream.query for stream in self._streams), *self._watch.under_way()]
 
         def speak() -> None:
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # for this thread
             words = range(self._words.own.data_ptr(), self._words.own.data_ptr() + self._words.nbytes, 4)
             stream = torch.cuda.Stream(self._device)
             started = time.monotonic()
@@ -242,7 +244,7 @@ class SymmetricTransport:
                     waited = time.monotonic() - started
                     if waited >= self._faults.deadline:
                         break
-                    if stream.query():  # what was written last is there
+                    if stream.query():  # the previous writes are done
                         for address in words:
                             self._driver.write(stream, address, 1)
                     elif waited >= _BLOCKED:  # a waiting stream shares this stream's queue
