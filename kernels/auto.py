@@ -1,4 +1,4 @@
-"""What "auto" is on sm_90: the Hopper kernels, but for backwards of little work Triton's two."""
+"""Backend "auto" on sm_90: the Hopper kernels, but Triton's two backward kernels where there is little work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "fuses_dq", "new_
 
 
 def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """As `hopper.fuses_dq`, but where there `prefer_triton_backward` to do, in one hop."""
+    """Returns `hopper.fuses_dq`, or Triton's answer for a backward of one hop that `prefer_triton_backward` selects."""
     (batch, seqlen_q, _, headdim), (seqlen_k, nheads_kv) = q.shape, v.shape[1:3]
     measured = hops == 1 and headdim <= hopper.WIDEST_BACKWARD
     little = measured and prefer_triton_backward(batch, seqlen_q, seqlen_k, nheads_kv, headdim)

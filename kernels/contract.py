@@ -1,4 +1,4 @@
-"""What a hop computes: which queries meet which keys, and how their scores become weights."""
+"""Description of one hop: its queries and keys, the mask between them, and how scores become weights."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ringflash.state import LOG2E
 
 @dataclass(frozen=True, eq=False)
 class ScoreConfig:
-    """How scores are made from q k^T, and weights from scores; the same in every hop.
+    """Parameters that turn q k^T into scores, and scores into weights; the same in every hop.
 
     score = softcap * tanh(softmax_scale * q k^T / softcap) - alibi_slope * |position_q - position_k|
 
     Args:
-        softmax_scale: what q k^T is multiplied with.
-        softcap: bound of the scores; 0 is none.
+        softmax_scale: factor of q k^T.
+        softcap: bound of the scores; 0 means no bound.
         alibi_slopes: (batch or 1, nheads), contiguous, float32 (float64 for float64 inputs), or None.
-        sinks: (nheads,), likewise, a logit a head that takes weight from every row and has no value, or None.
-        dropout_p: share of the weights that is dropped.
-        dropout_seed: which ones.
-        first_head: the number, among all heads, of the first one here; dropout goes by it.
+        sinks: (nheads,), contiguous and of the same dtype, or None. A sink is one logit a head without a value; it
+            takes weight from every row that sees a key.
+        dropout_p: share of the weights that dropout drops.
+        dropout_seed: seed that selects the dropped weights.
+        first_head: number of the first head here, counted among all heads; dropout is keyed by it.
     """
 
     softmax_scale: float
@@ -49,7 +50,7 @@ class ScoreConfig:
         dropout_p: float = 0.0,
         dropout_seed: Tensor | None = None,
     ) -> ScoreConfig:
-        """From what a custom op is given: slopes and sinks of any shape and dtype allowed, for inputs of `dtype`."""
+        """Returns the config for inputs of `dtype`; slopes and sinks may have any shape and dtype that ops accept."""
         dtype = torch.promote_types(dtype, torch.float32)
         return ScoreConfig(
             softmax_scale=softmax_scale,
@@ -62,11 +63,11 @@ class ScoreConfig:
 
     @property
     def has_score_mods(self) -> bool:
-        """Whether scores are more than `softmax_scale` q k^T, or weights are dropped."""
+        """Returns whether scores are more than `softmax_scale` q k^T, or weights are dropped."""
         return self.softcap != 0 or self.alibi_slopes is not None or self.dropout_p != 0
 
     def of_heads(self, heads: range) -> ScoreConfig:
-        """The same for some of the heads, next to each other."""
+        """Returns the config of a consecutive range of the heads."""
         slopes, sinks = self.alibi_slopes, self.sinks
         return replace(
             self,
@@ -77,30 +78,30 @@ class ScoreConfig:
 
     @property
     def before_tanh(self) -> float:
-        """What q k^T is multiplied with before the tanh; without a softcap there is none."""
+        """Factor of q k^T before the tanh; 1 without a softcap, because then there is no tanh."""
         return self.softmax_scale / self.softcap if self.softcap else 1.0
 
     @property
     def to_base2(self) -> float:
-        """What comes next: scores in units of log2, for exp2."""
+        """Factor that follows the tanh, or q k^T without a softcap; it gives scores in units of log2, for exp2."""
         return (self.softcap or self.softmax_scale) * LOG2E
 
     @property
     def kept_scale(self) -> float:
-        """What the weights that dropout keeps are multiplied with."""
+        """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
 
 
 @dataclass(frozen=True, eq=False)
 class TileProblem:
-    """Queries and keys of one hop; both know their global positions from their chunks.
+    """Queries and keys of one hop; their chunks give their global positions.
 
     Args:
-        q_chunks: where the rows of q stand, in storage order.
-        k_chunks: where the rows of k and v stand.
-        mask: which keys a query sees.
-        score_config: what becomes of q k^T.
-        cache: what kernels keep from one hop of a pass for the next, if there are several.
+        q_chunks: global positions of the rows of q, in storage order.
+        k_chunks: global positions of the rows of k and v, in storage order.
+        mask: the keys that each query sees.
+        score_config: parameters of scores and weights.
+        cache: values that kernels keep from one hop of a pass for the next; None keeps nothing.
     """
 
     q_chunks: tuple[Chunk, ...]

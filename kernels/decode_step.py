@@ -1,4 +1,4 @@
-"""What one decoding step computes, and the partial results of it: what the decoding kernels of both backends share."""
+"""Parameters and partial results of one decoding step, shared by the decoding kernels of both backends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringflash.kernels.contract import ScoreConfig
 from ringflash.masks import Causal, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState
 
-MAX_SEQLEN_Q = 64  # a tree's ancestors are the bits of one word
-MAX_SPLITS = 128  # the merge kernel holds all states of a row at once
+MAX_SEQLEN_Q = 64  # the ancestors of one token of a tree are the bits of one int64
+MAX_SPLITS = 128  # the merge kernel holds all partial states of a row at once
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """How the Triton decoding kernel is tiled.
+    """Tile sizes of the Triton decoding kernel.
 
     Args:
-        block_n: keys in a tile, a power of two from 16 on.
-        num_warps: warps of a program.
+        block_n: keys in a tile, a power of two from 16 to 256.
+        num_warps: warps of a program, a power of two up to 16.
         num_stages: tiles in flight.
     """
 
@@ -44,10 +44,10 @@ class DecodeTiles:
 
 @dataclass(frozen=True)
 class Sight:
-    """What query i of a sequence of `length` keys sees: it stands at p = length - seqlen_q + i.
+    """Keys that query i of a sequence with `length` valid keys sees; its position is p = length - seqlen_q + i.
 
-    The keys [p - left, p + right] that are among the `length` valid ones; and of the last seqlen_q keys, where `tree`
-    has words, only those whose bit is set in word i.
+    Query i sees the valid keys in [p - left, p + right]. If `tree` is not empty, query i sees only some of the last
+    seqlen_q keys: bit j of tree[i] shows the j-th of them.
     """
 
     left: int
@@ -55,21 +55,21 @@ class Sight:
     tree: tuple[int, ...] = ()
 
     def is_uniform(self, seqlen_q: int, capacity: int) -> bool:
-        """Whether all queries of a sequence see the same keys."""
+        """Returns whether all queries of a sequence see the same keys."""
         return seqlen_q == 1 or (self.left >= capacity and self.right >= seqlen_q and not self.tree)
 
 
 def whole_sight(seqlen_q: int, capacity: int) -> Sight:
-    """Every valid key."""
+    """Returns a sight that shows every valid key."""
     return Sight(capacity, seqlen_q)
 
 
 @lru_cache(maxsize=1024)
 def sight_of(mask: Mask, seqlen_q: int, capacity: int) -> Sight:
-    """The sight that a mask gives.
+    """Returns the sight that a mask gives.
 
     Raises:
-        ArgumentError: a mask that decoding does not know, or a tree of other than `seqlen_q` tokens.
+        ArgumentError: if decoding does not support the mask, or a tree does not have `seqlen_q` tokens from 0 on.
     """
     left, right, tree = capacity, seqlen_q, [-1] * seqlen_q
     for part in mask.parts:
@@ -84,13 +84,13 @@ def sight_of(mask: Mask, seqlen_q: int, capacity: int) -> Sight:
             expected = "None, rf.Causal(), rf.SlidingWindow(...), rf.Tree(...) or an intersection of these"
             remedy = "cache_seqlens says how many keys each sequence has; for other masks use rf.flash_attention."
             raise ArgumentError("mask", expected=expected, got=repr(part), remedy=remedy)
-    if seqlen_q == 1:  # the only query is the last key: nothing stands after it, and it sees itself
+    if seqlen_q == 1:  # the only query is at the last key's position: no key follows, and it sees its own
         return Sight(left, 1)
     return Sight(left, right, () if all(word == -1 for word in tree) else tuple(tree))
 
 
 def _words(tree: Tree, seqlen_q: int) -> list[int]:
-    """Row i of the ancestors as a signed 64-bit word, bit j for token j."""
+    """Returns each row of the ancestors as a signed 64-bit integer; bit j stands for token j."""
     ancestors = tree.ancestors
     if tree.start != 0 or ancestors.shape[0] != seqlen_q:
         got = f"{ancestors.shape[0]} tokens from position {tree.start} on, and {seqlen_q} queries"
@@ -102,13 +102,13 @@ def _words(tree: Tree, seqlen_q: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """How the queries of one step meet the cache.
+    """Parameters of one decoding step.
 
     Args:
-        score_config: what becomes of q k^T; sinks join where the parts are combined.
-        sight: which keys each query sees.
-        splits: parts into which each sequence's keys are cut; None leaves it to the kernels.
-        tiles: of the Triton kernel; None is what a sweep chose.
+        score_config: parameters of scores and weights; its sinks are applied last, after the parts are merged.
+        sight: the keys that each query sees.
+        splits: number of parts into which each sequence's keys are cut; None lets the kernels choose.
+        tiles: tile sizes of the Triton kernel; None selects the sizes that a sweep chose.
     """
 
     score_config: ScoreConfig
@@ -119,14 +119,14 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Partials:
-    """States of the same queries over disjoint keys, each one vector: O, then m, then l, as `AttentionState` has them.
+    """States of the same queries over disjoint keys; each is one vector of the O, m and l of `AttentionState`.
 
     Args:
-        storage: (count, numbers of a state).
-        batch: sequences.
-        seqlen_q: queries of each.
+        storage: (count, elements of a state).
+        batch: number of sequences.
+        seqlen_q: queries of each sequence.
         nheads: heads of each query.
-        headdim_v: of O.
+        headdim_v: width of O.
     """
 
     storage: Tensor
@@ -137,26 +137,26 @@ class Partials:
 
     @staticmethod
     def allocate(count: int, q: Tensor, headdim_v: int, dtype: torch.dtype) -> Partials:
-        """Storage for `count` states of the queries q, not initialised."""
+        """Returns uninitialised storage for `count` states of the queries q."""
         batch, seqlen_q, nheads, _ = q.shape
         storage = q.new_empty((count, batch * seqlen_q * nheads * (headdim_v + 2)), dtype=dtype)
         return Partials(storage, batch, seqlen_q, nheads, headdim_v)
 
     @staticmethod
     def of(states: Sequence[AttentionState]) -> Partials:
-        """The given states, copied into one storage."""
+        """Copies the given states into one storage."""
         batch, seqlen_q, nheads, headdim_v = states[0].o.shape
         rows = [torch.cat([part.reshape(-1) for part in (state.o, state.m, state.l)]) for state in states]
         return Partials(torch.stack(rows), batch, seqlen_q, nheads, headdim_v)
 
     @property
     def count(self) -> int:
-        """How many states there are."""
+        """Number of states."""
         return self.storage.shape[0]
 
     @property
     def stacked(self) -> AttentionState:
-        """All states as one whose tensors have a dimension more, the first."""
+        """Views of all states in one `AttentionState`, with `count` as an additional first dimension."""
         shape = (self.count, self.batch, self.nheads, self.seqlen_q)
         rows = self.batch * self.nheads * self.seqlen_q
         o, m, l = self.storage.split([rows * self.headdim_v, rows, rows], dim=1)  # noqa: E741
@@ -164,13 +164,13 @@ class Partials:
         return AttentionState(m.view(shape), l.view(shape), o.view(o_shape))
 
     def states(self) -> list[AttentionState]:
-        """Each state, as views."""
+        """Returns the states one by one, as views."""
         stacked = self.stacked
         return [AttentionState(*parts) for parts in zip(stacked.m, stacked.l, stacked.o, strict=True)]
 
 
 def merge_tree(states: Sequence[AttentionState]) -> AttentionState:
-    """The merge of all states, neighbours first, then neighbouring pairs: the same order for the same number."""
+    """Merges neighbouring states, then neighbouring results; the order depends only on the number of states."""
     level = list(states)
     while len(level) > 1:
         pairs = [first.merge(second) for first, second in zip(level[::2], level[1::2], strict=False)]

@@ -1,4 +1,4 @@
-"""Tables that kernels read in a device's memory: uploaded once, and kept as long as a launch may read them."""
+"""Tables in device memory that kernels read: uploaded once, and kept as long as a launch may read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """`functools.lru_cache`, but what is looked up while a CUDA graph is captured stays, for its replays."""
+    """Like `functools.lru_cache`, but keeps the entries that a CUDA graph's capture looks up, for its replays."""
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
         recent = lru_cache(maxsize)(make)
@@ -35,10 +35,12 @@ def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def uploaded(table: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, there for all streams, by an upload that waits for nothing else on the GPU.
+    """Copies a CPU tensor to `device`; on return every stream may read the copy.
+
+    The upload runs on a stream of its own, and so waits for no other work on the GPU.
 
     Raises:
-        ArgumentError: while a CUDA graph is captured, whose replays would read it again from the CPU.
+        ArgumentError: while a CUDA graph is captured, because its replays would read the CPU tensor again.
     """
     if device.type != "cuda":
         return table.to(device)
@@ -48,16 +50,16 @@ def uploaded(table: Tensor, device: torch.device) -> Tensor:
     aside = _stream(device)
     with torch.cuda.stream(aside):
         there = table.pin_memory().to(device, non_blocking=True)
-    aside.synchronize()  # for others than the current stream will read it
+    aside.synchronize()  # other streams than the current one will read it
     weakref.finalize(there, _retire, there.detach()).atexit = False
     return there
 
 
 def _retire(table: Tensor) -> None:
-    """Keeps the memory of a table that nobody looks up any more until the kernels that read it are through."""
+    """Keeps the memory of a table that left the cache until the kernels that read it have finished."""
     retired = _retired(table.device)
     retired.append(_Retired(table))
-    if _capturing():  # an event would be part of the graph
+    if _capturing():  # the event would become part of the graph
         return
     for last in retired:
         if last.read is None:
@@ -70,7 +72,7 @@ def _retire(table: Tensor) -> None:
 @dataclass
 class _Retired:
     table: Tensor
-    read: torch.cuda.Event | None = None  # when it has been, if that is known
+    read: torch.cuda.Event | None = None  # recorded at retirement; None while a capture prevents that
 
 
 @cache

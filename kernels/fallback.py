@@ -1,4 +1,4 @@
-"""Messages about attention that runs on slower kernels than the GPU has: one for each reason in a process."""
+"""Log messages about attention that runs on slower kernels than the GPU has, one for each reason in a process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report_device(reason: str, remedy: str) -> None:
 def report_feature(feature: str) -> None:
     """Logs once that calls with `feature`, a key of `FEATURES`, run on the Triton kernels of all GPUs.
 
-    A call in float32 cannot run faster in that dtype, so its line is for information; all others are warnings.
+    A call in float32 cannot run faster in that dtype, so its message is for information; all others are warnings.
     """
     level = logging.INFO if feature == "dtype" else logging.WARNING
     log.log(

@@ -1,7 +1,7 @@
-"""What the portable kernels know of a mask: nothing, the causal rule, a table of bounds, or lists of tiles.
+"""Tables that describe a mask to kernels: no table, the causal rule, bounds of each row, or lists of tiles.
 
-FULL and CAUSAL are worked out from positions. Any other mask is two int32 vectors, lo and hi (batch or 1, seqlen_q), in
-global positions. A LISTED mask has a bitmap beside the bounds, and lists of the tiles that meet.
+Kernels compute FULL and CAUSAL from positions. Any other mask is two int32 vectors, lo and hi (batch or 1, seqlen_q),
+in global positions. A LISTED mask also has a bitmap, and lists of the pairs of tiles to process.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from ringflash.masks import Causal, Full, Mask
 
 FULL, CAUSAL, TABLE, LISTED = 0, 1, 2, 3
 LAST_KEY = 2**31 - 1  # positions are int32 in the kernels
-AT_ONCE = 2**25  # entries of the largest tensor that listing tiles makes
+AT_ONCE = 2**25  # entries of the largest tensor that `visits` creates
 
 
 def has_short_spans(mask: Mask) -> bool:
-    """Whether rows may see a part of the sequence that is not all before them: any mask with a table or lists."""
+    """Returns False if every row sees all keys (Full) or all keys up to its own (Causal), else True."""
     return not isinstance(mask, Full | Causal)
 
 
 @dataclass(frozen=True, eq=False)
 class RowBounds:
-    """How a kernel is told which keys its rows see: those of [lo, hi), and when LISTED of these what the bitmap shows.
+    """Bounds of the keys that each row sees, as kernels read them.
+
+    A row sees the keys in [lo, hi). When LISTED, the bitmap hides some of these.
 
     Args:
         kind: FULL, CAUSAL, TABLE or LISTED.
-        lo: int32 (batch or 1, seqlen_q), first key a row sees, contiguous; with FULL and CAUSAL not read.
-        hi: one past the last.
-        batch_stride: elements from one sequence's bounds to the next's, 0 when they are all alike.
-        hull: int32 (batch or 1, 2), between which keys any row sees one: what lies outside may hold anything.
-        bit_rows: int32 (seqlen_q,), each row's row of `words`; this and what follows is read when LISTED only.
-        words: int32 (R, W), contiguous: key j is shown iff, with c = j // size, c // 32 < W and bit c % 32 of
+        lo: int32 (batch or 1, seqlen_q), contiguous: the first key that a row sees. Not read with FULL and CAUSAL.
+        hi: likewise, one past the last key that a row sees.
+        batch_stride: elements from one sequence's bounds to the next's, 0 when all sequences have the same bounds.
+        hull: int32 (batch or 1, 2), the first key that any row sees and one past the last. Storage outside may hold
+            anything.
+        bit_rows: int32 (seqlen_q,), each row's row of `words`. Read only when LISTED, like `words` and `size`.
+        words: int32 (R, W), contiguous: with c = j // size, key j is shown iff c // 32 < W and bit c % 32 of
             words[bit_row, c // 32] is set.
-        size: keys a bit stands for.
+        size: number of keys that one bit stands for.
     """
 
     kind: int
@@ -58,7 +61,7 @@ class RowBounds:
 
 @device_tables(maxsize=128)
 def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> RowBounds:
-    """The bounds of the rows that `q_chunks` store."""
+    """Returns the bounds of the rows that `q_chunks` store."""
     unread = torch.zeros(1, dtype=torch.int32, device=device)
     if not has_short_spans(mask):
         return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, unread, 1)
@@ -77,7 +80,7 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
 
 @lru_cache(maxsize=32)
 def rows_seeing(mask: Mask, q_chunks: Sequence[Chunk]) -> Tensor:
-    """Whether each row that `q_chunks` store sees any key: bool (batch or 1, seqlen_q), on the CPU."""
+    """Returns whether each row that `q_chunks` store sees any key: bool (batch or 1, seqlen_q), on the CPU."""
     rows = positions(q_chunks, "cpu")
     lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
     bitmap = mask.bitmap()
@@ -86,17 +89,17 @@ def rows_seeing(mask: Mask, q_chunks: Sequence[Chunk]) -> Tensor:
     first, end = (x[bitmap.rows(rows)] for x in bitmap.hull)
     seeing = (first < end) & (((lo <= first) & (first < hi)) | ((lo < end) & (end <= hi)))
     unknown = ((lo.maximum(first) < hi.minimum(end)) & ~seeing).any(0).nonzero().squeeze(1)
-    if len(unknown):  # neither the first key that the bitmap shows nor its last is in the interval
+    if len(unknown):  # the interval holds neither the first nor the last key that the bitmap shows
         seeing[:, unknown] = bitmap.sees_any(rows[unknown], lo[:, unknown], hi[:, unknown])
     return seeing
 
 
 @device_tables(maxsize=32)
 def _words(mask: Mask, device: torch.device) -> Tensor:
-    """The cells of a mask's bitmap, 32 a word: once for all chunks of queries."""
+    """Packs the cells of a mask's bitmap, 32 in an int32; all chunks of queries share the result."""
     bitmap = mask.bitmap()
     assert bitmap is not None
-    if bitmap.cells.numel() >= 2**31:  # the host holds a byte a cell, and sums of them
+    if bitmap.cells.numel() >= 2**31:  # the host needs a byte for each cell, and sums of cells
         remedy = "Use larger blocks of a common size, or a tree nearer to the sequence's beginning."
         got = f"{bitmap.cells.shape[0]} x {bitmap.cells.shape[1]} cells"
         raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
@@ -107,13 +110,14 @@ def _words(mask: Mask, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """Which tiles each tile must visit, among those of each chunk of the other side.
+    """Lists of the tiles that each tile processes, one list for each chunk of the other side.
 
     Args:
-        ranges: int32 (batch or 1, ntiles, nchunks, 3), contiguous, on the CPU: indices into `tiles`, where those begin
-            of which every row sees every key, where those begin of which some row sees some key, and where these end.
-        batch_stride: elements from one sequence's ranges to the next's, 0 when they are all alike.
-        tiles: int32 (n,), n > 0: the first row of a visited tile, counted from its chunk's first; rising in a range.
+        ranges: int32 (batch or 1, ntiles, nchunks, 3), contiguous, on the CPU: three indices into `tiles`. Tiles that
+            need no mask begin at the first index. Tiles that need one begin at the second and end at the third.
+        batch_stride: elements from one sequence's ranges to the next's, 0 when all sequences have the same ranges.
+        tiles: int32 (n,), n > 0: the first row of a listed tile, counted from its chunk's first. Within a range, tiles
+            with and tiles without a mask are each in ascending order.
     """
 
     ranges: Tensor
@@ -123,13 +127,13 @@ class Visits:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles that cover some chunks, in storage order; none crosses a chunk's border."""
+    """Tiles that cover some chunks, in storage order; no tile crosses a chunk's border."""
 
     block: int
-    chunk: Tensor  # which chunk each lies in
-    offset: Tensor  # its first row, counted from the chunk's first
-    start: Tensor  # global position of its first row
-    stop: Tensor  # one past that of its last
+    chunk: Tensor  # index of each tile's chunk
+    offset: Tensor  # each tile's first row, counted from the chunk's first
+    start: Tensor  # global position of each tile's first row
+    stop: Tensor  # one past the global position of each tile's last row
 
     @staticmethod
     def of(chunks: Sequence[Chunk], block: int) -> Tiles:
@@ -148,9 +152,10 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TileBounds:
-    """Which keys the rows of each tile of queries see, (batch or 1, tiles) each: those of some row and of every row.
+    """Bounds of the keys that the rows of each tile of queries see, (batch or 1, tiles) each.
 
-    Rows that see nothing count among the latter alone.
+    Some row sees a key only in [some_lo, some_hi); every row's interval covers [all_lo, all_hi). Rows that see no key
+    count for all_lo and all_hi alone.
     """
 
     some_lo: Tensor
@@ -160,7 +165,7 @@ class TileBounds:
 
     @staticmethod
     def of(mask: Mask, chunks: Sequence[Chunk], block: int) -> TileBounds:
-        """The bounds of the tiles of `block` rows that cover `chunks`."""
+        """Returns the bounds of the tiles of `block` rows that cover `chunks`."""
         columns: list[tuple[Tensor, ...]] = []
         for chunk in chunks:
             lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
@@ -190,11 +195,11 @@ def visits(
     device: torch.device,
     by_keys: bool,
 ) -> Visits:
-    """For each tile of `block_m` queries the tiles of `block_n` keys to visit, or with `by_keys` the other way round.
+    """Lists for each tile of `block_m` queries the tiles of `block_n` keys to process, or the reverse with `by_keys`.
 
-    Left out is a pair of which the intervals' hull holds no key or the bitmap shows none, and every pair of a tile of
-    queries that all see nothing. A visited tile that is short never counts as seen by all, so that those that do need
-    no bound.
+    A pair of tiles is left out if the hull of its rows' intervals holds none of its keys, or if the bitmap shows none
+    of them. A tile of queries that all see nothing has no pairs. A listed tile that is short always counts as one that
+    needs a mask, so tiles without a mask need no bounds checks.
     """
     bitmap = mask.bitmap()
     assert bitmap is not None
@@ -203,7 +208,7 @@ def visits(
     first_bits, last_bits = bitmap.rows(queries.start), bitmap.rows(queries.stop - 1)
     batch, nq_tiles = rows.some_lo.shape
     nk_tiles = len(keys.start)
-    pairs: list[Tensor] = []  # (pairs, 4): sequence, tile of queries, tile of keys, whether some see some but not all
+    pairs: list[Tensor] = []  # (pairs, 4): sequence, tile of queries, tile of keys, whether it needs a mask
     cells_a_tile = len(bitmap.cells) * (block_n // bitmap.size + 2)
     step = max(AT_ONCE // max(cells_a_tile, batch * nq_tiles), 1)
     for begin in range(0, nk_tiles, step):

@@ -1,4 +1,4 @@
-"""Which tile kernels compute a hop: the contract they share, and the choice between them."""
+"""Choice of the tile kernels that compute a hop, and the contract that all of them share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "hopper", "triton", "eager")
 
 
 class TileKernels(Protocol):
-    """One device's work in a hop.
+    """Kernels that compute one device's part of a hop.
 
     Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and out, dout
     likewise with headdim_v; lse (batch, nheads, seqlen_q) in `lse_dtype`, natural logarithm; delta likewise in
@@ -30,19 +30,25 @@ class TileKernels(Protocol):
     """
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the state, and gradients that are still added to, pass from hop to hop."""
+        """Returns the dtype of the state and of unfinished gradients, which pass from hop to hop."""
         ...
 
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
-        """Zeros to which `backward_dkdv` adds dq's share of so many hops; in the end its `finish` gives dq."""
+        """Returns a sum of zeros, to which `backward_dkdv` adds the dq of `hops` hops; its `finish` returns dq."""
         ...
 
     def fuses_dq(
         self, q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool
     ) -> bool:
-        """Whether `backward_dkdv` with dq is the faster backward, of those that are deterministic where it is to be.
+        """Returns whether `backward_dkdv` with dq is the faster backward.
 
-        q, and v of as many rows as a launch takes of keys: in a ring those of each of so many hops.
+        Args:
+            q: the queries.
+            v: values of one launch; in a ring, of one hop.
+            mask: the keys that each query sees.
+            score_config: parameters of scores and weights.
+            hops: number of hops of the backward.
+            deterministic: compare only deterministic backwards.
         """
         ...
 
@@ -63,7 +69,7 @@ class TileKernels(Protocol):
         ...
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-        """rowsum(dout * out) - dlse, in `state_dtype`."""
+        """Returns rowsum(dout * out) - dlse in `state_dtype`."""
         ...
 
     def backward_dq(
@@ -79,7 +85,7 @@ class TileKernels(Protocol):
         *,
         accumulate: bool,
     ) -> None:
-        """Writes dq over these keys, or adds it when `accumulate`."""
+        """Writes the dq of these keys, or adds it to `dq` when `accumulate`."""
         ...
 
     def backward_dkdv(
@@ -97,17 +103,17 @@ class TileKernels(Protocol):
         accumulate: bool,
         dq: DqSum | None = None,
     ) -> None:
-        """Writes dk and dv, contiguous, over these queries, or adds them, then float32, when `accumulate`.
+        """Writes the dk and dv of these queries, contiguous, or adds them in `state_dtype` when `accumulate`.
 
-        With `dq`, from `new_dq`, its share of these keys is added to it in the same pass, in any order unless that was
-        asked for a deterministic one: only where `fuses_dq`.
+        With `dq`, a sum from `new_dq`, the same pass adds the dq of these keys to the sum. The order of additions is
+        fixed only if the sum is deterministic. Callers pass `dq` only where `fuses_dq` returns True.
         """
         ...
 
 
 def kernels_of(x: Tensor) -> AbstractContextManager[None]:
-    """Where kernels run: on the device of `x`, and without autocast, so that their own matmuls keep their dtype."""
-    # To end an autocast that is not on would take longer than to ask.
+    """Returns a context for kernels: the device of `x`, without autocast, so that their matmuls keep their dtype."""
+    # Asking takes less time than ending an autocast that is not on.
     return _without_autocast(x) if torch.is_autocast_enabled(x.device.type) else torch.cuda.device_of(x)
 
 
@@ -118,14 +124,14 @@ def _without_autocast(x: Tensor) -> Generator[None, None, None]:
 
 
 def choose(name: str, q: Tensor) -> TileKernels:
-    """The kernels for `q`.
+    """Returns the kernels for `q`.
 
-    "triton" and "eager" are those. "hopper" are those for sm_90, with Triton's for what they do not know. "auto" is
-    the first of hopper, triton and eager that device and dtype allow; where that is hopper it is `automatic`, which
-    leaves backwards of little work to Triton's.
+    "triton" and "eager" are the kernels of these names. "hopper" uses the kernels for sm_90, and Triton's for calls
+    that those do not support. "auto" uses the first of hopper, triton and eager that device and dtype allow. If
+    that is hopper, `kernels/auto.py` leaves backwards of little work to Triton's kernels.
 
     Raises:
-        ArgumentError: unknown name, or a device or dtype that the named backend cannot do.
+        ArgumentError: if the name is unknown, or the named backend does not support the device or dtype.
     """
     if name not in BACKENDS:
         raise ArgumentError("backend", expected=f"one of {BACKENDS}", got=repr(name), remedy="Choose one of these.")
@@ -136,10 +142,10 @@ def choose(name: str, q: Tensor) -> TileKernels:
 
 @lru_cache(maxsize=256)
 def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKernels:
-    """`choose` of the others, which asks what does not change while a process runs, and in every call."""
+    """Returns the kernels of the other backends; cached, because the checks give the same result in every call."""
     from ringflash.kernels import auto
     from ringflash.kernels.hopper import backend as hopper
-    from ringflash.kernels.triton import backend  # here, so that CPU users never import Triton
+    from ringflash.kernels.triton import backend  # imported here, so that CPU users never import Triton
 
     backend.check_supported(device, dtype)
     missing = None if name == "triton" else hopper.why_not(device)
