@@ -1,4 +1,4 @@
-"""What a block keeps for its backward: all, or its input and attention's results, on the GPU or in host memory."""
+"""Activations that a block keeps for its backward, on the GPU or in host memory: all, or only input and attention."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ringflash.errors import ConfigError
 ActivationCheckpointing = Literal["none", "block"]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-# (out, lse) of these are kept: computed again they would cost the whole ring, and its messages.
+# The (out, lse) of these operators are kept, because recomputing them would repeat the whole ring and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
-MIN_OFFLOADED_BYTES = 2**20  # what is smaller costs more in calls than it frees
-# On their way at a time are 9 tensors, or 1 GiB (20 ms of a GPU's link) where that is less; but those of a block, which
-# are up to 4, however large.
+MIN_OFFLOADED_BYTES = 2**20  # smaller tensors cost more in calls than they free.
+# At most 9 tensors are in flight at a time, or 1 GiB (20 ms of a GPU's link) if that is less. Up to 4 tensors, as many
+# as one block has, are always allowed, however large.
 AHEAD_BYTES = 2**30
 AT_LEAST, AT_MOST = 4, 9
 
@@ -42,9 +42,10 @@ def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
-    """`function(*args, **kwargs)`, which keeps its tensors and results of `KEPT`; its backward runs the rest again.
+    """Runs `function(*args, **kwargs)`, keeping its arguments and results of `KEPT`; the backward recomputes the rest.
 
-    With `offload` what is kept lies in host memory meanwhile; tensors of `args` are taken there by `HostMemory.hooks`.
+    With `offload` the kept results lie in host memory until the backward. `HostMemory.hooks` moves the tensors of
+    `args`.
     """
     context_fn: Contexts = partial(create_selective_checkpoint_contexts, KEPT)
     if offload is not None:
@@ -56,14 +57,14 @@ def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory |
 
 @dataclass(eq=False)
 class Packed:
-    """A tensor's copy in the host's memory.
+    """Copy of a tensor in host memory.
 
     Args:
         host: the copy.
-        device: where the tensor was, and is wanted again.
-        copied: when `host` is written; None on a CPU, at once.
-        here: the tensor on its device, before it is let go and when it comes back.
-        arrived: when `here` is written, if it comes back.
+        device: device of the tensor, to which it returns.
+        copied: event after which `host` is written; None on a CPU, where it is written at once.
+        here: the tensor on its device, before it is released and after it returns.
+        arrived: event after which `here` is written, if the tensor returns.
     """
 
     host: Tensor
@@ -74,26 +75,28 @@ class Packed:
 
 
 class HostMemory:
-    """Takes tensors to pinned memory of the host and back.
+    """Moves tensors to pinned host memory and back.
 
-    Copies run beside the computation, on a stream of their own, some tensors ahead of it. A forward lets a tensor go
-    when as many have been taken since, and then waits for its copy. A backward asks for tensors in the reverse order,
-    so those before the one that it asks for are then on their way back already. Waiting on the stream that computes,
-    instead of telling the allocator of the other one, is what frees memory in the order of the computation: the host
-    runs ahead of it, and would find none of the copies made.
+    A separate stream copies during the computation, some tensors ahead of it. The forward releases a tensor once enough
+    later tensors have been packed, and then waits for its copy. The backward asks for tensors in reverse order, so each
+    request also starts the copies of the tensors packed before.
+
+    Releasing makes the compute stream wait for the copy, which frees memory in the order of the computation. The
+    allocator is not informed of the copy stream instead. The host runs ahead of the device, so the allocator would find
+    no copy finished and could not reuse the memory.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._away: list[weakref.ref[Packed]] = []  # in the order in which they were taken
-        self._leaving: deque[Packed] = deque()  # of these, the last, whose tensors are still here
-        self._coming: list[Packed] = []  # and those on their way back
+        self._away: list[weakref.ref[Packed]] = []  # all packed tensors, in order
+        self._leaving: deque[Packed] = deque()  # the last of them, with tensors still on the device
+        self._coming: list[Packed] = []  # tensors on their way back to the device
 
     def pack(self, x: Tensor) -> Tensor | Packed:
-        """Starts the copy; `x` must not be written to any more. Small tensors stay where they are."""
+        """Starts the copy; `x` must not be written to afterwards. Small tensors stay on their device."""
         if x.nbytes < MIN_OFFLOADED_BYTES:
-            return x.detach()  # not `x`, which may refer to what keeps this
-        for unwanted in self._coming:  # of a backward that did not go on
+            return x.detach()  # `x` itself may hold a reference to the graph that keeps it
+        for unwanted in self._coming:  # left by a backward that stopped early
             _let_go(unwanted)
         self._coming.clear()
         packed = self._taken(x.detach())
@@ -104,7 +107,7 @@ class HostMemory:
         return packed
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
-        """The tensor, on its device again; waits on the device, not on the host."""
+        """Returns the tensor on its device. The device waits for the copy; the host does not."""
         if isinstance(packed, Tensor):
             return packed
         x = self._brought(packed)
@@ -128,7 +131,7 @@ class HostMemory:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
-            # Memory that is still written to when this goes must not be given to who computes.
+            # Pending copies may still write when this object dies, so the compute stream waits before memory is reused.
             weakref.finalize(self, _join, self._stream).atexit = False
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
@@ -138,7 +141,7 @@ class HostMemory:
         return Packed(host, x.device, copied, x)
 
     def _brought(self, packed: Packed) -> Tensor:
-        """The tensor on its device, on its way there unless it is there already."""
+        """Returns the tensor on its device, and starts its copy unless it is there already."""
         if packed.here is not None:
             return packed.here
         packed.here = torch.empty_like(packed.host, device=packed.device)
@@ -146,7 +149,7 @@ class HostMemory:
         if packed.copied is None:
             return packed.here.copy_(packed.host)
         assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # which may still use this memory
+        self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # it may still use this memory
         with torch.cuda.stream(self._stream):
             packed.here.copy_(packed.host, non_blocking=True)
             packed.arrived = torch.cuda.Event()
@@ -154,9 +157,9 @@ class HostMemory:
         return packed.here
 
     def hooks(self, staying: Iterable[Tensor]) -> saved_tensors_hooks:
-        """A context in which what autograd saves is packed, except what shares memory with `staying`.
+        """Returns a context that packs the tensors that autograd saves, except those that share memory with `staying`.
 
-        Those are weights, which FSDP frees and gathers itself, and what all blocks share.
+        `staying` holds the weights, which FSDP frees and gathers itself, and the tensors that all blocks share.
         """
         stay = {x.untyped_storage().data_ptr() for x in staying}
 
@@ -167,17 +170,17 @@ class HostMemory:
 
 
 def _are_many(tensors: int, nbytes: int) -> bool:
-    """Whether they are more than may be on their way at a time."""
+    """Returns whether this is more than may be in flight at a time."""
     return tensors > AT_LEAST and (tensors > AT_MOST or nbytes > AHEAD_BYTES)
 
 
 def _join(stream: torch.cuda.Stream) -> None:
-    """What computes from now on waits for what `stream` has been given."""
+    """Makes the current stream wait for all work of `stream`."""
     torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def _let_go(packed: Packed) -> None:
-    """Leaves the tensor to who else has it; what computes after that waits for the copy from it or to it."""
+    """Drops the reference to the tensor. Later work of the compute stream waits for the copy from it or to it."""
     copied = packed.arrived or packed.copied
     if packed.here is not None and copied is not None:
         torch.cuda.current_stream(packed.device).wait_event(copied)
@@ -185,13 +188,16 @@ def _let_go(packed: Packed) -> None:
 
 
 def _offloading_contexts(memory: HostMemory) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """As `create_selective_checkpoint_contexts(KEPT)`, whose own storage no saved-tensor hook sees."""
+    """Returns offloading counterparts of `create_selective_checkpoint_contexts(KEPT)`.
+
+    Saved-tensor hooks do not see the storage of the latter.
+    """
     kept: list[tuple[Tensor | Packed, ...]] = []
     return _Keep(kept, memory), _Replay(kept, memory)
 
 
 class _Keep(TorchDispatchMode):
-    """In the forward: packs results of `KEPT`."""
+    """Forward mode that packs the results of `KEPT`."""
 
     def __init__(self, kept: list[tuple[Tensor | Packed, ...]], memory: HostMemory) -> None:
         super().__init__()
@@ -205,7 +211,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """In the backward: gives them back in their order, each once."""
+    """Backward mode that returns the kept results in their order, each once."""
 
     def __init__(self, kept: list[tuple[Tensor | Packed, ...]], memory: HostMemory) -> None:
         super().__init__()

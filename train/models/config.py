@@ -1,4 +1,4 @@
-"""The shape of a decoder, as plain values."""
+"""Shape of a decoder as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringflash.errors import ConfigError
 RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-# What each type of scaling takes beside its factor: fields that it needs, and fields that it may have.
+# Fields of each scaling type other than its factor: required ones, and optional ones.
 ROPE_FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "dynamic": (("original_max_position_embeddings",), ()),
@@ -24,25 +24,25 @@ ROPE_FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are changed for sequences longer than those a model was first trained on.
+    """Scaling of rotary frequencies for sequences longer than in a model's first training.
 
     Args:
-        rope_type: "linear" divides all frequencies by `factor` (Chen et al. 2023); "dynamic" raises the base with the
-            length of the whole sequence, once that is over the original one (NTK-aware); "yarn" divides the slow ones
-            and blends (Peng et al. 2023); "llama3" does so with other bounds (Llama 3.1).
-        factor: by how much longer sequences may be.
-        original_max_position_embeddings: the length of before; for all but "linear".
-        attention_factor: "yarn": cosines and sines are multiplied by it; from `factor` and the mscales if None.
-        beta_fast: "yarn": frequencies that turn more often in the original length stay; 32 if None.
-        beta_slow: "yarn": frequencies that turn less often in it are divided by `factor`; 1 if None.
-        mscale: "yarn": with `mscale_all_dim`, what `attention_factor` is derived from.
+        rope_type: "linear" divides all frequencies by `factor` (Chen et al. 2023). "dynamic" raises the base with the
+            length of the whole sequence, once it exceeds the original length (NTK-aware). "yarn" divides the slow
+            frequencies and blends (Peng et al. 2023). "llama3" does the same with other bounds (Llama 3.1).
+        factor: ratio of the new to the original length.
+        original_max_position_embeddings: the original length; for all types but "linear".
+        attention_factor: "yarn": factor of cosines and sines; None derives it from `factor` and the mscales.
+        beta_fast: "yarn": frequencies with more rotations than this in the original length stay; 32 if None.
+        beta_slow: "yarn": frequencies with fewer rotations than this in it are divided by `factor`; 1 if None.
+        mscale: "yarn": `attention_factor` is derived from this and `mscale_all_dim`.
         mscale_all_dim: "yarn": see `mscale`.
         truncate: "yarn": round the bounds of the blend to whole frequencies; True if None.
         low_freq_factor: "llama3": wavelengths over the original length / this are multiplied by `factor`.
         high_freq_factor: "llama3": wavelengths under the original length / this stay.
 
     Raises:
-        ConfigError: an unknown type, a field that its type lacks or has no use for, a factor below 1.
+        ConfigError: an unknown type, a field that its type lacks or does not use, or a factor below 1.
     """
 
     rope_type: RopeType
@@ -95,7 +95,7 @@ class ModelConfig:
 
     Args:
         vocab_size: number of token ids.
-        dim: width of the residual stream; `dim // n_heads` is the headdim unless `head_dim` says another.
+        dim: width of the residual stream; `dim // n_heads` is the headdim unless `head_dim` sets another.
         n_layers: number of blocks.
         n_heads: query heads.
         n_kv_heads: key and value heads, a divisor of `n_heads`.
@@ -105,16 +105,16 @@ class ModelConfig:
         tie_embeddings: the head shares the embedding's weight.
         head_dim: width of one attention head, even, from 16 to 256; None is `dim // n_heads`.
         qkv_bias: queries, keys and values have a bias, as in Qwen 2.
-        o_bias: attention's output projection has one too.
-        qk_norm: queries and keys are normalised head by head before they are rotated, as in Qwen 3.
-        sliding_window: keys that a query sees, its own counted; None is all before it.
-        sliding_layers: the layers that have the window, from 0; None is all.
-        rope_scaling: for sequences longer than the model was first trained on.
-        max_position_embeddings: the longest sequence that the model is meant for; of use in config.json alone.
-        family: transformers' model_type that config.json names; None is the first that fits.
+        o_bias: attention's output projection has a bias too.
+        qk_norm: queries and keys are normalised head by head before rotation, as in Qwen 3.
+        sliding_window: number of keys that a query sees, including its own; None is all keys up to its own.
+        sliding_layers: layers with the window, counted from 0; None is all layers.
+        rope_scaling: scaling for sequences longer than in the model's first training.
+        max_position_embeddings: longest sequence that the model supports; only config.json uses it.
+        family: transformers' model_type in config.json; None is the first that fits.
 
     Raises:
-        ConfigError: a shape that cannot be.
+        ConfigError: an impossible shape.
     """
 
     vocab_size: int
@@ -173,16 +173,16 @@ class ModelConfig:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query of `layer` sees, its own counted; None is all before it."""
+        """Returns the number of keys that a query of `layer` sees, including its own; None is no limit."""
         has_one = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if has_one else None
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> ModelConfig:
-        """Inverse of dataclasses.asdict; what an older version did not write takes its default.
+        """Inverts dataclasses.asdict; fields that an older version did not write take their defaults.
 
         Raises:
-            ConfigError: a field that this version lacks, or a required one missing.
+            ConfigError: a field is unknown to this version, or a required field is missing.
         """
         known = {f.name for f in fields(cls)}
         if unknown := sorted(values.keys() - known):

@@ -1,4 +1,4 @@
-"""A decoder as Llama's, Mistral's and Qwen's, whose attention runs on one device or on a ring of them."""
+"""Decoder in the style of Llama, Mistral and Qwen, with attention on one device or on a ring."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class Init:
-    """How a weight is drawn: truncated normal of `std`, from a generator seeded by `seed` and the weight's own name.
+    """Initial values of a weight: truncated normal of `std`, from a generator seeded by `seed` and the weight's name.
 
-    The draw does not depend on other weights, on the global generator or on the world size, so that any rank
-    can make any weight, and every sharding starts from the same model.
+    The values do not depend on other weights, on the global generator or on the world size. Any rank can therefore make
+    any weight, and every sharding starts from the same model.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Init:
     std: float = INIT_STD
 
     def fill(self, weight: Tensor) -> None:
-        """Overwrites `weight`; of a DTensor every rank draws the whole and keeps its shard."""
+        """Overwrites `weight`; for a DTensor every rank draws the whole weight and keeps its shard."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
         generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
         full = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -52,7 +52,7 @@ class Init:
 
 
 class Layer(nn.Module):
-    """A module with parameters of its own, which are drawn, or read if `stored` is set."""
+    """A module with its own parameters, drawn at random, or read if `stored` is set."""
 
     stored: Callable[[str, Tensor], None] | None = None  # fills a parameter, given its name in this module
 
@@ -85,12 +85,12 @@ class Linear(Layer):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """Maps (..., in_features) to (..., out_features)."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class _Vocabulary(Layer):
-    """A row of `weight`, (vocab_size, dim), for each token of a vocabulary."""
+    """A module with a row of `weight`, (vocab_size, dim), for each token of a vocabulary."""
 
     def __init__(self, vocab_size: int, dim: int, init: Init) -> None:
         super().__init__()
@@ -104,18 +104,18 @@ class _Vocabulary(Layer):
 
 
 class Embedding(_Vocabulary):
-    """weight[input_ids]."""
+    """Embedding weight[input_ids]."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(...) int64 -> (..., dim)."""
+        """Maps (...) int64 to (..., dim)."""
         return nn.functional.embedding(input_ids, self.weight)
 
 
 class Head(_Vocabulary):
-    """x @ weight.T, or with labels the loss, for which logits are never whole."""
+    """Head x @ weight.T; with labels it returns the loss, without whole logits."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:
-        """(..., dim) -> (..., vocab_size)."""
+        """Maps (..., dim) to (..., vocab_size), or to the losses."""
         return _logits_or_loss(x, self.weight, labels)
 
 
@@ -124,7 +124,7 @@ def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor 
 
 
 class RMSNorm(Layer):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    """Norm x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -136,16 +136,16 @@ class RMSNorm(Layer):
         nn.init.ones_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim)."""
+        """Maps (..., dim) to (..., dim)."""
         return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What all blocks of one forward share: rotary cosines and sines, ring, cache, packing.
+    """Values that all blocks of one forward share: rotary cosines and sines, ring, cache, packing.
 
-    Cosines and sines are (batch | 1, seqlen, 1, headdim / 2).
-    One plain value, so that FSDP's casting of inputs does not round the angles to the compute dtype.
+    Cosines and sines are (batch | 1, seqlen, 1, headdim / 2). They are passed in one plain object, so that FSDP, which
+    casts tensor arguments, does not round the angles to the compute dtype.
     """
 
     cos: Tensor
@@ -156,14 +156,14 @@ class Step:
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention on rotated queries and keys, of a window or of all keys before."""
+    """Grouped-query causal attention on rotated queries and keys, over a window or over all earlier keys."""
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
         name, residual_std = f"layers.{layer}.self_attn", INIT_STD / math.sqrt(2 * config.n_layers)
         q_dim, kv_dim, bias = config.n_heads * config.headdim, config.n_kv_heads * config.headdim, config.qkv_bias
         self.layer, self.headdim, window = layer, config.headdim, config.window(layer)
-        # A window of w keys is a query's own and the w - 1 before.
+        # A window of w keys holds a query's own key and the w - 1 before it.
         self.mask = rf.Causal() if window is None else rf.Causal() & rf.SlidingWindow(window - 1)
         self.q_proj = Linear(config.dim, q_dim, Init(f"{name}.q_proj", seed), bias=bias)
         self.k_proj = Linear(config.dim, kv_dim, Init(f"{name}.k_proj", seed), bias=bias)
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.headdim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
+        """Maps (batch, seqlen, dim) to (batch, seqlen, dim)."""
         q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -190,7 +190,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU layer down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
@@ -200,21 +200,21 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(config.ffn_dim, config.dim, Init(f"{name}.down_proj", seed, residual_std))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim), `feed_forward_pieces` after one another.
+        """Maps (..., dim) to (..., dim), one piece of `feed_forward_pieces` after another.
 
-        So a compiled backward that computes gate and up again holds those of one piece, not of all tokens.
+        A compiled backward that recomputes gate and up then holds them for one piece, not for all tokens.
         """
         rows = x.flatten(0, -2)
         pieces = [self.whole(piece) for piece in rows.split(feed_forward_pieces(rows.shape[0]))]
         return pieces[0].view(x.shape) if len(pieces) == 1 else torch.cat(pieces).view(x.shape)
 
     def whole(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim), all tokens at once."""
+        """Maps (..., dim) to (..., dim), all tokens at once."""
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """Block x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
@@ -227,10 +227,10 @@ class Block(nn.Module):
         self.mlp = FeedForward(config, layer, seed)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
-        if not torch.is_grad_enabled() or step.cache is not None:  # a cache takes its rows once
+        """Maps (batch, seqlen, dim) to (batch, seqlen, dim)."""
+        if not torch.is_grad_enabled() or step.cache is not None:  # a cache must take its rows only once
             return self._compute(x, step)
-        # Inside the block, so that FSDP's hooks wrap all of it and gather the weights once for what runs again.
+        # Recomputes inside the block, so that FSDP's hooks wrap all of it and gather the weights once.
         if self.host_memory is None:
             return self._train(x, step)
         with self.host_memory.hooks(staying=(*self.parameters(), step.cos, step.sin)):
@@ -242,12 +242,12 @@ class Block(nn.Module):
         return self._run(x, step, self.host_memory)
 
     def _run(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
-        """The block as it is checkpointed; compiled without `offload`, since the hooks see all that a graph saves."""
+        """Runs the block, checkpointed. Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
         if self.checkpointing == "none":
             return self._compute(x, step)
         if self.host_memory is None:
             return recompute(self._compute, x, step)
-        # The host has room for what lies between the two: the first's last product is not computed again.
+        # The host has room for the sum between the two parts, so attention's output projection is not recomputed.
         x = recompute(self._with_attention, x, step, offload=offload)
         return recompute(self._with_feed_forward, x, offload=offload)
 
@@ -262,15 +262,15 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to next-token logits; parameters are named as in Hugging Face's Llama.
+    """Decoder from tokens to next-token logits; parameters are named as in Hugging Face's Llama.
 
     Args:
-        config: the shape.
-        seed: of the initial weights, which depend on it and on their names only.
-        weights: a folder's, to begin with instead; each rank reads its own part, once there is storage for it.
+        config: shape of the decoder.
+        seed: seed of the initial weights, which depend only on it and on their names.
+        weights: initial weights from a folder instead; each rank reads its own part, once its parameters have storage.
 
     Raises:
-        CheckpointError: `weights` are not those of this shape.
+        CheckpointError: `weights` do not fit this shape.
     """
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, weights: Weights | None = None) -> None:
@@ -288,16 +288,17 @@ class Decoder(nn.Module):
                     module.reset_parameters()
 
     def materialise(self, device: torch.device | str) -> None:
-        """Storage on `device` for a decoder that was made on the meta device, sharded since or not, and its weights."""
+        """Allocates a decoder from the meta device on `device`, sharded or not, and fills its weights."""
         self.to_empty(device=device)
         for module in self.modules():
             if isinstance(module, Layer):
                 module.reset_parameters()
 
     def keep_activations(self, checkpointing: ActivationCheckpointing, *, offload: bool = False) -> None:
-        """What blocks keep for the backward: "none" checkpoints nothing, "block" keeps inputs and attention's results.
+        """Sets the activations that blocks keep for the backward.
 
-        With "block" the rest of a block runs again, its ring does not. `offload` keeps in the host's memory.
+        "none" checkpoints nothing. "block" keeps inputs and attention's results; the backward recomputes the rest of a
+        block without its ring. `offload` keeps the tensors in host memory.
 
         Raises:
             ConfigError: `offload` without "block".
@@ -308,7 +309,7 @@ class Decoder(nn.Module):
             block.checkpointing, block.host_memory = checkpointing, host_memory
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compiles each block's forward and backward in training; all blocks of one kind share what is compiled."""
+        """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code."""
         for block in self._blocks():
             block.compiled = torch.compile(block._run, backend=backend, fullgraph=True)
 
@@ -326,21 +327,23 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         newest: bool = False,
     ) -> Tensor | TokenLosses:
-        """Logits (batch, seqlen, vocab_size), or with `labels` the loss, for which logits are never whole.
+        """Returns logits (batch, seqlen, vocab_size), or with `labels` the loss, without whole logits.
 
         Args:
             input_ids: (batch, seqlen) int64; with `context` this rank's shard, in the context's layout. With both
-                `context` and a `cache` that holds tokens, what follows these, whole on every rank.
+                `context` and a `cache` that holds tokens, the next tokens, whole on every rank.
             position_ids: (seqlen,) or (batch, seqlen) int64 positions in the whole sequence, or in each document.
-            context: the ranks that share the sequence; None when this rank has all of it.
-            cache: keys and values of the tokens before `input_ids`; extended. It is made for the same `context`.
-            documents: what the whole sequence is packed of; none sees another. Without `cache`.
+            context: ranks that share the sequence; None when this rank has all of it.
+            cache: keys and values of the tokens before `input_ids`, which this call extends. It must be made for the
+                same `context`.
+            documents: documents packed into the whole sequence, which do not see each other. Not with `cache`.
             labels: (batch, seqlen) int64, cut as `input_ids`; the loss is computed here, where FSDP has the head whole.
-            newest: with `cache`, logits (batch, 1, vocab_size) of each sequence's newest token alone, on every rank.
+            newest: with `cache`, return logits (batch, 1, vocab_size) of each sequence's newest token only, on every
+                rank.
 
         Raises:
-            ArgumentError: `position_ids` or `labels` do not fit `input_ids`, `cache` is full, of another context or
-                comes with `documents`, or `newest` comes without one.
+            ArgumentError: `position_ids` or `labels` do not fit `input_ids`; `cache` is full, of another context or
+                comes with `documents`; or `newest` comes without `cache`.
         """
         if position_ids.shape[-1] != input_ids.shape[-1] or position_ids.ndim not in (1, 2):
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and what a GPU could do at best."""
+"""Floating-point operations of a training step, and the peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: projections, SwiGLU and head, not the embedding's look-up."""
+    """Counts the weights that multiply every token: projections, SwiGLU and head, not the embedding's look-up."""
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     attention = 2 * config.dim * (q_dim + kv_dim)
     return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
 
 
 def layer_windows(config: ModelConfig) -> list[int | None]:
-    """Keys that a query sees at most, its own counted, layer by layer; None is no limit."""
+    """Returns the most keys that a query sees, including its own, layer by layer; None is no limit."""
     return [config.window(layer) for layer in range(config.n_layers)]
 
 
 def visible_pairs(position_ids: Tensor, windows: Sequence[int | None]) -> Tensor:
-    """(query, key) pairs that causal attention computes, over all layers: a scalar int64 tensor.
+    """Counts the (query, key) pairs that causal attention computes, over all layers: a scalar int64 tensor.
 
         sum over layers and tokens of min(position + 1, window)
 
-    Positions restart at each document, so this counts packed documents too, and of a shard what its queries see:
-    shards add up.
+    Positions restart at each document, so this counts packed documents too. For a shard it counts the pairs of the
+    shard's queries, so the counts of shards can be added.
 
     Args:
         position_ids: int64 positions of the queries in their documents, any shape.
-        windows: as from `layer_windows`.
+        windows: result of `layer_windows`.
     """
     seen = position_ids + 1
     parts = [count * (seen if window is None else seen.clamp(max=window)).sum() for window, count in _counted(windows)]
@@ -44,20 +44,20 @@ def visible_pairs(position_ids: Tensor, windows: Sequence[int | None]) -> Tensor
 
 
 def training_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
-    """FLOPs of forward and backward of `tokens` tokens that see `pairs` keys, summed over tokens and layers.
+    """Computes FLOPs of forward and backward of `tokens` tokens that see `pairs` keys, summed over tokens and layers.
 
         3 * (2 * matmul parameters * tokens + 4 * n_heads * headdim * pairs)
 
-    Forward: 2 a weight and token, and 4 * headdim a pair and head for q k^T and p v; the backward costs twice the
-    forward. Counted are visible pairs, so causal attention is half of the square; nothing recomputed is, nor
-    norms, rotations, softmax and optimizer.
+    The forward takes 2 a weight and token, and 4 * headdim a pair and head for q k^T and p v; the backward costs twice
+    the forward. Only visible pairs count, so causal attention is half of the square. Recomputation, norms, rotations,
+    softmax and optimizer do not count.
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     return 3.0 * (2 * matmul_parameters(config) * tokens + 4 * config.n_heads * config.headdim * pairs)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of matrix products in `dtype` that a device is sold with; None when unknown."""
+    """Returns a device's nominal FLOP/s of matrix products in `dtype`; None when unknown."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     words = device_name.replace("-", " ").upper().split()
@@ -65,5 +65,5 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def _counted(windows: Sequence[int | None]) -> list[tuple[int | None, int]]:
-    """Each window with the number of layers that have it, so that each is evaluated once."""
+    """Returns each window with the number of its layers, so that each window is evaluated once."""
     return list(Counter(windows).items())

@@ -1,4 +1,4 @@
-"""Continuing prompts token by token with a KV cache, on one device or over a ring."""
+"""Generation: continues prompts token by token with a KV cache, on one device or over a ring."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ringflash.train.models.kv_cache import KVCache, over_ranks
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from logits, and when a sequence ends.
+    """Rule for drawing tokens from logits and for ending a sequence.
 
     Args:
         temperature: tokens are drawn from softmax(logits / temperature); 0 takes the likeliest.
         top_k: draw from the k likeliest tokens only; None from all.
-        top_p: draw from the fewest likeliest tokens whose probabilities, after top_k, come to this.
+        top_p: draw from the fewest likeliest tokens with a total probability, after top_k, of at least this.
         stop_token: the token after which a sequence ends; None for none.
-        vocab_size: of the tokenizer, where the model's is padded: ids from there on are never drawn.
+        vocab_size: size of the tokenizer's vocabulary, if the model's is padded: ids from there on are never drawn.
 
     Raises:
         ArgumentError: a number out of its range.
@@ -48,7 +48,7 @@ class Sampling:
                 raise ArgumentError(name, expected=expected, got=getattr(self, name), remedy=remedy)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A token of each row: (batch, vocab_size) on the CPU -> (batch,) int64."""
+        """Draws a token of each row: (batch, vocab_size) on the CPU -> (batch,) int64."""
         logits = logits[:, : self.vocab_size]
         if self.temperature == 0:
             return logits.argmax(-1)
@@ -59,7 +59,7 @@ class Sampling:
         probabilities = logits.softmax(-1)
         if self.top_p < 1:
             ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            enough = ordered.cumsum(-1) - ordered >= self.top_p  # without this token they come to top_p already
+            enough = ordered.cumsum(-1) - ordered >= self.top_p  # the tokens before this one already reach top_p
             probabilities = probabilities.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), 0)
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
@@ -74,22 +74,23 @@ def generate(
     cache_dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The `max_new_tokens` tokens that follow one `prompt`, (max_new_tokens,) int64 on the CPU; see `continue_prompts`.
+    """Returns the `max_new_tokens` tokens after one `prompt`, (max_new_tokens,) int64 on the CPU.
 
-    Under FSDP all ranks call it together, with equally seeded generators: each has the whole prompt and cache, and
-    their forward passes gather the weights. So it never ends early; cut at the end-of-document token instead.
+    This is `continue_prompts` for one prompt on one rank. Under FSDP all ranks call it together, with equally seeded
+    generators. Each rank has the whole prompt and cache, and the forward passes gather the weights. Generation
+    therefore never ends early; cut the result at the end-of-document token instead.
 
     Args:
         model: the decoder.
         prompt: (seqlen,) int64, at least one token.
-        max_new_tokens: how many.
+        max_new_tokens: number of tokens to generate.
         temperature: 0 takes the likeliest token.
-        generator: on the CPU, where tokens are drawn.
-        cache_dtype: as there.
-        vocab_size: as of `Sampling`.
+        generator: generator on the CPU, where tokens are drawn.
+        cache_dtype: as in `continue_prompts`.
+        vocab_size: as in `Sampling`.
 
     Raises:
-        ArgumentError: as there.
+        ArgumentError: as in `continue_prompts`.
     """
     sampling = Sampling(temperature, vocab_size=vocab_size)
     options = {"generator": generator, "cache_dtype": cache_dtype}
@@ -107,33 +108,35 @@ def continue_prompts(
     generator: torch.Generator | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The tokens that follow each prompt, all sequences a batch.
+    """Returns the tokens that follow each prompt; all sequences form one batch.
 
-    With `context` each rank computes its shard of the prompts in a ring and keeps the keys and values of that; then all
-    compute each new token together, with `rf.flash_decode` over what they keep. The first rank draws. Every rank calls
-    it with the same arguments and has the same result. Of the prompts' logits only the last ones are made.
+    With `context` each rank computes its shard of the prompts in a ring and keeps the shard's keys and values. All
+    ranks then compute each new token together, with `rf.flash_decode` over their caches, and the first rank draws.
+    Every rank calls this function with the same arguments and gets the same result. Only the last logits of each prompt
+    are computed.
 
     Args:
         model: the decoder, whole on every rank.
         prompts: (seqlen,) int64 each, at least one token, of any lengths.
-        max_new_tokens: at most, of each.
-        sampling: how tokens are drawn, and where a sequence ends.
-        context: the ranks; None when this one works alone.
-        generator: on the CPU, where tokens are drawn.
-        cache_dtype: dtype of keys and values; the weights' unless FSDP or autocast computes in another.
+        max_new_tokens: largest number of new tokens for each prompt.
+        sampling: rule for drawing tokens and for ending a sequence.
+        context: ranks that share the sequences; None when this rank works alone.
+        generator: generator on the CPU, where tokens are drawn.
+        cache_dtype: dtype of keys and values; None is the weights' dtype. Set it if FSDP or autocast computes in
+            another.
 
     Returns:
-        Per prompt (at most max_new_tokens,) int64 on the CPU, the stop token included.
+        Per prompt (at most max_new_tokens,) int64 on the CPU, including the stop token.
 
     Raises:
         ArgumentError: no prompt, an empty one, or one with ids that the model lacks; a negative number of tokens; a
-            context that a `KVCache` cannot be sharded over.
+            context over which a `KVCache` cannot be sharded.
     """
     _check(model, prompts, max_new_tokens)
     device = model.embed_tokens.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
-    # A shard has at least one token. What fills a prompt up is behind its end, where causal attention does not look.
+    # A shard has at least one token. Padding follows a prompt's end, where causal attention masks it.
     seqlen = longest if context is None else max(longest, context.world_size)
     tokens = torch.stack([torch.nn.functional.pad(prompt.cpu(), (0, seqlen - len(prompt))) for prompt in prompts])
     cache = KVCache.empty(
@@ -180,6 +183,6 @@ def _check(model: Decoder, prompts: Sequence[Tensor], max_new_tokens: int) -> No
 
 
 def _up_to(tokens: Tensor, stop_token: int | None) -> Tensor:
-    """`tokens` to the first stop token, which is kept."""
+    """Returns `tokens` up to and including the first stop token."""
     stops = (tokens == stop_token).nonzero()[:, 0] if stop_token is not None else tokens[:0]
     return tokens[: int(stops[0]) + 1] if len(stops) else tokens

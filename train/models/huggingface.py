@@ -1,4 +1,4 @@
-"""transformers' config.json of Llama, Mistral, Qwen 2 and Qwen 3, read without transformers."""
+"""Reader of transformers' config.json of Llama, Mistral, Qwen 2 and Qwen 3, without transformers itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers takes for a family where config.json says nothing."""
+    """Defaults of transformers for a family's keys that config.json leaves out."""
 
     architecture: str
     max_position_embeddings: int
@@ -34,7 +34,7 @@ FAMILIES: dict[Family, Defaults] = {
     "qwen3": Defaults("Qwen3ForCausalLM", 32768, n_kv_heads=32, head_dim=128, sliding_window=4096),
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-# Keys that change what is computed, and the one value that this decoder computes.
+# Keys that change the computation, and the only value of each that this decoder supports.
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
@@ -63,7 +63,7 @@ READ_BY: dict[Family, tuple[str, ...]] = {
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers"),
     "qwen3": ("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers"),
 }
-# Of the tokenizer, of how weights are drawn or stored, of what transformers returns, of how it generates.
+# Keys about the tokenizer, the drawing and storing of weights, transformers' outputs, and its generation.
 WITHOUT_EFFECT = frozenset(
     (
         *(
@@ -86,11 +86,11 @@ WITHOUT_EFFECT = frozenset(
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The shape that the config.json of a folder of transformers' describes.
+    """Reads the shape from the config.json of a transformers folder.
 
     Raises:
         CheckpointError: no such file, or not JSON.
-        ConfigError: another kind of model, or a key that asks for what the decoder does not compute.
+        ConfigError: another kind of model, or a key that asks for a computation that the decoder does not have.
     """
     file = Path(folder) / CONFIG
     try:
@@ -105,10 +105,10 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def from_transformers(values: dict[str, Any]) -> ModelConfig:
-    """The shape that the `values` of a config.json describe.
+    """Returns the shape that the `values` of a config.json describe.
 
     Raises:
-        ConfigError: another kind of model, or a key that asks for what the decoder does not compute.
+        ConfigError: another kind of model, or a key that asks for a computation that the decoder does not have.
     """
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -168,7 +168,7 @@ def _check_keys(values: dict[str, Any], family: Family) -> None:
 
 
 def _read_rope(values: dict[str, Any], theta: float, longest: int) -> tuple[float, RopeScaling | None]:
-    """rope_theta and scaling, of rope_parameters or the older rope_scaling and rope_theta."""
+    """Returns rope_theta and scaling, from rope_parameters or the older rope_scaling and rope_theta."""
     theta = values.get("rope_theta") or theta
     names = [name for name in ("rope_scaling", "rope_parameters") if values.get(name)]
     found = [_plain_rope(name, values[name], theta) for name in names] or [{"rope_theta": theta}]
@@ -177,7 +177,7 @@ def _read_rope(values: dict[str, Any], theta: float, longest: int) -> tuple[floa
         raise ConfigError("rope_scaling", expected=expected, got=found, remedy=remedy)
     rope = found[0]
     kind, theta = rope.pop("rope_type", "default"), float(rope.pop("rope_theta"))
-    if kind == "dynamic":  # transformers goes by max_position_embeddings, whatever else is written
+    if kind == "dynamic":  # transformers uses max_position_embeddings and ignores any other length
         if (before := rope.setdefault("original_max_position_embeddings", longest)) != longest:
             expected = f"max_position_embeddings={longest} with dynamic scaling"
             remedy = "transformers keeps one length of these: remove the other."
@@ -200,7 +200,7 @@ def _read_rope(values: dict[str, Any], theta: float, longest: int) -> tuple[floa
 
 
 def _plain_rope(name: str, given: Any, theta: float) -> dict[str, Any]:
-    """What is set of the rotary embeddings, under the names of transformers 5."""
+    """Returns the rotary settings that are not null, under transformers 5's names."""
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         remedy = "Rotary embeddings that differ by layer are not computed."
         raise ConfigError(name, expected="one set of numbers for all layers", got=repr(given), remedy=remedy)
@@ -217,7 +217,7 @@ def _plain_rope(name: str, given: Any, theta: float) -> dict[str, Any]:
 
 
 def _read_windows(values: dict[str, Any], family: Family, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """sliding_window and sliding_layers."""
+    """Returns sliding_window and sliding_layers."""
     window = values.get("sliding_window", FAMILIES[family].sliding_window) if family != "llama" else None
     if family in ("qwen2", "qwen3") and not values.get("use_sliding_window", False):
         window = None

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, on one device or sharded over a ring, and attention over them."""
+"""KV cache of the tokens so far, on one device or sharded over a ring, and attention over it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.train.models.config import ModelConfig
 
-MOST_QUERIES = 64  # of a call of flash_decode
+MOST_QUERIES = 64  # limit of one flash_decode call
 NO_POSITION = torch.iinfo(torch.int64).max
 
 
 class KVCache:
     """Keys and values, (batch, capacity, n_kv_heads, headdim) a layer, of this rank.
 
-    The tokens of the first forward are the prompts. With a context they run over the ring, each rank giving its shard,
-    and their keys stay where they were computed. Later tokens are given to every rank alike; the keys of each forward
-    go to the rank that was given the fewest, and `rf.flash_decode` joins the ranks' states.
+    The tokens of the first forward are the prompts. With a context each rank passes its shard, the shards run over the
+    ring, and each rank keeps the keys of its shard. Every rank receives all later tokens. The keys of each later
+    forward go to the rank with the fewest such keys, and `rf.flash_decode` merges the ranks' states.
 
-    Prompts of several lengths are filled up behind their ends. Causal attention does not look there, and new tokens
-    overwrite what stands there, so that each sequence's keys are consecutive rows, their positions rising, on any rank.
+    Prompts of several lengths are padded after their ends. Causal attention masks the padding, and new tokens overwrite
+    it. Each sequence's keys are therefore consecutive rows with rising positions, on any rank.
 
-    A forward calls `begin`, each layer `attend`, and the last one is followed by `finish`. Under torch.no_grad().
+    A forward calls `begin`, then `attend` in each layer, then `finish`, under torch.no_grad().
 
     Attributes:
-        seqlens: (batch,) int64 on the CPU, tokens of each sequence so far, those of all ranks.
+        seqlens: (batch,) int64 on the CPU, tokens of each sequence so far on all ranks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVCache:
         self.keys, self.values, self.context = keys, values, context
         self.seqlens = torch.zeros(batch, dtype=torch.int64)
         self._prompt_lengths = prompt_lengths
-        self._rows = torch.zeros(batch, dtype=torch.int64)  # of this rank
+        self._rows = torch.zeros(batch, dtype=torch.int64)  # tokens on this rank
         self._positions = torch.full((batch, capacity), NO_POSITION)
         self._forwards, self._seqlen_q, self._owner = 0, 0, 0
         self._given = [0] * (1 if context is None else context.world_size)  # new tokens of each rank
@@ -60,18 +60,18 @@ class KVCache:
         context: rf.ContextParallel | None = None,
         prompt_lengths: Tensor | None = None,
     ) -> KVCache:
-        """A cache with room for sequences of `max_seqlen` tokens, and none in it.
+        """Makes an empty cache with room for sequences of `max_seqlen` tokens.
 
         Args:
             config: the decoder's shape.
-            batch: sequences.
-            max_seqlen: tokens of the longest sequence, its new ones included; a rank has room for its part of them,
-                where new ones come one by one.
-            device: of the decoder.
-            dtype: of the keys and values that the decoder computes.
-            context: the ranks that share the sequences; None when this rank has all of them.
-            prompt_lengths: (batch,) int64 on the CPU; of prompts that were filled up, and needed with a context. None
-                is all of the first forward's tokens.
+            batch: number of sequences.
+            max_seqlen: tokens of the longest sequence, including its new ones. With a context a rank has room for its
+                share, if new tokens come one at a time.
+            device: device of the decoder.
+            dtype: dtype of the keys and values that the decoder computes.
+            context: ranks that share the sequences; None when this rank has all of them.
+            prompt_lengths: (batch,) int64 on the CPU, lengths before padding; required with a context. None is all
+                tokens of the first forward.
 
         Raises:
             ArgumentError: virtual ranks, or the layout "balanced"; a context without `prompt_lengths`, or lengths that
@@ -98,12 +98,12 @@ class KVCache:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens that fit on this rank."""
+        """Number of tokens that fit on this rank."""
         return self.keys[0].shape[1]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, with those of the forward that has begun."""
+        """Tokens of the longest sequence, including those of the forward that has begun."""
         if self._forwards:
             return int(self.seqlens.max()) + self._seqlen_q
         return self._seqlen_q if self._prompt_lengths is None else int(self._prompt_lengths.max())
@@ -112,16 +112,17 @@ class KVCache:
         """Makes room for the tokens of a forward.
 
         Args:
-            position_ids: theirs, (seqlen,) or (batch, seqlen); of the prompts, which stand alike, rising.
+            position_ids: positions of the tokens, (seqlen,) or (batch, seqlen). Positions of prompts must rise and be
+                equal for all sequences.
 
         Raises:
-            ArgumentError: no room is left, or positions of the prompts that do not rise.
+            ArgumentError: no room is left, or positions of the prompts do not rise.
         """
         try:
             self._begin(position_ids)
         except ArgumentError as error:
             if self.context is not None:
-                self.context.announce_failure(error)  # the others are about to wait for this rank
+                self.context.announce_failure(error)  # the other ranks are about to wait for this one
             raise
 
     def _begin(self, position_ids: Tensor) -> None:
@@ -157,26 +158,27 @@ class KVCache:
         self._rows = torch.searchsorted(own, lengths)
         for b, rows in enumerate(self._rows.tolist()):
             self._positions[b, :rows] = own[:rows]
-        # Which row holds each sequence's last token; -1 where another rank has it.
+        # Row of each sequence's last token; -1 if another rank has it.
         last = torch.searchsorted(own, lengths - 1).clamp(max=len(own) - 1)
         self._ends = torch.where(own[last] == lengths - 1, last, -1)
         self._prompt_lengths = lengths
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attention of the forward's tokens to all tokens so far, themselves included.
+        """Computes attention of the forward's tokens to all tokens so far, including themselves.
 
         Args:
-            layer: counted from 0.
+            layer: index of the layer, from 0.
             q: (batch, seqlen, nheads, headdim), rotated.
             k: (batch, seqlen, n_kv_heads, headdim), rotated.
-            v: as k.
-            mask: `rf.Causal()`, perhaps with `rf.SlidingWindow`s.
+            v: (batch, seqlen, n_kv_heads, headdim).
+            mask: `rf.Causal()`, optionally with `rf.SlidingWindow`s.
 
         Returns:
             (batch, seqlen, nheads, headdim).
 
         Raises:
-            ArgumentError: a mask that decoding cannot honour, as documents; a window over several new tokens on a ring.
+            ArgumentError: a mask that decoding does not support, such as documents; a window over several new tokens on
+                a ring.
         """
         keys, values = self.keys[layer], self.values[layer]
         if not self._forwards:
@@ -196,15 +198,15 @@ class KVCache:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _decode(self, q: Tensor, start: int, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
-        """Attention of new tokens `start` and on."""
+        """Computes attention of the new tokens from index `start` on."""
         after = self._seqlen_q - start - q.shape[1]  # new tokens that these do not see yet
         rows = self._rows - (after if self._written.shape[1] else 0)
         seen = mask
         if self.context is not None and self._seqlen_q == 1:
-            # A causal token sees all of the cache; through a window the last of each rank's rows, whose positions rise.
+            # A causal token sees the whole cache. Through a window it sees the last rows of each rank: positions rise.
             keys, values, rows = self._within(mask, keys, values)
             rest = [part for part in mask.parts if not isinstance(part, rf.Causal | rf.SlidingWindow)]
-            seen = None if not rest else mask  # which flash_decode refuses
+            seen = None if not rest else mask  # flash_decode raises for the other parts
         out = rf.flash_decode(
             q,
             keys,
@@ -218,7 +220,7 @@ class KVCache:
         return out
 
     def _within(self, mask: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys and values of this rank that the newest token sees through the mask's windows, and their numbers."""
+        """Returns this rank's keys and values that the newest token sees through the mask's windows, and counts."""
         lefts = [p.left for p in mask.parts if isinstance(p, rf.SlidingWindow) and p.left is not None]
         if not lefts:
             return keys, values, self._rows
@@ -226,7 +228,7 @@ class KVCache:
         rows = self._rows - first
         width = max(int(rows.max()), 1)
         if bool((first == first[0]).all()):
-            begin = min(int(first[0]), self.max_seqlen - width)  # with no keys here, any row does: none is looked at
+            begin = min(int(first[0]), self.max_seqlen - width)  # if no key is visible here, any row will do
             window = slice(begin, begin + width)
             return keys[:, window], values[:, window], rows
         index = (first[:, None] + torch.arange(width)).clamp(max=self.max_seqlen - 1).to(keys.device)
@@ -234,7 +236,7 @@ class KVCache:
         return keys[sequences, index], values[sequences, index], rows
 
     def finish(self) -> None:
-        """Counts the tokens of the forward, which every layer has now seen."""
+        """Counts the tokens of the forward, after every layer has processed them."""
         if self._forwards:
             self.seqlens = self.seqlens + self._seqlen_q
         else:
@@ -243,7 +245,8 @@ class KVCache:
         self._forwards += 1
 
     def newest(self, x: Tensor) -> Tensor:
-        """Each sequence's newest row of the last forward, on every rank: (batch, seqlen, dim) -> (batch, 1, dim)."""
+        """Maps (batch, seqlen, dim) to each sequence's newest row of the last forward, (batch, 1, dim), on every rank.
+        """
         ends = self._ends.to(x.device)
         rows = x[torch.arange(len(x), device=x.device), ends.clamp(min=0)]
         if self.context is None or self._forwards > 1:
@@ -252,9 +255,9 @@ class KVCache:
 
 
 def over_ranks(x: Tensor, context: rf.ContextParallel) -> Tensor:
-    """The sum of all ranks' `x` (batch, ...), all of one shape and dtype, the same bits on each; a collective.
+    """Sums all ranks' `x` (batch, ...), of one shape and dtype, with the same bits on each rank; a collective.
 
-    One rank's tensor goes to all where the others give zeros.
+    If the other ranks pass zeros, this broadcasts one rank's tensor.
     """
-    # Of a sequence of as many tokens as ranks each has one.
+    # In a sequence of world_size tokens each rank holds one, so `unshard` gathers one `x` from each rank.
     return context.unshard(x[:, None]).sum(1, dtype=x.dtype)

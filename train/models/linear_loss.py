@@ -1,6 +1,6 @@
-"""Cross entropy from final hidden states and the head's weight: the logits are never whole.
+"""Cross entropy from final hidden states and the head's weight, without whole logits.
 
-Written out instead of taken from a library: liger-kernel's needs a GPU, cut-cross-entropy's computes the logits twice,
+Written here instead of taken from a library: liger-kernel's needs a GPU, cut-cross-entropy's computes the logits twice,
 and neither has float64.
 """
 
@@ -17,29 +17,29 @@ from torch.autograd.function import once_differentiable
 from ringflash.errors import ArgumentError
 from ringflash.train.models.loss import IGNORE_INDEX, TokenLosses
 
-# Of a chunk's logits in float32: 2048 tokens at a vocabulary of 128k. The weight's gradient is read and written once a
-# chunk, which takes 0.4 of the 3.9 ms of its product (128k x 4096, H100): smaller chunks pay that more often.
+# Size of a chunk's logits in float32: 2048 tokens at a vocabulary of 128k. The weight's gradient is read and written
+# once a chunk, which takes 0.4 of the 3.9 ms of its product (128k x 4096, H100). Smaller chunks pay this more often.
 CHUNK_BYTES = 2**30
-ROW_MULTIPLE = 128  # rows of a tile of a matrix product
+ROW_MULTIPLE = 128  # rows in a tile of a matrix product
 
 
 def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLosses:
-    """`token_loss(hidden @ weight.T, labels)`, `chunk_rows` tokens' logits at a time.
+    """Computes `token_losses(hidden @ weight.T, labels)` with the logits of `chunk_rows` tokens at a time.
 
-    The forward computes the gradients too, dhidden = dlogits @ weight and dweight = dlogits.T @ hidden, so that each
-    chunk's logits are made once; the backward scales them. Logits, softmax and dweight's sum are in float32 (float64
-    for float64); dlogits are rounded to hidden's dtype for their two products. Under torch.autocast hidden and weight
-    take its dtype, as in torch.nn.functional.linear. Tokens labelled `IGNORE_INDEX` have loss exactly 0 and dlogits
-    exactly 0; without a valid token the total is 0 and still has its graph.
+    The forward also computes the gradients, dhidden = dlogits @ weight and dweight = dlogits.T @ hidden, so that each
+    chunk's logits are computed once; the backward scales them. Logits, softmax and the sum of dweight are in float32
+    (float64 for float64); dlogits are rounded to hidden's dtype for their two products. Under torch.autocast hidden and
+    weight take its dtype, as in torch.nn.functional.linear. Tokens labelled `IGNORE_INDEX` have loss exactly 0 and
+    dlogits exactly 0; without a valid token the total is 0 and still has its graph.
 
     Args:
         hidden: (batch, seqlen, dim), any float dtype.
         weight: (vocab_size, dim), whole: under FSDP inside the forward of the module that gathers it.
-        labels: (batch, seqlen) int64 in [0, vocab_size), or `IGNORE_INDEX`; others are undefined behaviour on GPUs,
-            which `ringflash.train.lightning.batch.check_tokens` prevents while they are on the CPU.
+        labels: (batch, seqlen) int64 in [0, vocab_size), or `IGNORE_INDEX`. Other values are undefined behaviour on
+            GPUs; `ringflash.train.lightning.batch.check_tokens` rejects them while they are on the CPU.
 
     Raises:
-        ArgumentError: shapes that do not fit.
+        ArgumentError: the shapes do not fit.
     """
     if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ArgumentError(
@@ -58,7 +58,7 @@ def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLo
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Tokens whose logits are in memory at a time."""
+    """Returns the number of tokens with logits in memory at a time."""
     rows = CHUNK_BYTES // (4 * vocab_size)
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
 
@@ -77,7 +77,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             rows = slice(start, start + step)
             logits = _product(hidden[rows], weight.T, dtype)
             losses[rows], dlogits = cross_entropy(logits, labels[rows], hidden.dtype if needs_gradient else None)
-            del logits  # before the next chunk's are made
+            del logits  # frees them before the next chunk's logits are made
             if dlogits is not None and dhidden is not None and dweight is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
                 _add_product(dweight, dlogits.T, hidden[rows])
@@ -91,12 +91,12 @@ class _LinearTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dhidden, dweight = ctx.saved_tensors
         rounded = torch.empty_like(dweight, dtype=ctx.weight_dtype)
-        torch.mul(dweight, douts[0], out=rounded)  # without a second float32 copy of the largest gradient there is
+        torch.mul(dweight, douts[0], out=rounded)  # avoids a second float32 copy of the largest gradient
         return dhidden * douts[0], rounded, None, None
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Losses (tokens,) of logits (tokens, vocab_size), and dlogits in `dtype` unless it is None."""
+    """Returns losses (tokens,) of logits (tokens, vocab_size), and dlogits in `dtype` unless it is None."""
     valid = (labels != IGNORE_INDEX)[:, None]
     index = labels[:, None].masked_fill(~valid, 0)
     log_p = logits.log_softmax(-1)
@@ -111,16 +111,16 @@ def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) ->
 
 @cache
 def _fused_cross_entropy() -> Callable[[Tensor, Tensor, torch.dtype | None], tuple[Tensor, Tensor | None]]:
-    """The same in two passes over the logits, and without further tensors of their size.
+    """Returns `_cross_entropy`, compiled to two passes over the logits without further tensors of their size.
 
-    One for all: what is compiled is found by the function. Of more kinds of calls than the compiler takes, the rest run
-    as they are.
+    The result is cached, because torch.compile finds compiled code by the function. If there are more kinds of calls
+    than the compiler allows, the other kinds run uncompiled.
     """
     return torch.compile(_cross_entropy)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`, not rounded to that of `a` in between."""
+    """Computes a @ b in `dtype`, without rounding to the dtype of `a` in between."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -129,7 +129,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, not rounded to the dtype of `a` in between."""
+    """Computes total += a @ b, without rounding to the dtype of `a` in between."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

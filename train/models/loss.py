@@ -13,23 +13,28 @@ CHUNK_TOKENS = 1024
 
 
 class TokenLosses(NamedTuple):
-    """Sum over valid tokens, a scalar with a graph, and the loss of each, as the labels, without one."""
+    """Losses of tokens.
+
+    Args:
+        total: sum over valid tokens, a scalar with a graph.
+        tokens: loss of each token, in the labels' shape, without a graph.
+    """
 
     total: Tensor
     tokens: Tensor
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Number of labels that are not `IGNORE_INDEX`, a scalar int64 tensor."""
+    """Counts the labels that are not `IGNORE_INDEX`: a scalar int64 tensor."""
     return (labels != IGNORE_INDEX).sum()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> TokenLosses:
-    """Sum over valid tokens of logsumexp(logits) - logits[label], a float32 scalar (float64 for float64 logits).
+    """Sums logsumexp(logits) - logits[label] over valid tokens: a float32 scalar (float64 for float64 logits).
 
-    Computed in the result's dtype, `CHUNK_TOKENS` tokens at a time; the backward rebuilds the softmax from the
-    saved logsumexp. Tokens labelled `IGNORE_INDEX` add exactly 0 to the loss and to the gradient, whatever their
-    logits hold; without a valid token the loss is 0 and still has its graph.
+    The loss is computed in the result's dtype, `CHUNK_TOKENS` tokens at a time; the backward rebuilds the softmax from
+    the saved logsumexp. Tokens labelled `IGNORE_INDEX` add exactly 0 to the loss and to the gradient, even for NaN or
+    infinite logits. Without a valid token the loss is 0 and still has its graph.
 
     Args:
         logits: (..., vocab_size), any float dtype.
@@ -40,7 +45,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> TokenLosses:
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The total of `token_losses`."""
+    """Returns the total of `token_losses`."""
     return token_losses(logits, labels).total
 
 

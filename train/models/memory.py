@@ -1,4 +1,4 @@
-"""How much memory training takes at least, by shape and options: an estimate that is said before it begins."""
+"""Least memory that training takes, by shape and options: an estimate printed before training begins."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
 
 GIB = 2.0**30
-# A block's feed-forward takes so many tokens and more in pieces: few, since each adds to all of the weights' gradients.
-# Their number is one of two, since each is a graph to compile, of which torch.compile makes 8 for all lengths and kinds
-# of blocks.
+# A block's feed-forward splits a micro-batch of at least this many tokens into pieces. There are few pieces, because
+# each adds to all of the weights' gradients. Only two numbers of pieces occur, because each needs a compiled graph, and
+# torch.compile makes 8 graphs for all lengths and kinds of blocks.
 FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 4
 
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """What of a run decides over one GPU's memory, beside the model.
+    """Properties of a run that determine one GPU's memory, other than the model.
 
     Args:
-        tokens: of a micro-batch on this rank: sequences x tokens of its shard; 0 where that is not known.
+        tokens: tokens of a micro-batch on this rank: sequences x tokens of its shard; 0 if unknown.
         shard_size: ranks that share one copy of the weights.
-        compute_dtype: of activations and gathered weights.
-        checkpointing: what blocks keep.
-        offload: whether what "block" keeps is in the host's memory.
-        offloads_sum: whether the sum after attention is there too, as a Decoder's.
+        compute_dtype: dtype of activations and gathered weights.
+        checkpointing: choice of the activations that blocks keep.
+        offload: whether the tensors that "block" keeps are in host memory.
+        offloads_sum: whether the sum after attention is there too, as in a Decoder.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
-        copied: whether weights that are used are FSDP's copies, gathered or rounded, of those that are stored.
-        in_pieces: whether a block's backward computes gate and up again piece by piece, as a compiled Decoder's.
+        copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
+        in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
     """
 
     tokens: int
@@ -48,17 +48,17 @@ class TrainingShape:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one GPU; `total` is the peak, at which not all of them are there together.
+    """Bytes on one GPU; `total` is the peak, at which not all of them exist at once.
 
     Args:
         weights: sharded master weights.
         optimizer: AdamW's two moments, sharded.
-        gradients: sharded, when the backward has ended.
+        gradients: sharded gradients, after the backward.
         gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
-        activations: what all blocks keep from the forward.
-        loss: logits of a chunk and their gradient, the head, and gradients of it and of the final states.
-        block: what the last block's backward computes again, its weights, and the gradient of a head that has none.
-        host: what blocks keep in the host's memory for this GPU, beside `total`.
+        activations: tensors that all blocks keep from the forward.
+        loss: logits of a chunk and their gradient, the head, and gradients of the head and of the final states.
+        block: tensors that the last block's backward recomputes, its weights, and the gradient of a tied head.
+        host: tensors that blocks keep in host memory for this GPU; not part of `total`.
     """
 
     weights: int
@@ -72,7 +72,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The peak: where the backward begins, in the loss or in the last block, or where the optimizer steps."""
+        """Peak: at the start of the backward, in the loss or in the last block, or at the optimizer step."""
         backward = self.gathered + self.activations + max(self.loss, self.block)
         return self.weights + self.optimizer + max(backward, self.gradients)
 
@@ -83,7 +83,7 @@ class MemoryEstimate:
 
 
 def feed_forward_pieces(tokens: int) -> list[int]:
-    """Tokens in each piece, of `tokens` of a micro-batch on this rank."""
+    """Returns the tokens in each piece, for a micro-batch of `tokens` on this rank."""
     if tokens < FEED_FORWARD_ROWS:
         return [tokens]
     piece = tokens // FEED_FORWARD_PIECES
@@ -91,7 +91,7 @@ def feed_forward_pieces(tokens: int) -> list[int]:
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
-    """Numbers in one block, and in embedding, last norm and head."""
+    """Returns the numbers of parameters in one block, and in embedding, last norm and head."""
     kv_dim = config.n_kv_heads * config.headdim
     q_dim = config.n_heads * config.headdim
     block = 2 * config.dim * (q_dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
@@ -101,11 +101,12 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 
 
 def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate:
-    """What training takes at least: what must be there at once, whatever allocator, kernels and compiler do.
+    """Estimates the least memory of training: bytes that must exist at once under any allocator, kernels and compiler.
 
     A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, gate and up, and
-    lse; with checkpointing its input, out and lse, and the sum, gate and up come back in its backward. Left out are
-    buffers of the ring and of collectives, temporaries, what the allocator cannot use, and the CUDA context.
+    lse. With checkpointing it keeps input, out and lse; its backward recomputes the sum, gate and up. The estimate
+    leaves out buffers of the ring and of collectives, temporaries, memory that the allocator cannot use, and the CUDA
+    context.
     """
     master = 8 if shape.compute_dtype == torch.float64 else 4
     item = shape.compute_dtype.itemsize
@@ -125,7 +126,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
     loss = logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item
     gathered = root_parameters
-    if shape.copied and not config.tie_embeddings:  # the head comes and goes by itself, with its gradient
+    if shape.copied and not config.tie_embeddings:  # the head is gathered and freed on its own, with its gradient
         gathered -= config.vocab_size * config.dim
         loss += head * item
     else:
@@ -147,7 +148,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, of which a container may be allowed less."""
+    """Returns the bytes of this machine's memory; a container may be allowed less."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -14,14 +14,14 @@ from ringflash.train.models.config import ModelConfig, RopeScaling
 def rotary_frequencies(
     config: ModelConfig, seqlen: int | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
-    """Radians a position of each pair, (headdim / 2,) float64, and the factor of cosines and sines.
+    """Returns the radians a position of each pair, (headdim / 2,) float64, and the factor of cosines and sines.
 
-        rope_theta^(-2 i / headdim), changed as `config.rope_scaling` says
+        rope_theta^(-2 i / headdim), scaled by `config.rope_scaling`
 
     Args:
-        config: the shape.
+        config: shape of the decoder.
         seqlen: tokens in the longest whole sequence or document, for "dynamic" scaling: see `scaled_length`.
-        device: of the result.
+        device: device of the result.
 
     Source: Su et al. 2021, "RoFormer"; for the scaling, `RopeScaling` and transformers' modeling_rope_utils.
     """
@@ -47,7 +47,7 @@ def _llama3(frequency: Tensor, scaling: RopeScaling, original: int) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None
     assert high is not None
-    turns = original * frequency / (2 * math.pi)  # in the original length
+    turns = original * frequency / (2 * math.pi)  # number of rotations in the original length
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
@@ -84,16 +84,16 @@ def scaled_length(
     context: rf.ContextParallel | None = None,
     documents: rf.Documents | None = None,
 ) -> int | None:
-    """The length that "dynamic" scaling goes by, the same on every rank; None for other scaling.
+    """Returns the length that "dynamic" scaling uses, the same on every rank; None for other scaling.
 
-    It is that of the longest document, or without documents of the whole sequence, which the ranks of `context` add up:
-    with the length of its own shard, every rank would rotate by other frequencies.
+    It is the length of the longest document, or without documents of the whole sequence, over all ranks of `context`.
+    With the length of its own shard, every rank would rotate by other frequencies.
 
     Args:
-        config: the shape.
+        config: shape of the decoder.
         seqlen: tokens on this rank.
-        context: the ranks that share the sequence.
-        documents: how it is packed.
+        context: ranks that share the sequence.
+        documents: documents packed into the sequence.
     """
     if config.rope_scaling is None or config.rope_scaling.rope_type != "dynamic":
         return None
@@ -106,9 +106,9 @@ def scaled_length(
 def rotary_angles(
     config: ModelConfig, position_ids: Tensor, dtype: torch.dtype, seqlen: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * frequency, (batch | 1, seqlen, 1, headdim / 2); see `rotary_frequencies`.
+    """Returns cosine and sine of position * frequency, (batch | 1, seqlen, 1, headdim / 2); see `rotary_frequencies`.
 
-    The angles are formed in float64: at position 10^6 a float32 angle is wrong by up to 0.03 radians.
+    The angles are computed in float64: at position 10^6 a float32 angle is wrong by up to 0.03 radians.
     """
     frequency, factor = rotary_frequencies(config, seqlen, position_ids.device)
     if position_ids.ndim == 1:

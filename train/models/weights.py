@@ -1,4 +1,4 @@
-"""Weights in safetensors, in one file or in several with an index: each rank reads its own part of each tensor."""
+"""Weights in safetensors, in one file or in several with an index; each rank reads its own part of each tensor."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_FILE_BYTES = 5 * 10**9
-# What some folders hold beside the parameters: frequencies, which transformers forms anew too, and the head's copy of
-# the embedding that it shares.
+# Some folders hold more than the parameters: frequencies, which transformers recomputes too, and a tied head's copy of
+# the embedding.
 FREQUENCIES, HEAD, EMBEDDING = ".rotary_emb.inv_freq", "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
 
 
 def stored_name(name: str) -> str:
-    """The name that transformers gives to a decoder's parameter."""
+    """Returns transformers' name of a decoder's parameter."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 class Weights:
-    """The tensors of a folder of transformers' that hold a decoder. Files are opened when a tensor is read.
+    """Tensors of a transformers folder that holds a decoder. Files are opened when a tensor is read.
 
     Args:
-        folder: with model.safetensors, or the files that model.safetensors.index.json lists.
+        folder: folder with model.safetensors, or the files that model.safetensors.index.json lists.
 
     Raises:
-        CheckpointError: no such folder or files, pickled weights, a file that is damaged or not as the index says.
+        CheckpointError: no such folder or files, pickled weights, or a file that is damaged or differs from the index.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -63,10 +63,10 @@ class Weights:
             raise _wrong(self.folder, f"a tensor {lost[0]}", got, "Download or write the folder anew.")
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compares with the names and `shapes` of all parameters of a decoder.
+        """Compares the tensors with the names and `shapes` of all parameters of a decoder.
 
         Raises:
-            CheckpointError: naming a tensor that is missing, of another shape, or that the decoder has no place for.
+            CheckpointError: a tensor is missing, has another shape, or has no place in the decoder; the error names it.
         """
         remedy = "Use the config.json that belongs to these weights."
         for name, shape in ((stored_name(name), tuple(shape)) for name, shape in shapes.items()):
@@ -83,7 +83,7 @@ class Weights:
             raise _wrong(self.folder, f"{HEAD} equal to the embedding, which it shares", "another", remedy)
 
     def fill(self, module: str, name: str, parameter: Tensor) -> None:
-        """Overwrites `parameter`, called `name` in `module`, in its dtype; of a DTensor only this rank's part is read.
+        """Overwrites `parameter`, called `name` in `module`, in its dtype; of a DTensor it reads only this rank's part.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -106,7 +106,7 @@ class Weights:
             return all(torch.equal(first[rows], second[rows]) for rows in parts)
 
     def _index(self) -> dict[str, str]:
-        """File by tensor."""
+        """Returns the file of each tensor."""
         file = self.folder / INDEX
         if not file.is_file():
             pickled = sorted(path.name for kind in PICKLED for path in self.folder.glob(kind))
@@ -128,7 +128,7 @@ class Weights:
 
 
 def local_part(tensor: DTensor) -> tuple[slice, ...]:
-    """Which part of the whole `tensor` this rank holds, by dimension."""
+    """Returns the part of the whole `tensor` that this rank holds, a slice a dimension."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of the tensor's mesh"
     begins, sizes = [0] * tensor.ndim, list(tensor.shape)
@@ -136,7 +136,7 @@ def local_part(tensor: DTensor) -> tuple[slice, ...]:
         if isinstance(placement, Replicate):
             continue
         assert type(placement) is Shard, f"weights are sharded or replicated, not {placement}"
-        # As torch.chunk cuts: equal parts, the last one shorter, and none for the ranks behind it.
+        # Cuts as torch.chunk does: equal parts, then a shorter one, and none for the ranks after it.
         dim, size = placement.dim, sizes[placement.dim]
         part = -(-size // tensor.device_mesh.size(axis))
         begin = min(part * coordinate[axis], size)
@@ -148,9 +148,9 @@ def local_part(tensor: DTensor) -> tuple[slice, ...]:
 def write(
     tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Writes a decoder's `tensors` into `folder` as `dtype`, in files of at most `max_file_bytes` where tensors allow.
+    """Writes a decoder's `tensors` into `folder` as `dtype`, in files of at most `max_file_bytes`.
 
-    Only one file's tensors are converted at a time.
+    A larger tensor gets a file of its own. Only one file's tensors are converted at a time.
     """
     groups: list[list[str]] = [[]]
     sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
@@ -166,7 +166,7 @@ def write(
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         part = {stored_name(name): tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         (folder / file).touch()
-        mode = (folder / file).stat().st_mode  # as the user's umask has it; safetensors makes files private
+        mode = (folder / file).stat().st_mode  # follows the user's umask; safetensors would make the file private
         save_file(part, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(part, file)
