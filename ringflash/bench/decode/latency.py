@@ -1,12 +1,12 @@
-"""The decoding benchmark: flash_decode beside its peers over cache lengths, in one run, rounds interleaved.
+"""The decoding benchmark: flash_decode and its peers over cache lengths, in one run with interleaved rounds.
 
     python -m ringflash.bench.decode.latency --json decode.json
     python -m ringflash.bench.decode.latency --sweep --lengths 4096 131072
 
-Figures are medians over rounds whose order changes. Bandwidth counts keys and values once, and is compared with that
-of a kernel that copies, bytes read and written, timed in every round. Calls go round several caches, together larger
-than any L2. `graph` is a CUDA graph's replay, `queued` the GPU's time when launches are ahead, `host` what Python
-takes, for torch with choosing its backend.
+Figures are medians over rounds in a changing order. Bandwidth counts keys, values, queries and outputs once. It is
+compared with the bandwidth of a copying kernel, bytes read and written, which is timed in every round. The calls cycle
+through several caches, together larger than any L2. `graph` is the replay of a CUDA graph, and `queued` the GPU's time
+with launches queued ahead. `host` is the time of Python, for torch with the choice of its backend.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ringflash.commands.options import DTYPES, fill_in
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}  # on a GPU far more than its L2
-COLD_BYTES = 2**29  # of caches in turn: ten times an H200's L2
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}  # on a GPU, far larger than its L2
+COLD_BYTES = 2**29  # of all caches together: ten times an H200's L2
 HOST_CALLS = 20
 GPU = {"lengths": [4096, 8192, 16384, 32768, 65536, 131072], "batch": 8, "nheads": 32, "nheads_kv": 8, "headdim": 128}
-CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # shows that it runs
+CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # enough to show that it runs
 SWEPT = {"block_n": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
 SWEPT_SPLITS = (None, 4, 6, 8, 12, 16, 24)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what was asked for; 1 when flash_decode failed."""
+    """Measures the requested figures. Returns 1 if flash_decode failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,16 +84,16 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """One contender on all caches: each call takes the next cache."""
+    """One contender on all caches. Each call takes the next cache."""
 
     calls: list[Call]
-    replay: Callable[[], None] | None  # of a graph of one call on each cache
+    replay: Callable[[], None] | None  # replays a graph with one call on each cache
     pace: timing.Pace
     graph_pace: timing.Pace | None
 
     @staticmethod
     def of(calls: list[Call], on_gpu: bool) -> _Runner:
-        """Runs each call once or twice, and captures them."""
+        """Runs each call once or twice, and captures the calls in a graph on a GPU."""
         for call in calls:
             call()
         replay = _captured(calls) if on_gpu else None
@@ -101,7 +101,7 @@ class _Runner:
         return _Runner(calls, replay, timing.pace(_cycled(calls), on_gpu), graph_pace)
 
     def sample(self, on_gpu: bool) -> dict[str, float]:
-        """Seconds of one call in each way."""
+        """Returns the seconds of one call in each way."""
         call = _cycled(self.calls)
         times = {"queued": timing.seconds(call, self.pace, on_gpu), **self.graph_sample()}
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ class _Runner:
         return times
 
     def graph_sample(self) -> dict[str, float]:
-        """Seconds of one call in a graph, where there is one."""
+        """Returns the seconds of one call in the graph, if there is one."""
         if self.replay is None or self.graph_pace is None:
             return {}
         return {"graph": timing.seconds(self.replay, self.graph_pace, on_gpu=True) / len(self.calls)}
@@ -143,15 +143,15 @@ def _problems(shape: CacheShape, device: torch.device) -> list[Decoding]:
 
 
 def _copy(device: torch.device) -> list[Call]:
-    """A kernel that moves what a copy does."""
+    """Returns a kernel that moves the same bytes as a copy."""
     source = torch.randn(COPY_BYTES[device.type] // torch.float32.itemsize, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
-    # In a graph Tensor.copy_ is a memcpy node: 2759 GB/s on an H200, where kernels come to more than 4000.
+    # In a graph, Tensor.copy_ is a memcpy node: 2759 GB/s on an H200, where kernels reach more than 4000.
     return [lambda: torch.neg(source, out=target)]
 
 
 def _sampled(runners: Mapping[str, _Runner], rounds: int, on_gpu: bool) -> dict[str, dict[str, float]]:
-    """Median seconds of every contender, in each way."""
+    """Returns the median seconds of every contender in each way."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
     for number in range(rounds):
         for name in timing.turns(list(runners), number):
@@ -160,7 +160,7 @@ def _sampled(runners: Mapping[str, _Runner], rounds: int, on_gpu: bool) -> dict[
 
 
 def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one length, one a contender."""
+    """Measures one length and returns a row for each contender."""
     on_gpu = device.type == "cuda"
     problems = _problems(shape, device)
     runners = {COPY: _Runner.of(_copy(device), on_gpu)}
@@ -178,7 +178,7 @@ def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[
                 continue
             errors[name] = _errors(got, plain, exact)
             runners[name] = _Runner.of(calls, on_gpu)
-        except Exception as error:  # a peer that cannot: said in its row
+        except Exception as error:  # the contender's row reports it
             failed[name] = failure(error)
     medians = _sampled(runners, rounds, on_gpu)
     facts, copied = _facts(shape), 2 * COPY_BYTES[device.type] / _fastest(medians[COPY])
@@ -191,7 +191,7 @@ def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[
 
 
 def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one length, one for each choice of tiles and splits, fastest first."""
+    """Measures one length and returns a row for each choice of tiles and splits, fastest first."""
     problems = _problems(shape, device)
     exact = problems[0].reference(torch.float64)
     choices: list[tuple[rf.DecodeTiles | None, int | None]] = [(None, None)]
@@ -212,7 +212,7 @@ def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[st
             samples = [(runner.graph_sample()["graph"], copy.graph_sample()["graph"]) for _ in range(rounds)]
             graph, copy_graph = map(statistics.median, zip(*samples, strict=True))
             rows.append(row | _figures(shape, {"graph": graph}, 2 * COPY_BYTES[device.type] / copy_graph))
-        except Exception as error:  # tiles that do not fit the device
+        except Exception as error:  # the tiles do not fit the device
             rows.append({**row, "name": f"ringflash {chosen['tiles']}", "failed": failure(error)})
     return sorted(rows, key=lambda row: row.get("graph_us", float("inf")))
 
@@ -232,7 +232,7 @@ def _fastest(seconds: Mapping[str, float]) -> float:
 
 
 def _figures(shape: CacheShape, seconds: Mapping[str, float], copied: float) -> dict[str, float]:
-    """Microseconds, and bytes a second beside those `copied` a second."""
+    """Returns microseconds, and GB/s compared with a copy's rate `copied` in bytes a second."""
     figures = {f"{way}_us": round(value * 1e6, 2) for way, value in seconds.items()}
     rate = shape.bytes / _fastest(seconds)
     return figures | {

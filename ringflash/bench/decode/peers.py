@@ -1,4 +1,4 @@
-"""What the decoding benchmark measures: random queries and caches, and how flash_decode and its peers take them."""
+"""Problems and contenders of the decoding benchmark: random queries and caches, flash_decode and its peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """One cell of the benchmark: every sequence has `length` valid keys, and the cache is full."""
+    """Sizes of one cell of the benchmark. Every sequence has `length` valid keys, and the cache is full."""
 
     length: int
     batch: int
@@ -29,24 +29,24 @@ class CacheShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Size of keys and values."""
+        """Bytes of keys and values."""
         return 2 * self.batch * self.length * self.nheads_kv * self.headdim * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        """What must move: keys, values and queries read once, the output written once."""
+        """Bytes that must move: keys, values and queries read once, the output written once."""
         return self.kv_bytes + 2 * self.batch * self.seqlen_q * self.nheads * self.headdim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Random queries and a cache, causal among the queries.
+    """Random queries and a cache, with a causal mask among the queries.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k: (batch, length, nheads_kv, headdim).
-        v: as k.
-        lengths: int32 (batch,).
+        v: (batch, length, nheads_kv, headdim).
+        lengths: int32 (batch,), number of valid keys in each cache.
     """
 
     q: Tensor
@@ -56,7 +56,7 @@ class Decoding:
 
     @staticmethod
     def random(shape: CacheShape, device: torch.device, seed: int) -> Decoding:
-        """Normal inputs."""
+        """Returns normally distributed inputs from `seed`."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def draw(rows: int, heads: int) -> Tensor:
@@ -68,7 +68,11 @@ class Decoding:
         return Decoding(q, k, v, lengths)
 
     def reference(self, dtype: torch.dtype) -> Tensor:
-        """The plain formula in `dtype` for the first sequence, KV head by KV head: (1, seqlen_q, nheads, headdim)."""
+        """Returns the output of the plain formula in `dtype` for the first sequence, computed KV head by KV head.
+
+        Returns:
+            out, (1, seqlen_q, nheads, headdim).
+        """
         seqlen_q, length, group = self.q.shape[1], self.k.shape[1], self.q.shape[2] // self.k.shape[2]
         hidden = torch.ones(seqlen_q, length, dtype=torch.bool, device=self.q.device).triu(length - seqlen_q + 1)
         outs = []
@@ -80,7 +84,7 @@ class Decoding:
 
 
 def ours(options: rf.DecodeOptions) -> Callable[[Decoding], Call]:
-    """`flash_decode`."""
+    """Returns the contender `flash_decode` with `options`."""
 
     def prepare(given: Decoding) -> Call:
         def call() -> Tensor:
@@ -95,7 +99,10 @@ def ours(options: rf.DecodeOptions) -> Callable[[Decoding], Call]:
 
 
 def torch_sdpa(backend: SDPBackend, *, packed: bool) -> Callable[[Decoding], Call]:
-    """torch's scaled_dot_product_attention with enable_gqa, or with the heads of a group `packed` as its queries."""
+    """Returns torch's scaled_dot_product_attention on `backend` as a contender.
+
+    It gets enable_gqa, or with `packed` the query heads of a group as the rows of one KV head.
+    """
 
     def prepare(given: Decoding) -> Call:
         batch, seqlen_q, nheads, headdim = given.q.shape
@@ -116,7 +123,7 @@ def torch_sdpa(backend: SDPBackend, *, packed: bool) -> Callable[[Decoding], Cal
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Decoding], Call]]:
-    """Everything to measure on this device, by name."""
+    """Returns all contenders of `device` by name."""
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     if device.type == "cpu":
         backends = {"math": SDPBackend.MATH}
