@@ -1,4 +1,7 @@
-"""Errors at lengths whose scores no memory holds: the plain formula row block by row block, in any dtype."""
+"""Errors of attention against the plain formula, computed in blocks of rows and in any dtype.
+
+The blocks allow lengths at which no memory holds all scores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ TENSORS = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one tensor against float64: absolute, and as multiples of plain attention's in the same dtype."""
+    """Errors of one tensor against float64: absolute, and over the errors of plain attention in the same dtype."""
 
     rms: float
     rms_ratio: float
@@ -24,17 +27,17 @@ class Errors:
 
 
 def first_group(problem: Problem) -> Problem:
-    """The first sequence's first KV head and its query heads: what is compared, since heads are independent."""
+    """Returns the first sequence's first KV head and its query heads. They suffice, since heads are independent."""
     group = problem.group
     cut = replace(problem, q=problem.q[:, :, :group], k=problem.k[:, :, :1], v=problem.v[:, :, :1])
     return replace(cut, dout=problem.dout[:, :, :group]).map(lambda x: x[:1])
 
 
 def plain_by_rows(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """out, dq, dk, dv of attention by the plain formula, all matmuls and the softmax in `dtype`.
+    """Returns out, dq, dk and dv by the plain formula, with all matmuls and the softmax in `dtype`.
 
-    Blocks of `ROWS` queries against the keys they see; a block's gradients come from autograd, those of keys are
-    added up in float32 (float64 for float64).
+    Each block has `ROWS` queries and the keys that they may see. Autograd computes the gradients of a block. dk and dv
+    are added up in float32 (float64 for float64).
     """
     q, k, v, dout = (x.detach().to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout))
     seqlen, group, scale = q.shape[1], problem.group, q.shape[3] ** -0.5
@@ -64,11 +67,11 @@ def plain_by_rows(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What results of one problem are compared with, for its first group: out, dq, dk, dv.
+    """Reference results of a problem's first group: out, dq, dk, dv.
 
     Args:
-        exact: in float64.
-        plain: by the plain formula in the problem's dtype.
+        exact: results in float64.
+        plain: results of the plain formula in the problem's dtype.
     """
 
     exact: list[Tensor]
@@ -76,12 +79,12 @@ class Yardstick:
 
     @staticmethod
     def of(problem: Problem) -> Yardstick:
-        """Computes both; float64 takes a group's 14 seqlen^2 headdim operations, halved where causal."""
+        """Computes both. float64 takes 14 seqlen^2 headdim operations a query head of the group, or half if causal."""
         group = first_group(problem)
         return Yardstick(plain_by_rows(group, torch.float64), plain_by_rows(group, group.q.dtype))
 
     def errors(self, results: Sequence[Tensor]) -> dict[str, Errors]:
-        """Errors of out, dq, dk and dv of the whole problem, each (batch, seqlen, heads, headdim)."""
+        """Returns the errors of out, dq, dk and dv of the whole problem, each (batch, seqlen, heads, headdim)."""
         errors = {}
         for name, result, exact, plain in zip(TENSORS, results, self.exact, self.plain, strict=True):
             got = result.detach()[: exact.shape[0], :, : exact.shape[2]]

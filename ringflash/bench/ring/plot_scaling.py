@@ -1,4 +1,4 @@
-"""The picture of the scaling benchmark: rates over lengths, strong and weak scaling over GPUs, a row a pass."""
+"""Picture of the scaling benchmark: rates over lengths, and strong and weak scaling over GPUs, with a row per pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(path: Path, rows: Rows, device: str) -> None:
-    """Draws `rows` of the benchmark; failed ones are left out."""
+    """Draws `rows` of the benchmark to `path`, without failed rows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def draw(path: Path, rows: Rows, device: str) -> None:
 
 
 def _curves(ax: Any, rows: Rows, key: str, length: Any) -> None:
-    """A curve for every length that is there on more GPUs than one."""
+    """Draws a curve for every length that was measured on several numbers of GPUs."""
     for tokens in sorted({length(row) for row in rows}):
         points = sorted((row["gpus"], row[key]) for row in rows if length(row) == tokens and key in row)
         if len(points) > 1:

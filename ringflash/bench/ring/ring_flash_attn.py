@@ -1,8 +1,8 @@
-"""The peer ring-flash-attn: its zigzag ring, where its package is installed.
+"""The peer ring-flash-attn: its zigzag ring, if its package is installed.
 
-It calls private functions of the package of FlashAttention-2, which takes an hour to compile. Here FlashAttention-4
-does their work where it is installed, else torch's own FlashAttention-2: a module of that name is there while
-ring-flash-attn is imported, and only then.
+The package calls private functions of FlashAttention-2's package, which takes an hour to compile. Here FlashAttention-4
+replaces them if it is installed, else torch's own FlashAttention-2. Modules with the names of FlashAttention-2's exist
+only while ring-flash-attn is imported.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Kernels:
     """Attention on one device.
 
     Args:
-        name: as tables say it.
-        forward: of q, k, v, scale and whether causal; gives out and lse (batch, nheads, seqlen), then whatever.
-        backward: of dout, q, k, v, out, lse, scale and whether causal; writes into the dq, dk and dv that come last.
+        name: name in the tables.
+        forward: takes q, k, v, scale and causal; returns out, lse (batch, nheads, seqlen), and possibly other values.
+        backward: takes dout, q, k, v, out, lse, scale, causal, dq, dk and dv; writes the last three.
     """
 
     name: str
@@ -45,8 +45,11 @@ class Kernels:
 
 
 def ring_flash_attn(mesh: DeviceMesh, kernels: Kernels) -> Contender:
-    """`zigzag_ring_flash_attn_func` over `mesh`, of all ranks; it wants twice as many equal chunks as there are."""
-    # A group of its own: where it fails, messages are left behind that others must not receive.
+    """Returns the contender `zigzag_ring_flash_attn_func` over `mesh`, which has all ranks.
+
+    The length of the sequence must be a multiple of twice the number of ranks.
+    """
+    # A separate group: a call that fails leaves messages behind, which other contenders must not receive.
     group = dist.new_group()
 
     @contextmanager
@@ -66,7 +69,7 @@ def ring_flash_attn(mesh: DeviceMesh, kernels: Kernels) -> Contender:
 
 
 def zigzag(kernels: Kernels) -> Callable[..., Tensor]:
-    """The package's function; it keeps the kernels with which it was first imported.
+    """Returns the package's function, which keeps the kernels of its first import.
 
     Raises:
         Unavailable: the package is not installed.
@@ -76,17 +79,17 @@ def zigzag(kernels: Kernels) -> Callable[..., Tensor]:
         spec = find_spec(PACKAGE)
         if spec is None or spec.submodule_search_locations is None:
             raise Unavailable("not installed")
-        package: Any = ModuleType(PACKAGE)  # its own __init__ imports transformers
+        package: Any = ModuleType(PACKAGE)  # skips its own __init__, which imports transformers
         package.__path__ = list(spec.submodule_search_locations)
         interface = _interface(kernels)
         with _modules(ModuleType("flash_attn"), interface, package), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which it uses
+            warnings.simplefilter("ignore", DeprecationWarning)  # the package uses torch.jit.script
             import_module(name)
     return sys.modules[name].zigzag_ring_flash_attn_func
 
 
 def installed_kernels() -> Kernels:
-    """FlashAttention-4's, or torch's."""
+    """Returns the kernels of FlashAttention-4 if it is installed, else torch's FlashAttention-2."""
     try:
         from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -119,9 +122,9 @@ def _torch_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -
 
 
 def _interface(kernels: Kernels) -> ModuleType:
-    """The module `flash_attn.flash_attn_interface`: two functions, whose parameters the package reads off them.
+    """Returns the module `flash_attn.flash_attn_interface` with two functions. The package inspects their parameters.
 
-    The benchmark asks for no dropout, window, softcap or ALiBi, and any is refused.
+    The benchmark uses no dropout, window, softcap or ALiBi, and the functions refuse any of them.
     """
 
     def forward(
@@ -169,7 +172,7 @@ def _interface(kernels: Kernels) -> ModuleType:
 
 @contextmanager
 def _modules(*there: ModuleType) -> Generator[None, None, None]:
-    """Imports find these, for a while."""
+    """Lets imports find the modules `there`, and restores the earlier modules at the end."""
     before = {module.__name__: sys.modules.get(module.__name__) for module in there}
     sys.modules.update({module.__name__: module for module in there})
     try:

@@ -1,13 +1,13 @@
-"""The scaling benchmark: ring_attention by length and by number of GPUs, beside flash_attention on one of them.
+"""The scaling benchmark: ring_attention by length and number of GPUs, compared with flash_attention on one GPU.
 
     torchrun --nproc-per-node 4 -m ringflash.bench scaling --json scaling.json --png scaling.png
 
-Rings are of the first 1, 2, 4 ... ranks, all there are last; on one it is `flash_attention`. Numbers of GPUs take turns
-in rounds. Times are the slowest rank's, medians over rounds.
+The rings consist of the first 1, 2, 4 ... ranks, and finally of all ranks. One rank runs `flash_attention`. Each round
+runs all numbers of GPUs. Times are the slowest rank's, medians over rounds.
 
-Strong scaling: the same sequence on n GPUs, time on one / (n times the time on n). Weak scaling: as many tokens a GPU,
-so n times the length and, as attention goes, n^2 times the work; TFLOP/s a GPU over those of one GPU at 1 / n of the
-length.
+Strong scaling compares the same sequence: time on one GPU / (n times the time on n GPUs). Weak scaling compares the
+same tokens a GPU, so n GPUs have n times the length and n^2 times the work. It is their TFLOP/s a GPU over the TFLOP/s
+of one GPU at 1 / n of the length.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
-Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, where this one is there
+Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, with this rank in them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Joins the ranks that torchrun started, and runs on them."""
+    """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     names = ["seqlens", "gpus", "most_tokens", "rounds", "repeats"]
     check_at_least(_parser().parse_args(arguments), names)
@@ -48,7 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Measures; on rank 0 prints a table, writes JSON and draws a picture where asked. Returns rank 0's rows."""
+    """Measures every length; rank 0 prints a table, and writes JSON and draws a picture if asked.
+
+    Returns:
+        Rows of the rings that include this rank: on rank 0, all rows.
+
+    Raises:
+        ArgumentError: a number of GPUs does not divide all, or every length is too long or too short.
+    """
     options = _parser().parse_args(arguments)
     counts = sorted(set(options.gpus or default_counts(mesh.size())))
     for count in counts:
@@ -76,7 +83,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def default_counts(world_size: int) -> list[int]:
-    """Those of 1, 2, 4 ... that divide all, and all."""
+    """Returns the powers of two that divide `world_size`, and `world_size` itself."""
     powers = (2**n for n in range(world_size.bit_length()))
     return sorted({world_size, *(power for power in powers if world_size % power == 0)})
 
@@ -96,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rings(counts: Sequence[int], options: argparse.Namespace) -> Rings:
-    """The groups of the first ranks that this one is in, and of more than one rank a context; a collective of all."""
+    """Returns the groups of first ranks that include this rank, with a context for more than one rank.
+
+    The function is a collective of all ranks.
+    """
     rings: Rings = {}
     for count in counts:
         group = dist.new_group(list(range(count)))
@@ -107,14 +117,14 @@ def _rings(counts: Sequence[int], options: argparse.Namespace) -> Rings:
 
 
 def _measured(seqlen: int, counts: Sequence[int], options: argparse.Namespace) -> list[int]:
-    """Numbers of GPUs that `seqlen` is not too long or too short for."""
+    """Returns the numbers of GPUs for which `seqlen` is neither too long nor too short."""
     return [count for count in counts if count <= seqlen <= options.most_tokens * count]
 
 
 def _measure_length(
     seqlen: int, counts: Sequence[int], rings: Rings, options: argparse.Namespace, mesh: DeviceMesh
 ) -> list[dict[str, Any]]:
-    """A row for every number of GPUs that is measured."""
+    """Measures one length. Returns a row for each of its rings that includes this rank."""
     counts = _measured(seqlen, counts, options)
     sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
     problem = Problem.random(seqlen, **sizes, device=ranks.device_of(mesh), dtype=DTYPES[options.dtype])
@@ -126,10 +136,10 @@ def _measure_length(
                 try:
                     ranks.take_round(_contender(seqlen, context), problem, samples[count], options.repeats, group)
                 except ArgumentError:
-                    raise  # heads that attention does not take
-                except RuntimeError as error:  # out of memory, on all ranks of a ring alike
+                    raise  # attention does not take the heads
+                except RuntimeError as error:  # out of memory, on all ranks of the ring alike
                     failed[count] = failure(error)
-            dist.barrier()  # the ranks that are in no smaller ring wait, and leave links and power to it
+            dist.barrier()  # ranks outside the ring wait, and leave the links and the power to it
     rows = []
     for count in (count for count in counts if count in rings):
         row: dict[str, Any] = {"seqlen": seqlen, "gpus": count, **sizes, "dtype": options.dtype}
@@ -152,7 +162,7 @@ def _contender(seqlen: int, context: rf.ContextParallel | None) -> Contender:
 
 
 def with_efficiency(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with strong and weak scaling against one GPU, where it was measured at the length that takes."""
+    """Returns the rows with strong and weak scaling, if one GPU was measured at the length of the comparison."""
     alone = {row["seqlen"]: row for row in rows if row["gpus"] == 1 and "failed" not in row}
 
     def rate(row: dict[str, Any], part: str) -> float:

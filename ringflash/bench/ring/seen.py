@@ -1,4 +1,4 @@
-"""What sequences of the ring benchmark see: all before a token, a window of it, or documents of mixed lengths."""
+"""Masks of the ring benchmark: causal, with a window, or with documents of mixed lengths."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 import ringflash as rf
 from ringflash.errors import ArgumentError
 
-SPREAD = 1.0  # of the logarithms of lengths: the longest of 16 documents is a dozen times the median
+SPREAD = 1.0  # deviation of the logarithms of lengths: the longest of 16 documents is a dozen times the median
 
 
 def mask(seqlen: int, window: int | None, documents: int | None) -> tuple[Any, str]:
-    """The mask, None for the causal one, and its name.
+    """Returns the mask and its name. None stands for the causal mask.
 
     Args:
         seqlen: tokens in the whole sequence.
-        window: keys that a query sees, its own among them.
-        documents: packed into the sequence.
+        window: number of keys that a query sees, its own included.
+        documents: number of documents packed into the sequence.
+
+    Raises:
+        ArgumentError: an empty window, fewer tokens than documents, or no documents.
     """
     seen: Any = rf.Causal()
     names = ["causal"]
@@ -36,7 +39,7 @@ def mask(seqlen: int, window: int | None, documents: int | None) -> tuple[Any, s
 
 
 def lengths(seqlen: int, documents: int) -> list[int]:
-    """Log-normal lengths that sum to `seqlen`, none empty, the same in every process and run.
+    """Returns log-normal lengths that sum to `seqlen`, none of them 0, the same in every process and run.
 
     Raises:
         ArgumentError: fewer tokens than documents, or no documents.

@@ -1,17 +1,17 @@
-"""The ring benchmark: ring_attention over all ranks beside its peers, in one run, rounds interleaved.
+"""The ring benchmark: ring_attention over all ranks and its peers, in one run with interleaved rounds.
 
     torchrun --nproc-per-node 4 -m ringflash.bench ring --peers --check --json ring.json
 
-Times are the slowest rank's, medians over rounds; TFLOP/s are of one GPU, causal counted as half, backward as 2.5
+Times are the slowest rank's, medians over rounds. TFLOP/s are of one GPU; causal counts as half, a backward as 2.5
 forwards. Two yardsticks run in the same rounds:
 
-- one kernel at equal work: `flash_attention` on every rank by itself, causal, over so many tokens that its triangle has
-  as many visible pairs as the mean rank has in the ring: seqlen / sqrt(ranks) for a causal ring. "of one kernel" is its
-  time over the ring's. It has none of what a ring adds: state between hops, launches, uneven ranks, messages.
-- the ring without messages: the same calls and kernels on the same plan, nothing sent. What the ring takes more is the
-  exposed communication, a hop of which there are as many in the forward as in the backward.
+- one kernel at equal work: causal `flash_attention` on every rank by itself. Its sequence has the visible pairs of the
+  ring's mean rank: seqlen / sqrt(ranks) tokens for a causal ring. "of one kernel" is its time over the ring's time. The
+  kernel has none of the ring's additions: state between hops, launches, uneven ranks, messages.
+- the ring without messages: the same calls and kernels on the same plan, with nothing sent. The time that the real ring
+  takes in addition is the exposed communication, divided by the number of hops. Both passes have the same number.
 
-With --window or --documents TFLOP/s are of visible pairs, and "over its FLOPs" is the time over FLOPs / (rate of that
+With --window or --documents, TFLOP/s count visible pairs. "over its FLOPs" is then the time over FLOPs / (rate of the
 one kernel).
 """
 
@@ -41,18 +41,18 @@ from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
-CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # what contenders raise: said in their rows
+CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # raised by contenders, reported in rows
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem comes to in a ring.
+    """Work of a problem in a ring.
 
     Args:
-        flops: of a forward, of all ranks.
-        hops: of the ring.
-        tokens: whose causal triangle has as many pairs as the mean rank.
-        share: of that triangle's pairs that the mean rank has: nearly 1.
+        flops: FLOPs of a forward on all ranks.
+        hops: number of hops of the ring.
+        tokens: length of a causal sequence with about the visible pairs of the mean rank.
+        share: pairs of the mean rank over the pairs of this causal sequence: nearly 1.
         balance: pairs of the busiest rank over the mean.
         grouped: whether hops are grouped.
     """
@@ -66,7 +66,7 @@ class Work:
 
     @staticmethod
     def of(problem: Problem, context: rf.ContextParallel) -> Work:
-        """Read off the plan."""
+        """Returns the work of `problem` from the plan of `context`."""
         row_bytes = (
             sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v)) if problem.k.is_cuda else None
         )
@@ -78,7 +78,7 @@ class Work:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Joins the ranks that torchrun started, and runs on them."""
+    """Joins the ranks that torchrun started, and runs the benchmark. Returns 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     _check(_parser().parse_args(arguments))
     mesh = ranks.join("ringflash.bench ring", arguments)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Measures, prints a table on rank 0, and writes JSON where asked; returns its rows."""
+    """Measures every length and returns the rows. Rank 0 prints a table, and writes JSON if asked."""
     options = _parser().parse_args(arguments)
     context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport, hops=options.hops)
     named = peers.contenders(context, mesh, with_peers=options.peers)
@@ -182,9 +182,13 @@ def _measure_length(
 def _compare(
     problem: Problem, named: dict[str, Contender], context: rf.ContextParallel, *, check: bool
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Why contenders failed, for their rows, and the first one's errors.
+    """Compares every contender's output with the first one's, because only equal results are worth timing.
 
-    One must give the first one's result before it is worth timing.
+    Returns:
+        Reasons of failed contenders by name, and with `check` on rank 0 the errors of the first contender.
+
+    Raises:
+        ArgumentError: attention does not take the heads, the length or the mask.
     """
     expected, failed, results, errors = None, dict[str, str](), [], dict[str, float]()
     ours = next(iter(named))
@@ -199,7 +203,7 @@ def _compare(
             if not apart < AGREEMENT:
                 failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
         except ArgumentError:
-            raise  # heads, a length or a mask that attention does not take
+            raise  # attention does not take the heads, the length or the mask
         except CANNOT as error:
             failed[name] = failure(error)
     if results and context.rank == 0:
@@ -223,7 +227,7 @@ def _figures(
 
 
 def _yardsticks(medians: dict[str, dict[str, float]], ours: str, work: Work) -> dict[str, float]:
-    """Times of the yardsticks, and communication that is exposed: microseconds a hop of each pass."""
+    """Returns the times of the yardsticks, and the exposed communication of each pass in microseconds a hop."""
     figures: dict[str, float] = {"hops": work.hops, "one_kernel_tokens": work.tokens}
     for part in PARTS:
         figures[f"one_kernel_{part}_ms"] = round(medians[ALONE][part] * 1e3, 3)

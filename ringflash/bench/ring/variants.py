@@ -1,4 +1,4 @@
-"""Other ways to run `ring_attention` in the ring benchmark, beside the one that is asked for."""
+"""Variants of `ring_attention` in the ring benchmark, in addition to the requested ring."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ WARM_UPS = 3
 
 
 def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport: str) -> Contender:
-    """One of `VARIANTS` of `ours(context)`, whose `transport` was asked for.
+    """Returns the variant `name` of `ours(context)`, with the requested `transport`.
 
-    "ring" and "grouped" are hops so, "fixed-lengths" a context of one length, for which nothing waits for agreement,
-    "graphs" one that captures its passes too, and "graph" a program's own capture of a forward, and of both passes, in
-    which a ring's launches cost nothing.
+    - "ring" and "grouped" set the kind of hops.
+    - "fixed-lengths" uses a context of one length, in which no call waits for the agreement of the ranks.
+    - "graphs" uses such a context that also captures its passes in CUDA graphs.
+    - "graph" captures a forward, and both passes, as a user's program does; the ring's launches then cost nothing.
     """
     if name == "graph":
         hops = "ring" if context.hops == "auto" else context.hops
@@ -37,7 +38,7 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
 
 
 def captured(contender: Contender) -> Contender:
-    """`contender`, each pass a CUDA graph."""
+    """Returns `contender` with each pass as a CUDA graph."""
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
@@ -47,7 +48,7 @@ def captured(contender: Contender) -> Contender:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):  # compiles, uploads tables, grows memory
+                for _ in range(WARM_UPS):  # compiles kernels, uploads tables, grows memory
                     setup.forward_backward()
             torch.cuda.current_stream().wait_stream(side)
             passes = [_capture(call) for call in (setup.forward, setup.forward_backward)]
@@ -58,17 +59,17 @@ def captured(contender: Contender) -> Contender:
 
 @dataclass(frozen=True)
 class Replayed(Setup):
-    """A problem whose passes are graphs; their results lie where the capture put them."""
+    """A problem with CUDA graphs as passes. Their results stay in the memory of the capture."""
 
     replay_forward: Callable[[], Any]
     replay_both: Callable[[], Any]
 
     def forward(self) -> Tensor:
-        """One forward."""
+        """Replays one forward and returns out."""
         return self.replay_forward()
 
     def forward_backward(self) -> tuple[Tensor, ...]:
-        """One forward and backward: out, dq, dk, dv."""
+        """Replays one forward and backward, and returns out, dq, dk and dv."""
         return self.replay_both()
 
 
