@@ -1,4 +1,4 @@
-"""A check that the package is whole: in a checkout, two of its folders are symbolic links."""
+"""A check that the package is complete: in a checkout, two of its folders are symbolic links."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 
 def check_folders(package: str, paths: Sequence[str]) -> None:
-    """Raises ImportError unless `kernels` and `train` are folders of this very copy of the package.
+    """Raises ImportError unless `kernels` and `train` are folders of this copy of the package.
 
-    Without them Python would ask further finders, and an editable install could answer with another copy's files.
+    Without these folders Python would ask further finders, and an editable install could import another copy's files.
 
     Args:
         package: the name of the package that is being imported.

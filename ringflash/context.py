@@ -1,4 +1,4 @@
-"""ContextParallel: the ranks that share a sequence, how it is cut over them, and how they talk."""
+"""ContextParallel: the ranks that share a sequence, the cut of the sequence over them, and their connections."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from ringflash.transport.connect import (
 T = TypeVar("T")
 
 HOPS = ("ring", "grouped", "auto")
-# KV that a rank receives up to which "auto" groups hops: of 16384 tokens with 8 heads of 128 in two bytes over four
-# ranks, or of a window's keys. To receive more takes longer than a ring's launches; see docs/transports.md.
+# "auto" groups hops if no rank receives more KV than this: 16384 tokens of 8 heads of 128 in two bytes over four ranks,
+# or the keys of a window. To receive more takes longer than the launches of a ring; see docs/transports.md.
 GROUPED_BYTES = 48 * 2**20
 
 _CONTEXTS = Registry()
@@ -54,32 +54,32 @@ class ContextParallel(TokenMeans):
         mesh_or_group: a process group that this rank belongs to, or a DeviceMesh of one dimension, or of two named
             "ring" and "heads": KV goes around the first, heads are split over the second, and the sequence is cut over
             the ranks of both. Creating a context is a collective of its ranks.
-        layout: how the sequence is cut: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
+        layout: the cut of the sequence: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
             "balanced", which follows the mask: see `make_layout`.
-        transport: how KV moves: "nccl" is point-to-point over the group's backend, NCCL or gloo; "symmetric" is pulled
-            by the copy engines of GPUs that reach each other's memory; "auto" takes that where it can, and says why in
-            `transport_reason`.
-        timeout: how long a rank waits for another's message before it raises RingTimeout, in seconds or a timedelta;
-            less than the group's own timeout. By default 5 minutes, or half the group's where that is less.
+        transport: "nccl" sends KV point-to-point over the group's backend, NCCL or gloo. "symmetric" pulls KV with the
+            copy engines of GPUs that reach each other's memory. "auto" chooses symmetric if possible, and gives its
+            reason in `transport_reason`.
+        timeout: how long a rank waits for a message before it raises RingTimeout, in seconds or a timedelta; less than
+            the group's own timeout. By default 5 minutes, or half the group's timeout if that is less.
         debug: before each call, compare the plans that the ranks follow; a difference raises RankMismatch.
-        fixed_lengths: whether all calls that give this rank the same shapes are of sequences of one length, as in
-            training at one context length. Between GPUs a call that is known then goes on without waiting for the other
-            ranks' agreement, and a difference comes out one call late.
-        inner_ring: ranks, neighbours in the ring, that fast links join: KV goes around them while that of the next such
-            ranks is on its way over slow links. None is one ring.
-        hops: "ring" computes with KV of one rank after another while the next is on its way; "grouped" with that of all
-            at once, sent directly, one exchange and one launch, which is for sequences so short that launches take
-            longer than their work, and for windows; "auto" groups them on GPUs where no rank receives more than 48 MiB
-            of KV, and there is neither an inner ring nor `cuda_graphs`, which takes launches away.
+        fixed_lengths: whether calls with the same shapes on this rank always have sequences of one length, as in
+            training at one context length. Between GPUs a call that was agreed on before then continues without waiting
+            for the other ranks, and a difference is found one call late.
+        inner_ring: number of neighbouring ranks joined by fast links. KV goes around these ranks while the next KV
+            crosses slow links. None is one ring.
+        hops: "ring" computes with the KV of one rank after another, while the next KV is on its way. "grouped" sends
+            all KV directly, in one exchange and one launch: for windows, and for sequences so short that launches take
+            longer than their work. "auto" groups hops on GPUs if no rank receives more than 48 MiB of KV, unless there
+            is an inner ring or `cuda_graphs`, which removes launches.
         cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
-            and replayed from then on, with the same bits: for sequences so short that launches take longer than their
-            work. Each graph keeps its outputs, and all together memory for inputs and what is between. Calls with
-            dropout, or a mask that holds lengths or blocks, run as they are.
+            and then replayed, with the same bits: for sequences so short that launches take longer than their work.
+            Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls with
+            dropout, or with a mask that holds lengths or blocks, are not captured.
 
     Raises:
-        ArgumentError: no process group, a group without this rank, a mesh of other dimensions, an unknown name, a
-            transport that cannot join these ranks, a timeout that the group's would come before, an inner ring that
-            the ring is no multiple of, or one whose hops are to be grouped, graphs of a ring that is not symmetric.
+        ArgumentError: no process group, or one without this rank; a mesh of other dimensions; an unknown name; a
+            transport that cannot join these ranks; a timeout that is not below the group's timeout; an inner ring that
+            does not divide the ring, or has grouped hops; or graphs without the symmetric transport.
         RankMismatch: ranks ask for different transports or timeouts.
     """
 
@@ -140,11 +140,11 @@ class ContextParallel(TokenMeans):
         inner_ring: int | None = None,
         hops: str = "auto",
     ) -> ContextParallel:
-        """`world_size` virtual ranks in this process, to run and test ring schedules on one device.
+        """Returns a context of `world_size` virtual ranks in this process, to run ring schedules on one device.
 
-        With `heads`, neighbours in groups of that many split heads, and the ring has `world_size / heads` ranks;
-        `inner_ring` of them form a ring of their own, and `hops` are grouped, as in a context of processes.
-        `shard` gives the shards of all ranks one after another, and `ring_attention` takes and returns that.
+        Groups of `heads` consecutive ranks split heads, and the ring has `world_size / heads` ranks. `inner_ring` and
+        `hops` act as in a context of processes. `shard` returns the shards of all ranks one after another, and
+        `ring_attention` takes and returns tensors of that form.
         """
         if world_size < 1:
             remedy = "Pass the number of virtual ranks."
@@ -169,7 +169,7 @@ class ContextParallel(TokenMeans):
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
-        # The layout and what else of the schedule is chosen, in words.
+        # The layout and the other choices of the schedule, as text.
         in_words = "" if inner_ring is None else f"inner ring {inner_ring}", "" if hops == "auto" else f"hops {hops}"
         self._schedule = " ".join(filter(None, (layout, str(grid), *in_words)))
         self.name = f"{kind} rank {rank} of {self.world_size} {self._schedule}{' debug' if debug else ''}"
@@ -179,8 +179,8 @@ class ContextParallel(TokenMeans):
     def close(self) -> None:
         """Closes the connections of this context, unless another context uses them; later calls raise ArgumentError.
 
-        All ranks close it after the last call, or leave a `with` block of it. A second close does nothing. A context
-        that nobody refers to is closed when the next one is made.
+        All ranks close the context after its last call, or leave its `with` block. A second close does nothing. A
+        context without references is closed when the next one is made.
         """
         self._control = cast("ControlPlane", Closed(self.rank))
         self._connection = self._mesh_connection = self.transport = self.heads_transport = self.replays = None
@@ -207,12 +207,12 @@ class ContextParallel(TokenMeans):
         return [chunk for rank in self.local_ranks for chunk in chunks[rank]]
 
     def shard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
-        """This rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
+        """Returns this rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
 
         Args:
             x: the whole sequence, the same on every rank.
-            dim: along which it is cut.
-            mask: of the attention to come; the layout "balanced" needs it, others are the same without.
+            dim: the dimension that is cut.
+            mask: the mask of the attention to come; only the layout "balanced" depends on it.
 
         Raises:
             ArgumentError: no such dimension, fewer rows than ranks, no mask for "balanced" or one that does not fit.
@@ -221,14 +221,14 @@ class ContextParallel(TokenMeans):
         return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
 
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
-        """The whole sequence in order, from every rank's shard `x`; inverse of `shard`, exact, and a collective.
+        """Returns the whole sequence in order from every rank's shard `x`: the exact inverse of `shard`; a collective.
 
-        Differentiable: a shard's gradient is its part of the sum of all ranks' gradients of the whole. `mask` is that
-        given to `shard`.
+        It is differentiable: a shard's gradient is its part of the sum of all ranks' gradients of the whole. Pass the
+        same `mask` as to `shard`.
 
         Raises:
             ArgumentError: as `shard`.
-            RankMismatch: shards whose dtypes or other dimensions differ, or whose lengths are not the layout's.
+            RankMismatch: shards differ in dtype or in another dimension, or their lengths do not fit the layout.
         """
         dim = layouts.checked_dim(x, dim)
         if self._control is None:
@@ -241,7 +241,7 @@ class ContextParallel(TokenMeans):
         return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
     def positions(self, seqlen: int, device: torch.device | str | None = None, *, mask: Mask | None = None) -> Tensor:
-        """Global positions of this rank's rows of a sequence of `seqlen` tokens, in the order `shard` gives them.
+        """Returns the global positions of this rank's rows of a sequence of `seqlen` tokens, in the order of `shard`.
 
         Raises:
             ArgumentError: no whole number of tokens; or as `shard`.
@@ -250,16 +250,16 @@ class ContextParallel(TokenMeans):
         return layouts.positions(self._local_chunks(seqlen, mask), device)
 
     def plan(self, mask: Mask | None, seqlen: int, rank: int | None = None, *, row_bytes: int | None = None) -> Plan:
-        """What `rank` (this one by default) does in a ring over `seqlen` tokens under `mask`; print it to read it.
+        """Returns the plan of `rank` for a ring over `seqlen` tokens under `mask`; print the plan to read it.
 
-        With heads split over ranks, the plan is of the ring alone: it counts `rank` there, and has the rows of groups.
+        With heads split over ranks the plan covers the ring alone, with ring indices as ranks and rows of whole groups.
 
         Args:
             mask: as in `ring_attention`.
-            seqlen: tokens in the whole sequence.
-            rank: whose plan.
-            row_bytes: of a token's keys and values as a GPU of the ring has them, batch * (its KV heads) * (headdim +
-                headdim_v) * itemsize, by which hops="auto" groups hops or does not; without, it is a ring.
+            seqlen: number of tokens in the whole sequence.
+            rank: a rank of the context; this rank by default.
+            row_bytes: bytes of a token's keys and values on a GPU: batch * (its KV heads) * (headdim + headdim_v) *
+                itemsize. With hops="auto" they decide on grouping; without them the plan is a ring.
 
         Raises:
             ArgumentError: no whole number of tokens, no such rank, a mask of another sequence; or as `make_layout`.
@@ -283,26 +283,26 @@ class ContextParallel(TokenMeans):
         return make_double_plan(layout, mask, place, self.inner_ring)
 
     def _groups(self, layout: Layout, mask: Mask, row_bytes: int | None) -> bool:
-        """Whether hops are grouped: of numbers that ranks have agreed on."""
+        """Returns whether hops are grouped; this depends only on values that ranks have agreed on."""
         if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
         return receives_at_most(layout, mask, GROUPED_BYTES // row_bytes)
 
     def check_heads(self, nheads: int) -> None:
-        """Raises ArgumentError unless `nheads` query heads can be split."""
+        """Raises ArgumentError unless `nheads` query heads can be split evenly over the ranks of a group."""
         if nheads % self.grid.heads:
             expected = f"a multiple of the {self.grid.heads} ranks that heads are split over"
             remedy = "Split them over fewer ranks, and pass KV around more."
             raise ArgumentError("nheads", expected=expected, got=nheads, remedy=remedy)
 
     def agree(self, fields: Mapping[str, Field], local_seqlen: int, mask: Mask | None) -> int:
-        """Checks that all ranks make a call with the same `fields`, and returns the tokens in the whole sequence.
+        """Checks that all ranks make a call with the same `fields`; returns the number of tokens in the whole sequence.
 
-        `mask` is that of the call, which `fields` describes.
+        `mask` is the mask of the call, which `fields` describes.
 
         Raises:
-            RankMismatch: on every rank, before any data moves, naming the field and the ranks.
-            PeerFailed: when another rank raised instead of calling.
+            RankMismatch: ranks differ; raised on every rank before any data moves, and names the field and the ranks.
+            PeerFailed: another rank raised instead of calling.
         """
         kind = *fields, *fields.values(), mask
         return self.agree_on(kind, lambda: fields, local_seqlen, mask, lambda seqlen: seqlen)
@@ -315,10 +315,10 @@ class ContextParallel(TokenMeans):
         mask: Mask | None,
         then: Callable[[int], T],
     ) -> T:
-        """As `agree`, of calls of which most are like one before: `then` of what it returns.
+        """Returns `then(seqlen)` with the result of `agree`, cached for calls of the same `kind`.
 
-        `kind` is all that `fields` and `then` depend on; of a kind that is known neither is called again, and what
-        `then` gave is kept. Virtual ranks need not agree, and know none.
+        `fields` and `then` depend on `kind` alone, and neither is called again for a known kind. Virtual ranks need no
+        agreement and cache nothing.
         """
         if self._control is None:
             return then(local_seqlen)
@@ -339,16 +339,16 @@ class ContextParallel(TokenMeans):
         """Returns the largest `value` of all ranks; a collective. `name` is the same on all ranks.
 
         Raises:
-            PeerFailed: when another rank raised instead of calling.
+            PeerFailed: another rank raised instead of calling.
         """
         if self._control is None:
             return value
         return max(self._control.values({"operation": "largest", "of": name, "value": value}, free="value"))
 
     def forget_lengths(self) -> None:
-        """For `fixed_lengths`, before calls whose sequence has another length than calls of the same shapes had.
+        """Makes the next call of each kind wait for the agreement of all ranks; other ranks need not do the same.
 
-        Ranks then agree on it anew. Others than this one need not do so.
+        With `fixed_lengths`, call it before sequences of another length that have the same shapes as earlier calls.
         """
         if self._control is not None:
             self._control.forget()
@@ -375,14 +375,14 @@ class ContextParallel(TokenMeans):
 
     @property
     def faults(self) -> Faults | None:
-        """What this rank knows of failures in its ring; virtual ranks have none."""
+        """Returns the failure state of this rank's ring; None for virtual ranks."""
         return None if self._connection is None else self._connection.control.faults
 
     def begin_pass(self, plan: Plan) -> Faults | None:
-        """Notes the plan that this rank follows from now on, and returns `faults`.
+        """Stores the plan that this rank follows from now on in `faults`, and returns `faults`.
 
         Raises:
-            RankMismatch: in debug mode, when ranks follow different plans.
+            RankMismatch: in debug mode, ranks follow different plans.
         """
         faults = self.faults
         if faults is None or self._control is None:
@@ -396,7 +396,7 @@ class ContextParallel(TokenMeans):
         return faults
 
     def watch(self, plan: Plan, stream: torch.cuda.Stream) -> None:
-        """Sees to it that a replayed pass of `plan`, which `stream` holds, ends: as one hop, the first."""
+        """Watches a replayed pass of `plan`, queued on `stream`, as one message of hop 0; a peer's failure ends it."""
         assert self._connection is not None
         if self._connection.watch is not None:
             done = torch.cuda.Event()
@@ -405,7 +405,7 @@ class ContextParallel(TokenMeans):
 
 
 class _Unshard(torch.autograd.Function):
-    """Gathers shards; backward sums the ranks' gradients and takes this rank's rows."""
+    """Gathers shards; the backward sums the ranks' gradients and takes this rank's rows."""
 
     @staticmethod
     def forward(
@@ -441,7 +441,7 @@ def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
 
 
 def _resolve(mesh_or_group: object) -> tuple[dist.ProcessGroup, DeviceMesh | None, Grid]:
-    """The group that KV goes around, the mesh if it has a second dimension, and how the ranks stand."""
+    """Returns the group that KV goes around, the mesh if it has a second dimension, and the grid of ranks."""
     if not isinstance(mesh_or_group, DeviceMesh):
         group = _resolve_group(mesh_or_group)
         return group, None, Grid.of(dist.get_world_size(group))
@@ -489,12 +489,12 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
 
 
 def context_by_name(name: str) -> ContextParallel:
-    """The context with this `.name`."""
+    """Returns the context with this `.name`."""
     return _CONTEXTS.by_name(name)
 
 
 def described(mask: Mask) -> str:
-    """A mask in words that differ when any of its values does."""
+    """Returns a mask as text, which differs if any value of the mask differs."""
     words, tensors = mask.spec
     digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))
     return f"{mask!r} (checksum {digest:08x})" if tensors else words or "full"

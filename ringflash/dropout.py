@@ -1,8 +1,8 @@
 """Dropout of attention weights, keyed by global (batch, head, row, column): the same under any layout and world size.
 
-Whether a weight is dropped is one word of Philox4x32-10: key the seed, counter (column // 4, row, head, batch), word
-column % 4. Nothing is stored; the backward draws it again. Source: Salmon et al. 2011, "Parallel random numbers: as
-easy as 1, 2, 3"; its known answers are a test.
+Each weight has one random number of Philox4x32-10: the key is the seed, the counter is (column // 4, row, head, batch),
+and the output is number column % 4. Nothing is stored; the backward draws the numbers again. Source: Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"; a test compares with its known answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 
-RESOLUTION = 1 << 24  # a word's upper 24 bits are compared, which every backend holds exactly in int32
+RESOLUTION = 1 << 24  # only the upper 24 bits are compared: every backend holds them exactly in int32
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -26,14 +26,14 @@ class Dropout:
     """Drops each attention weight with probability `p` and scales the others by 1 / (1 - p).
 
     Args:
-        p: from 0 up to 1, without 1.
-        seed: a whole number, or an int64 tensor of one element on the CPU, from 0 to 2^63 - 1. None draws one a call
-            from torch's default CPU generator, so that torch.manual_seed and activation checkpointing hold; the ranks
-            of a ring must then be seeded alike. In a CUDA graph that you capture only a whole number is accepted:
-            kernels take the seed from the host, so every replay drops the same weights.
+        p: a probability in [0, 1).
+        seed: a whole number, or an int64 tensor of one element on the CPU, from 0 to 2^63 - 1. None draws a seed in
+            each call from torch's default CPU generator, so that torch.manual_seed and activation checkpointing work as
+            usual; the ranks of a ring must then be seeded alike. While you capture a CUDA graph, only a whole number is
+            accepted: kernels take the seed from the host, so every replay drops the same weights.
 
     Raises:
-        ArgumentError: another p or seed.
+        ArgumentError: `p` or `seed` has another type or value.
     """
 
     p: float
@@ -55,17 +55,17 @@ class Dropout:
             raise ArgumentError("seed", expected="a whole number from 0 to 2^63 - 1", got=repr(seed), remedy=remedy)
 
     def drawn(self) -> Tensor:
-        """The seed of one call, int64 on the CPU: shape () for a constant, (1,) where the next call's may differ."""
+        """Returns the seed of one call, int64 on the CPU: shape () for a constant, (1,) if the next call may differ."""
         if self.seed is None:
             return torch.randint(1 << 62, (1,), dtype=torch.int64, device="cpu")
         return self.seed.reshape(1) if isinstance(self.seed, Tensor) else torch.tensor(self.seed, device="cpu")
 
 
 def number_of(seed: Tensor) -> int:
-    """Reads a seed that `Dropout.drawn` gave.
+    """Returns a seed of `Dropout.drawn` as a number.
 
     Raises:
-        ArgumentError: a seed that may differ from call to call, while a CUDA graph is captured.
+        ArgumentError: the seed may differ from call to call, and a CUDA graph is being captured.
     """
     if seed.ndim and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         expected = "a whole number as seed while a CUDA graph is captured"
@@ -78,19 +78,19 @@ def number_of(seed: Tensor) -> int:
 
 
 def threshold(p: float) -> int:
-    """Words whose upper 24 bits are below this are dropped."""
+    """Returns the bound on the upper 24 bits of a random number below which its weight is dropped."""
     return round(p * RESOLUTION)
 
 
 def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Tensor, first_head: int = 0) -> Tensor:
-    """Which weights stay: bool (batch, nheads, rows, columns), from the global positions `rows` and `columns`.
+    """Returns the mask of kept weights, bool (batch, nheads, rows, columns).
 
-    The heads are `nheads` from number `first_head` on.
+    `rows` and `columns` are global positions; the heads are `nheads` consecutive ones from `first_head` on.
     """
     heads = torch.arange(first_head, first_head + nheads, device=rows.device)[:, None, None]
     batches = torch.arange(batch, device=rows.device)[:, None, None, None]
     fours, which = columns >> 2, torch.arange(len(columns), device=columns.device)
-    if not columns.is_cuda:  # which would wait for the GPU to know how many there are
+    if not columns.is_cuda:  # `unique` would make the host wait for the GPU, because its size depends on the values
         fours, which = fours.unique(return_inverse=True)
     words = philox([fours, rows[:, None], heads, batches], seed)
     stays = torch.stack([(word >> 8) >= threshold(p) for word in words], -1).flatten(-2)
@@ -98,7 +98,7 @@ def kept(p: float, seed: int, batch: int, nheads: int, rows: Tensor, columns: Te
 
 
 def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
-    """Philox4x32-10: four words, int64 tensors below 2^32, broadcast from the four of `counter`."""
+    """Computes Philox4x32-10: returns four int64 tensors below 2^32, broadcast from the four tensors of `counter`."""
     c0, c1, c2, c3 = (x & _WORD for x in counter)
     key0, key1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
@@ -110,6 +110,6 @@ def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
 
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of a product, of which int64 keeps all 64 whatever its sign."""
+    """Returns the upper and lower 32 bits of a product; int64 keeps all 64 bits of it, as a signed number."""
     product = x * factor
     return product >> 32 & _WORD, product & _WORD

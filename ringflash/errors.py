@@ -1,4 +1,4 @@
-"""The library's exceptions: each says what was expected, what came, and what to do."""
+"""Exceptions of the library; each message names the expected value, the value received and a remedy."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class RingflashError(Exception):
-    """Base of everything ringflash raises on purpose."""
+    """Base class of all exceptions that ringflash raises on purpose."""
 
 
 class ArgumentError(RingflashError, ValueError):
     """An argument that cannot be honoured.
 
     Args:
-        argument: name of the argument, as the caller knows it.
-        expected: what would have been accepted.
-        got: what came.
-        remedy: what to do about it.
-        rank: the rank that noticed, when it matters.
+        argument: name of the argument in the caller's code.
+        expected: description of the accepted values.
+        got: the value received.
+        remedy: instruction for the caller.
+        rank: the rank that detected the error, if it matters.
     """
 
     def __init__(self, argument: str, *, expected: str, got: object, remedy: str, rank: int | None = None) -> None:
@@ -28,13 +28,13 @@ class ArgumentError(RingflashError, ValueError):
         super().__init__(f"{argument}: expected {expected}, got {got}{where}. {remedy}")
 
     def __reduce__(self) -> tuple[Callable[..., ArgumentError], tuple[str]]:
-        """Lets the error travel between processes; `got` goes as text, because it may be anything."""
+        """Returns a form that can be sent between processes; `got` becomes text, because it may be any object."""
         rest = {"expected": self.expected, "got": str(self.got), "remedy": self.remedy, "rank": self.rank}
         return partial(_rebuild, type(self), **rest), (self.argument,)
 
 
 def _rebuild(kind: type[ArgumentError], argument: str, **rest: Any) -> ArgumentError:
-    """Makes an error of a subclass, whose own constructor may take other arguments."""
+    """Rebuilds an error of class `kind` without its constructor, which may take other arguments in a subclass."""
     error = kind.__new__(kind)
     ArgumentError.__init__(error, argument, **rest)
     return error
@@ -53,22 +53,22 @@ class CorpusError(DataError):
 
 
 class CheckpointError(ArgumentError):
-    """A checkpoint that is missing, incomplete, or of another model; or that could not be saved."""
+    """A checkpoint that is missing, incomplete or of another model, or that could not be saved."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A file of a checkpoint, `argument`, that is not as it was saved."""
+    """A file of a checkpoint, named by `argument`, that differs from the saved one."""
 
 
 class RankMismatch(RingflashError, ValueError):
-    """Ranks that called one collective with different arguments; raised on every rank before any data moves.
+    """Ranks called one collective with different arguments; raised on every rank before any data moves.
 
     Args:
         field: the first field that differs.
-        values: its value on each rank, in rank order.
+        values: the field's value on each rank, in rank order.
         odd_ranks: the ranks that differ from the rest.
         rank: the rank that raises.
-        remedy: what to do about it; None: to call with the same field.
+        remedy: instruction for the caller; None: to call with the same field on all ranks.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PeerFailed(RingflashError, RuntimeError):
 
     Args:
         ranks: the ranks that raised.
-        texts: what each of them raised, with its traceback.
-        rank: the rank that raises.
+        texts: the error of each of these ranks, with its traceback.
+        rank: the rank that raises this error.
     """
 
     def __init__(self, ranks: list[int], texts: list[str], *, rank: int) -> None:
@@ -102,10 +102,10 @@ class RingTimeout(RingflashError, TimeoutError):
     """A rank did not do its part within the ring's deadline; raised on every rank that waited.
 
     Args:
-        peers: the ranks that were waited for and left no word.
-        hop: the hop at which a message did not come; None where ranks agree, before the first.
+        peers: the late ranks: if there are any, ranks that were waited for and sent no failure report.
+        hop: the hop of the message that did not arrive; None in the agreement before the first hop.
         deadline: seconds that a rank waits for a message.
-        words: what each rank had to say of itself, in rank order.
+        words: the failure report of each rank, in rank order.
         rank: the rank that raises.
     """
 
@@ -122,8 +122,8 @@ class PeerLost(RingflashError, ConnectionError):
 
     Args:
         peers: the ranks that are gone.
-        hop: the hop at which that was noticed; None where ranks agree, before the first.
-        words: what each rank had to say of itself, in rank order.
+        hop: the hop at which the loss was noticed; None in the agreement before the first hop.
+        words: the failure report of each rank, in rank order.
         rank: the rank that raises.
     """
 
@@ -136,11 +136,11 @@ class PeerLost(RingflashError, ConnectionError):
 
 
 class GroupFailed(RingflashError, ConnectionError):
-    """A collective of the program's own process group that failed, outside of a ring; torch's error is the cause.
+    """The failure of a collective of the program's own process group, outside of a ring; torch's error is the cause.
 
     Args:
-        action: what the ranks did together.
-        text: torch's message.
+        action: the joint action of the ranks, as text.
+        text: the message of torch's error.
         rank: the global rank that raises.
     """
 
@@ -152,7 +152,7 @@ class GroupFailed(RingflashError, ConnectionError):
         )
 
     def __reduce__(self) -> tuple[type[GroupFailed], tuple[str, str, int]]:
-        """Lets the error travel between processes."""
+        """Returns a form that can be sent between processes."""
         return type(self), (self.action, self.text, self.rank)
 
 

@@ -1,4 +1,4 @@
-"""The plain formula of attention, in any dtype up to float64: what every test compares with."""
+"""The plain formula of attention in any dtype up to float64, the reference of every test."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(softmax_scale q k^T + mask) v with every score in memory, differentiable, in the inputs' dtype.
+    """Computes softmax(softmax_scale q k^T + mask) v with every score in memory, differentiable, in the inputs' dtype.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
-        k: (batch, seqlen_k, nheads_kv, headdim); KV heads are repeated over their group.
+        k: (batch, seqlen_k, nheads_kv, headdim); each KV head is repeated for its group of query heads.
         v: (batch, seqlen_k, nheads_kv, headdim_v).
         mask: which keys a query sees; the queries are the last `seqlen_q` positions.
         softmax_scale: 1 / sqrt(headdim) by default.
         softcap: scores become softcap * tanh(scores / softcap); 0 is none.
-        dropout: with a seed; which weights are dropped.
+        dropout: selects the weights that are dropped; pass one with a seed.
         alibi_slopes: (nheads,) or (batch, nheads); scores lose slope * |position_q - position_k|.
         sinks: (nheads,), the logit of one more key without a value, in rows that see a key.
 
     Returns:
-        out (batch, seqlen_q, nheads, headdim_v), 0 where a row sees nothing, and lse (batch, nheads, seqlen_q).
+        out (batch, seqlen_q, nheads, headdim_v), 0 in fully masked rows, and lse (batch, nheads, seqlen_q).
 
     Source: Vaswani et al. 2017, equation 1.
     """

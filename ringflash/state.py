@@ -1,4 +1,4 @@
-"""The online-softmax state (m, l, O): a commutative monoid that partial attention results live in."""
+"""The online-softmax state (m, l, O): a commutative monoid of partial attention results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOG2E = 1.0 / LN2
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of lse for inputs of `dtype`: float64 for float32 and float64, else float32.
+    """Returns the dtype of lse for inputs of `dtype`: float64 for float32 and float64, else float32.
 
-    The backward subtracts lse from scores. At scores of 1e4 rounding it to float32 changes probabilities by 5e-4.
+    The backward subtracts lse from scores. At scores of 1e4, rounding lse to float32 changes probabilities by 5e-4.
     """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -28,9 +28,9 @@ class AttentionState:
     m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i), O_i = sum_j 2^(s_ij - m_i) v_j.
 
     Args:
-        m: row maximum in base 2, (batch, nheads, seqlen), float32, or float64 where kernels compute in it.
-        l: row sum, the same shape and dtype.
-        o: unnormalised output, (batch, seqlen, nheads, headdim of v), the same dtype.
+        m: row maximum in base 2, (batch, nheads, seqlen), float32, or float64 if kernels compute in float64.
+        l: row sum, with the shape and dtype of m.
+        o: unnormalised output, (batch, seqlen, nheads, headdim of v), with the dtype of m.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
     """
@@ -43,7 +43,7 @@ class AttentionState:
     def allocate(
         batch: int, seqlen: int, nheads: int, headdim: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> AttentionState:
-        """A state whose storage is not initialised: for a first hop, which writes and never reads it."""
+        """Returns an uninitialised state, for a first hop, which writes the state without reading it."""
         m = torch.empty(batch, nheads, seqlen, device=device, dtype=dtype)
         return AttentionState(m, torch.empty_like(m), m.new_empty(batch, seqlen, nheads, headdim))
 
@@ -57,7 +57,7 @@ class AttentionState:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> AttentionState:
-        """The identity of `merge`: m = -inf, l = 0, O = 0; attention over no keys."""
+        """Returns the identity of `merge`, the attention over no keys: m = -inf, l = 0, O = 0."""
         state = AttentionState.allocate(batch, seqlen, nheads, headdim, device=device, dtype=dtype)
         state.m.fill_(-math.inf)
         state.l.zero_()
@@ -65,9 +65,9 @@ class AttentionState:
         return state
 
     def merge(self, other: AttentionState) -> AttentionState:
-        """Attention of the same queries over both key sets; associative and commutative.
+        """Returns the attention of the same queries over both key sets; associative and commutative.
 
-        m = max(m1, m2), l = l1 2^(m1-m) + l2 2^(m2-m), O likewise. Where neither side saw a key, the identity remains.
+        m = max(m1, m2), l = l1 2^(m1-m) + l2 2^(m2-m), O likewise. Rows fully masked on both sides remain the identity.
         """
         m = torch.maximum(self.m, other.m)
         origin = m.masked_fill(m == -math.inf, 0.0)  # -inf minus -inf would be NaN
@@ -77,19 +77,22 @@ class AttentionState:
         return AttentionState(m, row_sum, o)
 
     def with_sinks(self, sinks: Tensor | None) -> AttentionState:
-        """Attention over one more key a head, of logit `sinks` (nheads,) and no value, in rows that have seen a key."""
+        """Returns the attention with one more key a head, of logit `sinks` (nheads,) and no value.
+
+        Fully masked rows have no sink.
+        """
         if sinks is None:
             return self
         logits = (sinks.to(self.m.dtype) * LOG2E)[:, None].expand_as(self.m).masked_fill(self.l == 0, -math.inf)
         return self.merge(AttentionState(logits, (logits > -math.inf).to(self.l.dtype), torch.zeros_like(self.o)))
 
     def finalize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """out = O / l in `dtype` (the state's own by default) and lse = ln sum exp(scale q.k).
+        """Returns out = O / l in `dtype` (the state's own by default) and lse = ln sum exp(scale q.k).
 
-        Returns out (batch, seqlen, nheads, headdim) and lse (batch, nheads, seqlen); 0 and -inf where no key was seen.
+        out is (batch, seqlen, nheads, headdim) and lse (batch, nheads, seqlen); 0 and -inf in fully masked rows.
         """
-        seen = self.l != 0  # NaN is seen: it must reach the gradients
+        seen = self.l != 0  # True for NaN, which must reach the gradients
         divisor = self.l.masked_fill(~seen, 1.0)
         out = self.o / divisor.transpose(1, 2)[..., None]
-        lse = (self.m.double() + torch.log2(divisor.double())) * LN2  # float64: the backward's exponent, rounded once
+        lse = (self.m.double() + torch.log2(divisor.double())) * LN2  # float64: rounds the backward's exponent once
         return out.to(dtype or out.dtype), lse.masked_fill(~seen, -math.inf).to(self.m.dtype)

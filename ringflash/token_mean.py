@@ -1,4 +1,4 @@
-"""The mean loss over the valid tokens of all ranks: a loss to call backward on, and the number to log."""
+"""The mean loss over the valid tokens of all ranks: a loss to call backward on, and a value to log."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TokenMean:
     """The mean loss over the valid tokens of all ranks.
 
     Args:
-        loss: a scalar with a graph. Its value is `value` on every rank. Its gradient is this rank's part of the mean's
-            gradient, scaled so that the reduction over ranks gives exactly the gradient of the mean.
+        loss: a scalar with a graph, equal to `value` on every rank. Its gradient is this rank's part of the gradient of
+            the mean, scaled so that the reduction over ranks gives exactly the gradient of the mean.
         value: the mean, detached, equal on all ranks; 0 where no token is valid.
         num_valid: valid tokens of all ranks, an int64 scalar.
     """
@@ -35,11 +35,11 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks that a batch's tokens are counted over.
+    """Ranks that the tokens of a batch are counted over.
 
     Args:
-        groups: process groups to reduce over, one after another; none in a single process.
-        size: ranks of all of them together.
+        groups: process groups to reduce over, one after another; empty in a single process.
+        size: number of ranks in all groups together.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -53,7 +53,7 @@ class TokenRanks:
 
 
 class TokenMeans:
-    """Token means of a `ContextParallel`."""
+    """Methods of `ContextParallel` for token means."""
 
     group: dist.ProcessGroup | None
     heads_group: dist.ProcessGroup | None
@@ -73,21 +73,21 @@ class TokenMeans:
     ) -> TokenMean:
         """Returns the mean loss over the valid tokens of all ranks: `loss` for backward, `value` to log; a collective.
 
-        Right under DDP and FSDP2, which average gradients, and under `RingAttentionStrategy`, with any number of valid
-        tokens on a rank, none included.
+        The loss is correct under DDP and FSDP2, which average gradients, and under `RingAttentionStrategy`. A rank may
+        have any number of valid tokens, including none.
 
         Args:
-            token_losses: the loss of each of this rank's tokens, of the shape of `labels`; masked ones may be anything.
+            token_losses: the loss of each token of this rank, in the shape of `labels`; any value for masked tokens.
             labels: this rank's labels, shifted before they were cut, -100 where there is no target.
             num_valid_tokens: valid tokens of the accumulation window on all ranks, from `count_valid_tokens`. The
-                micro-batches' losses and values then add up to the window's mean. By default those of this call.
-            group: the ranks whose gradients are averaged, or the data-parallel ranks alone; None: all processes.
-            gradients: "mean" where gradients are averaged over ranks, "sum" where they are summed; None: "mean", and
-                "sum" for the context of a `RingAttentionStrategy`.
+                losses and values of the micro-batches then add up to the window's mean. None: the tokens of this call.
+            group: the ranks that average their gradients, or the data-parallel ranks alone; None: all processes.
+            gradients: "mean" if gradients are averaged over ranks, "sum" if they are summed; None: "mean", and "sum"
+                for the context of a `RingAttentionStrategy`.
 
         Raises:
-            ArgumentError: another shape or dtype, a count that is none, a group with a part of the context's ranks, or
-                what contradicts the strategy.
+            ArgumentError: a tensor has another shape or dtype, the count is not a whole number, or `group` has only a
+                part of the context's ranks. Also raised if an argument contradicts the strategy.
         """
         if gradients is None:
             gradients = self.gradients
@@ -105,14 +105,14 @@ class TokenMeans:
     def count_valid_tokens(
         self, labels: Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Counts the valid tokens of all ranks, an int64 scalar; a collective.
+        """Returns the number of valid tokens of all ranks, an int64 scalar; a collective.
 
         Args:
-            labels: this rank's, of one micro-batch or of several.
+            labels: this rank's labels of one micro-batch, or of several.
             group: as in `token_mean`.
 
         Raises:
-            ArgumentError: no labels, or labels that are not whole numbers; or a group as in `token_mean`.
+            ArgumentError: `labels` is empty or holds no whole numbers; or `group`, as in `token_mean`.
         """
         parts = [labels] if isinstance(labels, Tensor) else list(labels)
         if not parts:
@@ -127,7 +127,7 @@ class TokenMeans:
 
 
 def _token_ranks(context_groups: Sequence[dist.ProcessGroup], group: dist.ProcessGroup | None) -> TokenRanks:
-    """Finds the ranks to count over, from the groups of a context, none for virtual ranks, and a `group` given."""
+    """Returns the ranks to count over, from the groups of a context (empty for virtual ranks) and the given `group`."""
     if group is None:
         world = dist.group.WORLD if dist.is_initialized() else None
         return TokenRanks((), 1) if world is None else TokenRanks((world,), dist.get_world_size())
@@ -163,7 +163,7 @@ def _token_mean(
     valid = labels != IGNORE_INDEX
     dtype = torch.float64 if token_losses.dtype == torch.float64 else torch.float32
     local = torch.where(valid, token_losses, 0).sum(dtype=dtype)
-    # float64 counts exactly up to 2**53, so that one collective serves both numbers.
+    # float64 counts exactly up to 2**53, so one collective can sum the losses and the count.
     sums = ranks.sum(torch.stack([local.detach().double(), valid.sum().double()]))
     counted = sums[1].long()
     count = counted if num_valid_tokens is None else torch.as_tensor(num_valid_tokens, device=labels.device)
@@ -175,7 +175,7 @@ def _token_mean(
 
 
 class _WithValue(torch.autograd.Function):
-    """Gives `value` in the forward and the gradient of `scale * local` in the backward."""
+    """Returns `value` in the forward, and the gradient of `scale * local` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, value: Tensor, scale: Tensor) -> Tensor:

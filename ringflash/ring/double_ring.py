@@ -1,4 +1,4 @@
-"""Double rings: KV goes around a group of ranks over fast links, while the next group's KV crosses slow links.
+"""Double rings: KV goes around a group of ranks over fast links, while the next KV crosses slow links.
 
 A group is `inner` consecutive ranks. KV first makes a full pass around the inner ring of its own group, one rank a hop.
 During an inner pass the rank where the pass began also sends the KV to the rank at the same place in the next group.
