@@ -1,4 +1,4 @@
-"""A corpus by name: a folder that `ringflash prepare` made, or text, which becomes one of bytes in a cache."""
+"""Loading of a corpus by name: a folder made by `ringflash prepare`, or text that is encoded as bytes into a cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ CACHE = "~/.cache/ringflash"
 
 
 def load_corpus(sources: str | Sequence[str], cache_dir: str | Path = CACHE) -> TokenFiles:
-    """The token files of a prepared folder, or those of text, encoded as bytes by the first process that needs them.
+    """Returns the token files of a prepared folder, or of text, which the first process that needs it encodes as bytes.
 
-    Text is encoded once: the folder's name in `cache_dir` follows from the files' paths, sizes and times, and processes
-    that start together may all call this.
+    Text is encoded once. The folder's name in `cache_dir` is derived from the files' paths, sizes and times. Processes
+    that start together may all call this function.
 
     Raises:
-        DataError: no documents, only empty ones, one that cannot be read or is not UTF-8 text, a prepared folder that
-            is not complete, or a cache that cannot be written.
+        DataError: no documents, only empty ones, one that cannot be read or is not UTF-8 text, an incomplete prepared
+            folder, or a cache that cannot be written.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
     try:
         if len(names) == 1 and names[0].strip() and (Path(names[0]).expanduser() / DATASET).is_file():
             return TokenFiles(Path(names[0]).expanduser())
-    except (OSError, RuntimeError):  # no path at all, which find_sources explains
+    except (OSError, RuntimeError):  # not a valid path; find_sources raises a clear error
         pass
     recipe = Recipe(Tokenizer())
     keys = "\n".join(recipe.key(parts) for parts in divide(find_sources(sources), SHARD_BYTES))
@@ -40,9 +40,9 @@ def load_corpus(sources: str | Sequence[str], cache_dir: str | Path = CACHE) -> 
             try:
                 return TokenFiles(folder)
             except DataError:
-                pass  # damaged: what is not as it was is made anew
+                pass  # damaged: `prepare` rewrites the damaged files
         return prepare(sources, folder, recipe)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: expanduser found no folder for the user
         raise DataError(
             "cache_dir",
             expected="a folder for token files with room in it",

@@ -15,28 +15,29 @@ from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
 from ringflash.train.data.tokens import TokenFiles
 
-VAL_FRACTION = 0.01  # of text, of which nobody has said it
+VAL_FRACTION = 0.01  # default for text without a given fraction
 
 
 class TextDataModule(pl.LightningDataModule):
     """Next-token samples of documents, `context_length` tokens each.
 
-    All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only. What
-    is held out for val/loss, and for test/loss, is the same documents whatever the seed. The order of samples is a pure
-    function of seed and epoch.
+    All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only. The
+    documents held out for val/loss and test/loss do not depend on the seed. The order of samples is a pure function of
+    seed and epoch.
 
     Args:
-        corpus: a folder that `ringflash prepare` made; or text to train on byte by byte: files, folders or globs, or
+        corpus: a folder made by `ringflash prepare`; or text to train on byte by byte: files, folders or globs, or
             "stdlib", the sources of Python's standard library.
         context_length: tokens a sample.
         batch_size: samples a micro-batch, over all data-parallel ranks.
-        documents: "packed": no token sees another document's, positions restart at each, and none is to predict what
-            follows its end; a document that a sample ends in goes on in the next. "whole": so too, but those that fit
-            into a sample are not cut. "joined": a sample is one text, whatever documents are in it.
-        val_fraction: part of the tokens to hold out, rounded to whole documents; 0 for none. None is what a prepared
-            folder says, and 0.01 of text.
-        seed: of the order of samples.
-        cache_dir: folder of the token files that text becomes.
+        documents: "packed": no token sees another document's tokens, positions restart at each document, and no token
+            predicts past its document's end. A document that is cut at the end of a sample continues in the next.
+            "whole": like "packed", but documents that fit into a sample are not cut. "joined": a sample is one text,
+            across document bounds.
+        val_fraction: fraction of the tokens to hold out, rounded to whole documents; 0 for none. None is the prepared
+            folder's value, and 0.01 for text.
+        seed: seed of the order of samples.
+        cache_dir: folder for the token files of encoded text.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class TextDataModule(pl.LightningDataModule):
         self._samples: tuple[TokenSamples, TokenSamples] | None = None
 
     def prepare_data(self) -> None:
-        """Encodes text, on one process of a machine."""
+        """Encodes text, in one process of a machine."""
         load_corpus(self.sources, self.cache_dir)
 
     def setup(self, stage: str) -> None:
-        """Maps the token files, and leaves their tokenizer in the folder of a run that is logged.
+        """Maps the token files, and saves their tokenizer in the folder of a run that is logged.
 
         Raises:
-            DataError: fewer tokens than one sample, or than two with a held-out part; the model has fewer token ids, or
-                begins with a folder of another tokenizer.
+            DataError: there are fewer tokens than one sample, or than two with a held-out part. Or the model has fewer
+                token ids, or its initial weights come from a folder with another tokenizer.
         """
         tokens = load_corpus(self.sources, self.cache_dir)
         begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
@@ -99,43 +100,43 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def tokens(self) -> TokenFiles:
-        """What is trained on; there once `setup` has run."""
+        """Token files of the training text; available after `setup` has run."""
         return self.train_samples().line.tokens
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of the tokens."""
+        """Tokenizer of the token files."""
         return self.tokens.tokenizer
 
     def train_samples(self) -> TokenSamples:
-        """All samples before the held-out ones."""
+        """Returns all samples before the held-out ones."""
         assert self._samples is not None, "setup comes first"
         return self._samples[0]
 
     def val_samples(self) -> TokenSamples:
-        """The held-out samples."""
+        """Returns the held-out samples."""
         assert self._samples is not None, "setup comes first"
         return self._samples[1]
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled, every epoch anew."""
+        """Returns a loader that shuffles every epoch differently."""
         return self._loader(self.train_samples(), shuffle=True)
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
-        """In order; nothing when nothing is held out."""
+        """Returns a loader in order, or an empty list when nothing is held out."""
         samples = self.val_samples()
         return self._loader(samples, shuffle=False) if len(samples) else []
 
     def test_dataloader(self) -> ResumableLoader | list[Any]:
-        """As `val_dataloader`."""
+        """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the position in an epoch means."""
+        """Returns the settings that give a position in an epoch its meaning."""
         return self._identity()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises DataError when the checkpoint's position is one in other samples."""
+        """Raises DataError when the checkpoint's position refers to other samples."""
         now = self._identity()
         differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
         if differing:

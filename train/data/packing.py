@@ -1,4 +1,4 @@
-"""Which pieces of documents go into which sample, so that few samples hold them all: best fit decreasing."""
+"""Packing of pieces of documents into few samples: best fit decreasing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Vector = npt.NDArray[np.int64]
 
 
 def fit(lengths: Vector, capacity: int) -> tuple[Vector, Vector]:
-    """Pieces into samples of `capacity`: the longest first, each into the sample with the least room that it fits in.
+    """Packs pieces into samples of `capacity`: the longest first, each into the sample with the least sufficient room.
 
-    Pieces of one length are placed together, as many as there are samples with that room, so the work grows with the
-    number of distinct lengths and rooms rather than of pieces.
+    Pieces of one length are placed together in all samples with that room. The work therefore grows with the number of
+    distinct lengths and rooms rather than of pieces.
 
     Args:
         lengths: (n,) from 1 to `capacity`.
         capacity: tokens a sample.
 
     Returns:
-        (n,) pieces, those of one sample together, and (samples + 1,) where in it each sample begins.
+        (n,) pieces, ordered by sample, and (samples + 1,) start of each sample in it.
 
     Source: Ding et al. 2024, "Fewer truncations improve language modeling", section 3.
     """
     sample_of = np.empty(len(lengths), np.int64)
-    rooms: dict[int, Vector] = {}  # room -> samples that have it
-    known: list[int] = []  # the rooms, rising
+    rooms: dict[int, Vector] = {}  # room -> samples with this room
+    known: list[int] = []  # the rooms in ascending order
     count = 0
 
     def put(room: int, samples: Vector) -> None:

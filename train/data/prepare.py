@@ -1,4 +1,4 @@
-"""`ringflash prepare`: text to token files, in several processes, going on where an interrupted run has stopped."""
+"""Preparation of token files from text, in several processes, with resumption of an interrupted run."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from ringflash.train.data.tokens import (
 )
 
 SHARD_BYTES = 64 << 20
-BATCH_CHARACTERS = 1 << 22  # encoded at once: enough documents for all threads of a tokenizer
+BATCH_CHARACTERS = 1 << 22  # text encoded at once, enough for all threads of a tokenizer
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the ids of a source depend on besides its content.
+    """Settings that determine the ids of a source besides its content.
 
     Args:
-        tokenizer: from text to ids.
-        text_field: of JSON lines and tables.
+        tokenizer: tokenizer of the text.
+        text_field: field of the text in JSON lines and tables.
     """
 
     tokenizer: Tokenizer
     text_field: str = "text"
 
     def key(self, parts: Sequence[Part]) -> str:
-        """Digest of all that a shard of `parts` is made from: files are known by path, size and time."""
+        """Returns a digest of the inputs of a shard of `parts`; files are identified by path, size and time."""
         key = hashlib.sha256(f"{FORMAT_VERSION}\0{self.tokenizer.digest}\0{self.text_field}".encode())
         for part in parts:
             s = part.source
@@ -80,19 +80,19 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     console: Console | None = None,
 ) -> TokenFiles:
-    """Writes the documents of `sources` to `folder` as token files, the same whatever the number of processes.
+    """Writes the documents of `sources` to `folder` as token files.
 
-    Shards that are there already and are what they would be made to are kept, after their digest was compared; so a
-    preparation that was interrupted goes on where it stopped. Others wait while one prepares the same folder.
+    The files do not depend on the number of processes. Existing shards with the right key and digest are kept, so an
+    interrupted preparation continues where it stopped. Other processes wait while one prepares the same folder.
 
     Args:
-        sources: see `find_sources`; what lies in `folder` is none.
-        folder: new, or of an earlier preparation.
+        sources: see `find_sources`; files in `folder` are left out.
+        folder: a new folder, or one of an earlier preparation.
         recipe: tokenizer and field of the text.
-        processes: that encode.
+        processes: number of processes that encode.
         val_fraction: see `Header`.
-        shard_bytes: of sources that become a shard.
-        console: where a progress bar is drawn; None is nowhere.
+        shard_bytes: bytes of sources a shard.
+        console: console for a progress bar; None shows none.
 
     Raises:
         DataError: no documents, only empty ones, some that cannot be read, or a folder with other files in it.
@@ -111,7 +111,7 @@ def prepare(
     key = hashlib.sha256("".join(map(recipe.key, shards)).encode()).hexdigest()
     with _lock(folder):
         if _key_of(folder) != key:
-            (folder / DATASET).unlink(missing_ok=True)  # its shards are about to be replaced
+            (folder / DATASET).unlink(missing_ok=True)  # the new shards will not match it
         headers = _shards(folder, shards, recipe, processes, console)
         if not sum(header.num_tokens for header in headers):
             raise DataError(
@@ -121,7 +121,7 @@ def prepare(
                 remedy="Name files with text in them.",
             )
         for index in range(len(shards), len(shards) + sum(1 for _ in folder.glob("tokens-*.bin"))):
-            shard_path(folder, index).unlink(missing_ok=True)  # of an earlier preparation of more
+            shard_path(folder, index).unlink(missing_ok=True)  # left by an earlier preparation with more shards
         recipe.tokenizer.save(folder / "tokenizer")
         write_dataset(folder, Header(key, tuple(headers), val_fraction))
     return TokenFiles(folder)
@@ -135,7 +135,7 @@ def _key_of(folder: Path) -> str | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises DataError where a folder holds something else: nothing of others is deleted or mixed with."""
+    """Raises DataError if a folder holds other files, so that none of them is deleted or mixed with shards."""
     if folder.is_file():
         raise DataError("--to", expected="a folder", got=f"the file {folder}", remedy="Name a new folder.")
     if not folder.is_dir():
@@ -152,10 +152,10 @@ def _check_folder(folder: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process prepares `folder`; one that dies lets go."""
+    """Waits until no other process prepares `folder`; the lock of a process that dies is released."""
     with (folder / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        for left in (*folder.glob(".tokens-*"), *folder.glob(f".{DATASET}.*")):  # by processes that were killed
+        for left in (*folder.glob(".tokens-*"), *folder.glob(f".{DATASET}.*")):  # left by killed processes
             left.unlink()
         yield
 
@@ -188,8 +188,8 @@ def _shards(
 def _in_processes(
     folder: Path, shards: Sequence[tuple[Part, ...]], recipe: Recipe, processes: int
 ) -> Iterator[tuple[int, tuple[ShardHeader, bool]]]:
-    """Makes all shards, and yields each as it is done."""
-    # Not forked: the threads of torch or of a tokenizer would not come along, but their locks would.
+    """Makes all shards, and yields each when it is done."""
+    # Spawns, because a fork would copy the locks of torch and of tokenizers without the threads that hold them.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(shards)), context, initializer=_enter_worker)
     waiting: dict[Future[tuple[ShardHeader, bool] | dict[str, Any]], int] = {}
@@ -215,7 +215,7 @@ def _in_processes(
 
 
 def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[ShardHeader, bool]:
-    """The shard of `parts` at `path`, and whether it was there already and had the right digest."""
+    """Returns the shard of `parts` at `path`, and whether it existed already with the right digest."""
     key = recipe.key(parts)
     if path.exists():
         try:
@@ -223,12 +223,12 @@ def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[Shard
             if header.key == key and verify_shard(path, header):
                 return header, True
         except DataError:
-            pass  # damaged: it is made anew
+            pass  # damaged: write_shard replaces it
     return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer), False
 
 
 def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]]:
-    """Pieces of documents as ids, many encoded at once."""
+    """Yields pieces of documents as ids, many encoded at once."""
     texts: list[str] = []
     lasts: list[bool] = []
     characters = 0
@@ -244,10 +244,10 @@ def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]
 
 
 def _enter_worker() -> None:
-    # An interrupt ends it without a word: the first process has one. That one's death is noticed below.
+    # An interrupt ends a worker silently, because the first process prints a message. `leave` notices its death.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # One thread each: the processes are as many as there are to be. The library has no other switch.
+    # Uses one thread a process, because the caller sets the number of processes. The library has no other switch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def leave() -> None:
@@ -262,7 +262,7 @@ def _enter_worker() -> None:
 def _make_shard_in_worker(
     path: Path, parts: Sequence[Part], recipe: Recipe
 ) -> tuple[ShardHeader, bool] | dict[str, Any]:
-    """As `make_shard`; an error of the library's as its arguments, because it takes them by keyword."""
+    """Runs `make_shard`; returns an error as plain arguments, from which the first process raises a DataError."""
     try:
         return make_shard(path, parts, recipe)
     except ArgumentError as error:

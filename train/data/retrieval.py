@@ -1,4 +1,4 @@
-"""Retrieval: keys planted with values anywhere in a long context of distractors, and asked for after it."""
+"""Retrieval task: facts planted anywhere in a long context of distractors, and questions about them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ringflash.train.models.loss import IGNORE_INDEX
 FEWEST_TOKENS, SMALLEST_VOCAB = 16, 16
 TOKENS_A_QUESTION = 4
 MOST_BATCHES = 2**31 - 1
-TRAINING, MEASURING = range(2)  # which sequences: a measure is of none that was trained on
+TRAINING, MEASURING = range(2)  # seeds of two disjoint kinds of sequences, so that no measured one was trained on
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Associative recall: which value a key was planted with, anywhere in the context.
+    """Associative recall: the value of a key from a fact planted anywhere in the context.
 
-    With n = isqrt(vocab_size / 2) keys and as many values, a token is one of n^2 facts "key k has value v", n questions
-    for a key, n answers, or a filler. A sequence holds one fact of every key, the values drawn anew, and fillers; every
-    fourth token, and the last, asks for a key that was planted before, and the value is its label. Nothing else has a
-    label, and no input says an answer. So a model has to find the one fact of the key that is asked for, among n facts
-    and all fillers, wherever it stands; without it, one answer in n is right.
+    With n = isqrt(vocab_size / 2) keys and n values, a token is one of n^2 facts "key k has value v", n questions for a
+    key, n answers, or a filler. A sequence holds fillers and one fact of every key, with newly drawn values. Every
+    fourth token, and the last, asks for a key that was planted before; its label is the value. No other token has a
+    label, and no input contains an answer. A model must find the one fact of the requested key, at any position, among
+    n facts and all fillers. Without it, one answer in n is right.
 
-    A pure function of its seeds, read from no file.
+    The sequences are a pure function of their seeds, and no file is read.
 
     Args:
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
 
     Raises:
         ConfigError: a vocabulary of fewer than 16 tokens.
@@ -51,17 +51,17 @@ class RetrievalTask:
 
     @property
     def num_keys(self) -> int:
-        """Keys, and as many values; one answer in so many is right by chance."""
+        """Number of keys, and of values; one answer in this many is right by chance."""
         return math.isqrt(self.vocab_size // 2)
 
     def row(self, seqlen: int, seeds: tuple[int, ...], depth: tuple[float, float] = (0.0, 1.0)) -> dict[str, Tensor]:
-        """{"input_ids", "labels"}, (seqlen,) int64 each, labels -100 where nothing is asked.
+        """Returns {"input_ids", "labels"}, (seqlen,) int64 each; labels are -100 where the sequence asks nothing.
 
         Args:
-            seqlen: tokens, at least 16.
-            seeds: numbers that make this sequence another than others.
-            depth: where the fact that the last token asks for is planted: anywhere between these parts of the context,
-                0 being its beginning and 1 its end.
+            seqlen: number of tokens, at least 16.
+            seeds: numbers that identify this sequence.
+            depth: range of the fact that the last token asks for, as fractions of the context from 0 (start) to 1
+                (end).
 
         Raises:
             ConfigError: fewer than 16 tokens.
@@ -90,13 +90,13 @@ class RetrievalTask:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sequences that a measure is taken on: `rows` of every length and depth, numbered in this order.
+    """Sequences of a measurement: `rows` of every length and depth, numbered in this order.
 
     Args:
-        lengths: tokens.
-        depths: parts of equal size that each length is divided into; the last token asks for a fact in one of them.
+        lengths: numbers of tokens.
+        depths: number of equal parts of each length; the last token asks for a fact in one of them.
         rows: sequences of each length and depth.
-        seed: of the sequences.
+        seed: seed of the sequences.
 
     Raises:
         ConfigError: no length, depth or row.
@@ -116,7 +116,10 @@ class Grid:
         return len(self.lengths) * self.depths * self.rows
 
     def batches(self, tokens: int, ranks: int = 1) -> list[list[int]]:
-        """Numbers of sequences of one length each, of about `tokens` together; -1 fills up multiples of `ranks`."""
+        """Returns numbers of sequences in batches of one length each, of about `tokens` together.
+
+        Number -1 pads to multiples of `ranks`.
+        """
         result: list[list[int]] = []
         each = self.depths * self.rows
         for index, length in enumerate(self.lengths):
@@ -127,7 +130,11 @@ class Grid:
         return result
 
     def batch(self, task: RetrievalTask, numbers: list[int]) -> dict[str, Tensor]:
-        """{"input_ids", "labels"} (len(numbers), seqlen), and "row", the numbers; -1 is a sequence without labels."""
+        """Returns a batch of the sequences `numbers`.
+
+        It holds {"input_ids", "labels"} (len(numbers), seqlen), and "row", the numbers. Number -1 gives a row without
+        labels.
+        """
         length = self.lengths[max(numbers) // (self.depths * self.rows)] if max(numbers) >= 0 else FEWEST_TOKENS
         rows = []
         for number in numbers:
@@ -140,12 +147,12 @@ class Grid:
 
 
 def rows_of(tokens: int, length: int, ranks: int) -> int:
-    """Sequences of `length` that come to about `tokens`: a positive multiple of `ranks`."""
+    """Returns the number of sequences of `length` with about `tokens` in all: a positive multiple of `ranks`."""
     return max(1, tokens // (length * ranks)) * ranks
 
 
 class TrainingLoader:
-    """Batches without end, of a number of tokens that stays the same as sequences grow longer.
+    """Endless batches with a constant number of tokens while sequences grow longer.
 
     A batch is a pure function of (seed, its number); data-parallel rank r takes its sequences r, r + ranks, ...
     """
@@ -155,7 +162,7 @@ class TrainingLoader:
         self.number = 0
 
     def __len__(self) -> int:
-        """Batches of the whole run: of a loader without a length Lightning asks for one batch ahead."""
+        """Returns the batches of the whole run, because Lightning prefetches one batch if a loader has no length."""
         return self.length
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -168,16 +175,16 @@ class TrainingLoader:
             yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches were handed out."""
+        """Returns the number of batches so far."""
         return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after them."""
+        """Continues after that number of batches."""
         self.number = state["number"]
 
 
 class MeasuringLoader:
-    """The batches of a grid whose sequences are numbered in `batches`."""
+    """Loader of the batches of a grid that `batches` lists by sequence numbers."""
 
     def __init__(self, grid: Grid, task: RetrievalTask, batches: list[list[int]]) -> None:
         self.grid, self.task, self.batches = grid, task, batches
@@ -190,20 +197,20 @@ class MeasuringLoader:
 
 
 class RetrievalDataModule(pl.LightningDataModule):
-    """Sequences of `RetrievalTask`, for the model's vocabulary; those of a `Grid` are held out.
+    """Sequences of `RetrievalTask`, for the model's vocabulary; the sequences of a `Grid` are held out.
 
     Training may begin with short sequences and double them: a model that has to find one token among very many learns
-    to look for it much sooner among few. A batch has the same number of tokens all the while.
+    this much sooner among few. A batch keeps the same number of tokens.
 
     Args:
         context_length: tokens of a sequence.
         batch_size: sequences of that length a micro-batch, over all data-parallel ranks.
         first_length: tokens of the first sequences; None for `context_length`.
         double_every: micro-batches after which the length doubles, until it is `context_length`.
-        val_lengths: of the held-out sequences; None for `context_length`.
-        val_depths: parts of the context in each of which facts are planted that are asked for at its end.
+        val_lengths: lengths of the held-out sequences; None for `context_length`.
+        val_depths: number of parts of the context; facts that the last token asks for are planted in each part.
         val_rows: held-out sequences of each length and depth.
-        seed: of all sequences.
+        seed: seed of all sequences.
 
     Raises:
         ConfigError: numbers that make no sequence.
@@ -238,12 +245,12 @@ class RetrievalDataModule(pl.LightningDataModule):
 
     @property
     def task(self) -> RetrievalTask:
-        """The task, in the model's vocabulary; there once `setup` has run."""
+        """The task, in the model's vocabulary; available after `setup` has run."""
         assert self._task is not None, "setup comes first"
         return self._task
 
     def length_of(self, number: int) -> int:
-        """Tokens of a sequence in training's micro-batch `number`."""
+        """Returns the tokens of a sequence in training's micro-batch `number`."""
         doublings = min(number // self.double_every, 64)
         return min(self.first_length << doublings, self.context_length)
 
@@ -256,23 +263,23 @@ class RetrievalDataModule(pl.LightningDataModule):
         self._task = RetrievalTask(vocab_size)
 
     def train_dataloader(self) -> TrainingLoader:
-        """Batches without end, as many as the Trainer's max_steps need an epoch."""
+        """Returns endless batches; an epoch has the number that the Trainer's max_steps need."""
         rank, ranks = self._ranks()
         steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
         return TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
 
     def val_dataloader(self) -> MeasuringLoader:
-        """The held-out sequences, length by length and depth by depth."""
+        """Returns the held-out sequences, length by length and depth by depth."""
         rank, ranks = self._ranks()
         batches = self.grid.batches(self.batch_size * self.context_length, ranks)
         return MeasuringLoader(self.grid, self.task, [numbers[rank::ranks] for numbers in batches])
 
     def test_dataloader(self) -> MeasuringLoader:
-        """As `val_dataloader`."""
+        """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the number of a batch means."""
+        """Returns the settings that give the number of a batch its meaning."""
         names = ("context_length", "batch_size", "first_length", "double_every", "seed")
         return {name: getattr(self, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank sees, in an order that survives a restart at another world size."""
+"""Sampler of a data-parallel rank's samples, in an order that survives a restart at another world size."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class BatchSampler(DistributedSampler[list[int]]):
     """Batches of an epoch for one data-parallel rank.
 
     The epoch's order is a pure function of (seed, epoch). It is cut into batches of `batch_size` samples over all
-    ranks, and rank r takes rows r, r + num_replicas, ... of each. The last batch is filled up with `PADDING`, so that
-    every sample is seen exactly once an epoch and every rank has the same number of equal batches. What has been
-    handed out is counted in samples over all ranks, and so carries over to another number of ranks or batch size.
+    ranks, and rank r takes rows r, r + num_replicas, ... of each. The last batch is padded with `PADDING`. Every sample
+    is thus seen exactly once an epoch, and every rank has the same number of equal batches. Progress is counted in
+    samples over all ranks, and so carries over to another number of ranks or batch size.
 
-    It is a DistributedSampler so that Lightning, which replaces samplers of other classes, leaves it alone; but it
-    counts epochs itself, because Lightning's count moves on when a run ends in the middle of one.
+    It is a DistributedSampler because Lightning replaces samplers of other classes. It counts epochs itself, because
+    Lightning's count moves on when a run ends in the middle of one.
 
     Args:
-        num_samples: in the data set.
+        num_samples: number of samples in the data set.
         batch_size: samples a batch, over all data-parallel ranks.
         rank: data-parallel rank.
         num_replicas: data-parallel size.
-        seed: of the order.
-        shuffle: False: in order, every iteration from the first sample on.
+        seed: seed of the order.
+        shuffle: if False, samples come in order, and every iteration starts at the first sample.
 
     Raises:
         ConfigError: `batch_size` is not a positive multiple of `num_replicas`.
@@ -53,7 +53,7 @@ class BatchSampler(DistributedSampler[list[int]]):
         self.consumed = self.batches_before = self.handed_out = 0
 
     def __len__(self) -> int:
-        """Batches of the whole epoch, those handed out before this iteration included."""
+        """Returns the number of batches of the whole epoch, including those before this iteration."""
         return self.batches_before + -(-(self.total - self.consumed) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,10 +66,10 @@ class BatchSampler(DistributedSampler[list[int]]):
             yield batch[self.rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: `begin` knows which epoch it is."""
+        """Does nothing: `begin` sets the epoch."""
 
     def begin(self) -> None:
-        """Starts an iteration: the next epoch when the last one was handed out to its end, else the rest of it."""
+        """Starts an iteration: the rest of the epoch, or the next epoch if this one is finished."""
         state = self.state_dict()
         if not self.shuffle:
             state = {"epoch": 0, "consumed": 0, "batches": 0}
@@ -78,35 +78,35 @@ class BatchSampler(DistributedSampler[list[int]]):
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, int]:
-        """What a sampler at another world size or batch size needs to go on after the batches handed out so far."""
+        """Returns the state for a sampler at any world size or batch size to continue after the last batch."""
         consumed = min(self.total, self.consumed + self.handed_out * self.batch_size)
         return {"epoch": self.epoch, "consumed": consumed, "batches": self.batches_before + self.handed_out}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after what a sampler of the same data set, seed and shuffle had handed out."""
+        """Continues after the batches of a sampler with the same data set, seed and shuffle."""
         self.epoch, self.consumed, self.batches_before = state["epoch"], state["consumed"], state["batches"]
         self.handed_out = 0
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Batches (batch, seqlen) of `samples`, and their sampler's state, which Lightning stores in checkpoints."""
+    """Loader of batches (batch, seqlen) of `samples`; Lightning stores its sampler's state in checkpoints."""
 
     def __init__(self, samples: TokenSamples, sampler: BatchSampler) -> None:
-        # The sampler gives whole batches, and the samples are slices of a mapped file: no worker would be faster.
+        # The sampler yields whole batches, and the samples are slices of a mapped file, so workers would not be faster.
         super().__init__(samples, batch_size=None, sampler=sampler, num_workers=0)
         self.order = sampler
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.order.begin()
         for batch in super().__iter__():
-            # Counted here and not in the sampler, which may be asked ahead.
+            # Counts here and not in the sampler, because the loader may fetch from it in advance.
             self.order.handed_out += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """See `BatchSampler.state_dict`."""
+        """Returns `BatchSampler.state_dict`."""
         return self.order.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """See `BatchSampler.load_state_dict`."""
+        """Calls `BatchSampler.load_state_dict`."""
         self.order.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Samples of equal length: documents in a line, cut into pieces, or whole ones fitted together."""
+"""Samples of equal length: a stream of documents cut into pieces, or whole documents packed together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringflash.train.models.loss import IGNORE_INDEX
 
 Packing = Literal["packed", "whole", "joined"]
 PACKINGS = ("packed", "whole", "joined")
-ORDER_SEED = 0  # fixed: what is held out must not be trained on by a run of another seed
+ORDER_SEED = 0  # fixed, so that no run with another seed trains on held-out documents
 
 Positions = npt.NDArray[np.int64]
 
@@ -27,7 +27,7 @@ Positions = npt.NDArray[np.int64]
 class TokenStream:
     """All documents of token files one after another, in an order that is a pure function of their number.
 
-    Neighbours in a folder are often alike; neighbours in the line are not.
+    Neighbouring documents in a folder are often alike; neighbouring documents in the stream are not.
     """
 
     tokens: TokenFiles
@@ -37,16 +37,18 @@ class TokenStream:
 
     @cached_property
     def order(self) -> Positions:
-        """The document at each place."""
+        """Document at each place."""
         return np.random.Generator(np.random.PCG64(ORDER_SEED)).permutation(len(self.tokens.lengths))
 
     @cached_property
     def ends(self) -> Positions:
-        """Where in the line the document at each place ends."""
+        """End in the stream of the document at each place."""
         return np.cumsum(self.tokens.lengths[self.order])
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Positions]:
-        """The tokens [start, stop), int64, and where in the line documents end that have one of them as their last.
+        """Returns the tokens [start, stop), int64, and the ends of documents.
+
+        These are the positions in the stream after the last token of a document, for last tokens in [start, stop).
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -65,9 +67,10 @@ class TokenStream:
         return torch.from_numpy(out), np.array(found, np.int64)
 
     def split(self, val_fraction: float) -> int:
-        """Where the held-out end of the line begins: whole documents, of at least `val_fraction` of the tokens.
+        """Returns the start of the held-out end of the stream.
 
-        A document that would make it more than twice as large is cut instead.
+        The end holds whole documents, of at least `val_fraction` of the tokens. A document that would make the end more
+        than twice as large is cut instead.
         """
         wanted = round(len(self) * val_fraction)
         cut = len(self) - wanted
@@ -77,17 +80,17 @@ class TokenStream:
 
 
 class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Samples of `seqlen` inputs of the part [first, last) of a line, in order, and their labels.
+    """Samples of `seqlen` inputs from the part [first, last) of a stream, in order, and their labels.
 
-    Sample i holds {"input_ids", "labels"}, (seqlen,) int64 each: the tokens from first + i * seqlen on, and after each
-    the next one. A document that a sample ends in goes on in the next sample.
+    Sample i holds {"input_ids", "labels"}, (seqlen,) int64 each: the tokens from first + i * seqlen on, and the token
+    after each of them. A document that is cut at the end of a sample continues in the next sample.
 
-    Joined, a sample is one text. Packed, it also has "cu_seqlens", int64: 0, where in the sample each document ends,
-    and seqlen; the last token of a document, its end-of-document token, has the label -100, since what follows is not
-    its own, and is itself the label of the token before.
+    With "joined", a sample is one text. With "packed" it also has "cu_seqlens", int64: 0, the end of each document in
+    the sample, and seqlen. The last token of a document is its end-of-document token. Its label is -100, because the
+    following token belongs to another document, and it is itself the label of the token before.
 
-    A list of indices gives a batch (len(list), seqlen), whose cu_seqlens are filled up with seqlen to a power of two,
-    so that they have few shapes. Index -1 in it is a row that counts for nothing: all its labels are -100.
+    A list of indices gives a batch (len(list), seqlen). Its cu_seqlens are padded with seqlen to a power of two, so
+    that they have few shapes. Index -1 gives a row with the label -100 everywhere.
     """
 
     def __init__(self, line: TokenStream, seqlen: int, first: int, last: int, documents: Packing = "joined") -> None:
@@ -122,7 +125,7 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         return row
 
     def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
-        """Inputs, labels, and where in the sample documents end."""
+        """Returns inputs, labels, and the ends of documents in the sample."""
         start = self.first + index * self.seqlen
         window, ends = self.line.read(start, start + self.seqlen + 1)
         ids, labels, ends = window[:-1], window[1:].clone(), ends[ends <= start + self.seqlen] - start
@@ -132,17 +135,17 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class WholeSamples(TokenSamples):
-    """As packed samples, but of whole documents, fitted together so that little room is left.
+    """Samples like packed ones, but of whole documents, combined so that little room remains.
 
-    Documents longer than a sample are cut into pieces of its length. What room is left is a document of end-of-document
-    tokens without labels.
+    Documents longer than a sample are cut into pieces of its length. The remaining room holds a document of
+    end-of-document tokens without labels.
     """
 
     def __init__(self, line: TokenStream, seqlen: int, first: int, last: int) -> None:
         super().__init__(line, seqlen, first, last, "whole")
         ends = line.ends.clip(first, last)
         starts = np.concatenate([[first], ends[:-1]])
-        pieces = -(-(ends - starts) // seqlen)  # of each document, none of an empty one
+        pieces = -(-(ends - starts) // seqlen)  # number for each document, 0 for an empty one
         which = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = np.repeat(starts, pieces) + which * seqlen
         stops = np.minimum(starts + seqlen, np.repeat(ends, pieces))
@@ -169,10 +172,12 @@ class WholeSamples(TokenSamples):
 def train_and_held_out(
     line: TokenStream, seqlen: int, val_fraction: float, documents: Packing
 ) -> tuple[TokenSamples, TokenSamples]:
-    """Samples of all but the end of a line, and of its end, which holds `val_fraction` of the tokens.
+    """Returns training samples and held-out samples; the latter come from the end of the stream.
+
+    The end holds `val_fraction` of the tokens.
 
     Raises:
-        ConfigError: an argument that cannot be.
+        ConfigError: an impossible argument.
         DataError: fewer than one sample, or than one of each when a part is held out.
     """
     if seqlen < 1:
@@ -185,7 +190,7 @@ def train_and_held_out(
     if total <= seqlen:
         raise _too_short(f"more than {seqlen} tokens: a sample of the context length", f"{total} tokens")
     split = line.split(val_fraction)
-    if val_fraction:  # at least a sample, and not all
+    if val_fraction:  # hold out at least one sample, and not all
         split = max(min(split, total - 1 - seqlen), seqlen)
     parts = (0, split), (split, total if val_fraction else split)
     if documents == "whole":

@@ -17,9 +17,9 @@ from ringflash.errors import DataError
 
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-PIECE = 1 << 20  # characters of a text file that are in memory, and encoded, at once
-SAVED_DATASET = ("state.json", "dataset_dict.json")  # in a folder of datasets' save_to_disk
-ROWS = 1000  # of a table in memory at once
+PIECE = 1 << 20  # characters of a text file in memory, and encoded, at once
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # a folder of datasets' save_to_disk has one of these
+ROWS = 1000  # rows of a table in memory at once
 
 Kind = Literal["text", "lines", "parquet", "saved"]
 
@@ -29,10 +29,10 @@ class Source:
     """A file, or a folder of a saved data set.
 
     Args:
-        path: where it lies.
+        path: path of the source.
         kind: "text" is one document, "lines" one a line of JSON, "parquet" and "saved" one a row.
-        size: bytes.
-        modified: nanoseconds since 1970.
+        size: size in bytes.
+        modified: time of the last change in nanoseconds since 1970.
     """
 
     path: str
@@ -46,11 +46,11 @@ class Part:
     """Some documents of a source.
 
     Args:
-        source: which.
-        begin: first byte of a text or lines, row group of a Parquet file, or row of a saved data set; lines belong to
-            the part in which they begin.
+        source: the source.
+        begin: first byte of a text or lines, row group of a Parquet file, or row of a saved data set. A line belongs to
+            the part that contains its first byte.
         end: one past the last.
-        size: about how many bytes that is.
+        size: approximate size in bytes.
     """
 
     source: Source
@@ -60,15 +60,15 @@ class Part:
 
 
 def find_sources(sources: str | Sequence[str]) -> list[Source]:
-    """What `sources` name, sorted by name.
+    """Finds the sources that `sources` name, sorted by name.
 
     Args:
         sources: files, folders (all files below, except hidden ones), globs, or "stdlib", the sources of the running
-            Python's standard library without its tests. .jsonl, .ndjson and .parquet are what their names say, a folder
-            of datasets' save_to_disk is one source, and any other file is a document of text.
+            Python's standard library without its tests. .jsonl, .ndjson and .parquet files are read by their suffix. A
+            folder of datasets' save_to_disk is one source. Any other file is a document of text.
 
     Raises:
-        DataError: a source that names no file, or cannot be looked at.
+        DataError: a source names no file, or cannot be read.
     """
     found: dict[str, Path] = {}
     for source in [sources] if isinstance(sources, str) else sources:
@@ -77,7 +77,7 @@ def find_sources(sources: str | Sequence[str]) -> list[Source]:
             problem = "" if files else "holds no file" if Path(source).is_dir() else "does not exist"
         except OSError as error:
             root, files, problem = Path(), [], f"cannot be read: {error.strerror}"
-        if not source.strip():  # to pathlib the working directory
+        if not source.strip():  # pathlib would use the working directory
             files, problem = [], "is empty"
         if not files:
             raise DataError(
@@ -86,7 +86,7 @@ def find_sources(sources: str | Sequence[str]) -> list[Source]:
                 got=f"{source!r}, which {problem}",
                 remedy=f"Check the path; relative ones start at {Path.cwd()}.",
             )
-        # By name below the source, so that the order does not depend on where the source lies.
+        # Sorts by name below the source, so that the order does not depend on the source's location.
         found |= {f"{source}\0{file.relative_to(root).as_posix()}": file for file in files}
     if not found:
         raise DataError("corpus", expected="at least one source", got="none", remedy=f'Name files, or "{STDLIB}".')
@@ -94,9 +94,9 @@ def find_sources(sources: str | Sequence[str]) -> list[Source]:
 
 
 def divide(sources: Iterable[Source], part_bytes: int) -> list[tuple[Part, ...]]:
-    """The sources' documents in order, in groups of about `part_bytes`: what becomes a shard each.
+    """Divides the sources' documents, in order, into groups of about `part_bytes`, one group a shard.
 
-    A pure function of the sources, so that shards are the same whoever makes them.
+    The result is a pure function of the sources, so every process makes the same shards.
     """
     groups: list[list[Part]] = [[]]
     size = 0
@@ -110,10 +110,10 @@ def divide(sources: Iterable[Source], part_bytes: int) -> list[tuple[Part, ...]]
 
 
 def read(part: Part, text_field: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of the documents of a part, and whether each is a document's last.
+    """Yields pieces of the documents of a part, each with a flag for the last piece of its document.
 
     Raises:
-        DataError: what cannot be read, is not UTF-8 text, or has no such field.
+        DataError: a source cannot be read, is not UTF-8 text, or has no such field.
     """
     path = part.source.path
     try:
@@ -130,12 +130,12 @@ def read(part: Part, text_field: str) -> Iterator[tuple[str, bool]]:
 
 
 def _files(source: str) -> tuple[Path, list[Path]]:
-    """The files of one source, and the folder that their names are taken relative to."""
+    """Returns the files of one source, and the folder that their names are relative to."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_SKIPPED & {*f.relative_to(root).parts}]
         return root, [f for f in files if _is_text_file(f)]
-    path = Path(os.path.expanduser(source)).absolute()  # pathlib's own raises for a user that is not known
+    path = Path(os.path.expanduser(source)).absolute()  # Path.expanduser would raise for an unknown user
     if path.is_file() or _is_saved(path):
         return path.parent, [path]
     if path.is_dir():
@@ -149,7 +149,10 @@ def _is_saved(path: Path) -> bool:
 
 
 def _is_text_file(path: Path) -> bool:
-    """False also for folders, links to nothing and files of others, which installations of Python may contain."""
+    """Returns whether the file is text.
+
+    False also for folders, broken links and files without permission, which installations of Python may contain.
+    """
     try:
         return "\0" not in path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -186,7 +189,7 @@ def _parts(source: Source, part_bytes: int) -> list[Part]:
 
 
 def _read_text(path: str) -> Iterator[tuple[str, bool]]:
-    """Pieces that end with a line, of about `PIECE` characters."""
+    """Yields pieces of about `PIECE` characters that end with a line."""
     with open(path, encoding="utf-8", newline="") as stream:
         piece = stream.read(PIECE)
         while True:
@@ -205,7 +208,7 @@ def _read_lines(part: Part, text_field: str) -> Iterator[str]:
     with open(path, "rb") as stream:
         if part.begin:
             stream.seek(part.begin - 1)
-            stream.readline()  # the rest of a line that began before
+            stream.readline()  # skips the rest of a line of the previous part
         while (place := stream.tell()) < part.end:
             line = stream.readline()
             if not line.strip():
@@ -255,14 +258,14 @@ def _parquet(path: str) -> Any:
         return parquet.ParquetFile(path)
     except OSError:
         raise
-    except ValueError as error:  # pyarrow's own are
+    except ValueError as error:  # pyarrow's own errors are ValueErrors
         raise DataError(
             "corpus", expected="a Parquet file", got=f"{path}: {error}", remedy="Leave it out, or write it again."
         ) from error
 
 
 def _saved(path: str) -> Any:
-    """The rows of a folder of datasets' save_to_disk; of several splits all, one after another."""
+    """Loads the rows of a folder of datasets' save_to_disk; several splits are concatenated."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: UTF-8 bytes, or what a tokenizer.json of the `tokenizers` library says."""
+"""Tokenizer from text to token ids and back: UTF-8 bytes, or a tokenizer.json of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ringflash.errors import DataError
 
 BYTES = "bytes"
 NUM_BYTES = 256
-MODEL_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # as transformers names them
+MODEL_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # transformers' names
 RUN_FOLDER = "tokenizer"  # in a run's folder
-# What tokenizers call the end of a document, where no tokenizer_config.json says it.
+# Common end-of-document tokens, for tokenizers without a tokenizer_config.json.
 KNOWN_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
@@ -32,7 +32,7 @@ class Tokenizer:
     Args:
         vocab_size: one more than the largest id.
         end_of_document: the id that ends every document.
-        model: the text of a tokenizer.json; None is UTF-8 bytes, whose end of document is 256.
+        model: the text of a tokenizer.json; None is UTF-8 bytes, with the end of document 256.
     """
 
     vocab_size: int = NUM_BYTES + 1
@@ -41,13 +41,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path, end_of_document: str | None = None) -> Tokenizer:
-        """The tokenizer of a tokenizer.json, of a folder with one, or "bytes".
+        """Loads the tokenizer of a tokenizer.json, of a folder with one, or "bytes".
 
-        The end of a document is the token `end_of_document`, or else the "eos_token" of the tokenizer_config.json
-        beside it, or else one of `KNOWN_ENDS`.
+        The end of a document is the token `end_of_document`, if given. Otherwise it is the "eos_token" of the
+        tokenizer_config.json next to the file, or else one of `KNOWN_ENDS`.
 
         Raises:
-            DataError: no such file, not a tokenizer's, a token that it lacks, or the `tokenizers` library is missing.
+            DataError: no such file, a file that is no tokenizer, a token that it lacks, or the `tokenizers` library is
+                missing.
         """
         path = Path(source).expanduser()
         if str(source) == BYTES or (path.is_dir() and _config(path / CONFIG_FILE).get("tokenizer_class") == BYTES):
@@ -73,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def of_run(cls, path: str | Path) -> Tokenizer:
-        """That of a run's folder, or of anything in it, such as a checkpoint: what its model was trained with.
+        """Loads the tokenizer that a run trained with, from the run's folder or anything in it, such as a checkpoint.
 
         Raises:
             DataError: there is none.
@@ -91,22 +92,22 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """What a message calls it."""
+        """Name of the tokenizer in messages."""
         return BYTES if self.model is None else f"tokenizer of {self.vocab_size} ids ({self.digest[:12]})"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all that decides which ids a text becomes."""
+        """SHA-256 of everything that determines the ids of a text."""
         return hashlib.sha256(f"{self.end_of_document}\0{self.model or BYTES}".encode()).hexdigest()
 
     def agrees_with(self, folder: Path) -> bool:
-        """Whether the tokenizer in a model's `folder` makes the same ids of a text, or there is none.
+        """Returns whether the tokenizer in a model's `folder` gives the same ids for a text, or the folder has none.
 
-        Which of them ends a document is not compared, nor what a file says of cutting, decoding and special tokens
-        around a text, none of which decides the ids of a document.
+        The end-of-document token is not compared. Nor are a file's rules for truncation, decoding and special tokens
+        around a text, because they do not affect the ids of a document.
 
         Raises:
-            DataError: what is there cannot be read.
+            DataError: the file in the folder cannot be read.
         """
         file = folder / MODEL_FILE
         if not file.is_file():
@@ -121,11 +122,11 @@ class Tokenizer:
         return self.model == other or _rules(self.model, self.name) == _rules(other, str(file))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without any that begin or end a document."""
+        """Returns the ids of `text`, without ids that begin or end a document."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Ids of each text; lone surrogates, which no text has, count as U+FFFD or "?"."""
+        """Returns the ids of each text; lone surrogates, which valid text never has, count as U+FFFD or "?"."""
         if self.model is None:
             return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint32) for text in texts]
         try:
@@ -136,7 +137,7 @@ class Tokenizer:
         return [np.array(each.ids, np.uint32) for each in encoded]
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
-        """Text of the ids before the first `end_of_document`; bytes that are no UTF-8, or no bytes, become U+FFFD."""
+        """Returns the text of the ids before the first `end_of_document`; invalid bytes become U+FFFD."""
         ids: list[int] = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         if self.end_of_document in ids:
             ids = ids[: ids.index(self.end_of_document)]
@@ -146,7 +147,7 @@ class Tokenizer:
         return self._model.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, from which `load` and transformers make it again."""
+        """Writes tokenizer.json and tokenizer_config.json, from which `load` and transformers restore it."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.model is None:
             (folder / MODEL_FILE).unlink(missing_ok=True)
@@ -163,7 +164,7 @@ class Tokenizer:
         return _backend(self.model, self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Made anew where it is needed: its threads do not cross into another process.
+        # The other process makes its own backend, because threads cannot be sent to it.
         return {name: value for name, value in self.__dict__.items() if name != "_model"}
 
 
@@ -181,20 +182,20 @@ def _backend(model: str, name: str) -> Any:
             "tokenizer", expected="a tokenizer.json of the library `tokenizers`", got=f"{name}: {error}",
             remedy="Save one with transformers' tokenizer.save_pretrained(folder).",
         ) from error  # fmt: skip
-    # A file may ask for both; documents are cut by whoever trains on them.
+    # A file may ask for both, but the samples cut documents themselves.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _rules(model: str, name: str) -> dict[str, Any]:
-    """What of a tokenizer.json decides which ids a text becomes, as the library of today writes it."""
+    """Returns the parts of a tokenizer.json that determine ids, as the installed library writes them."""
     content: dict[str, Any] = json.loads(_backend(model, name).to_str())
     return {key: value for key, value in content.items() if key not in ("version", "post_processor", "decoder")}
 
 
 def _put(path: Path, text: str) -> None:
-    """Writes a file that others may be reading."""
+    """Writes a file atomically, because other processes may be reading it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,13 +1,13 @@
-"""Token files: documents as ids, read from disk as they are used, in a folder of shards with a header.
+"""Token files: documents as ids, read from disk on demand, in a folder of shards with a header.
 
     FOLDER/
-      dataset.json            what is in it; written last, so a folder without one is not complete
-      tokenizer/              that the ids are of
-      tokens-00000.bin        a shard: a header of 4096 bytes, the ids, and where each document ends
+      dataset.json            headers of the folder; written last, so a folder without it is incomplete
+      tokenizer/              tokenizer of the ids
+      tokens-00000.bin        a shard: a header of 4096 bytes, the ids, and the end of each document
 
-A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 where the vocabulary is larger than
-65536; each document that is not empty ends with the end-of-document id. Ends are int64, counted in the shard's ids, as
-many as documents, and begin at a multiple of 8 bytes.
+A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 if the vocabulary is larger than
+65536; each document that is not empty ends with the end-of-document id. A shard holds one int64 end a document, counted
+in the shard's ids. The ends begin at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ DATASET = "dataset.json"
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 BLOCK = 1 << 20
-MAX_VOCAB_SIZE = 1 << 32  # of ids that uint32 holds
+MAX_VOCAB_SIZE = 1 << 32  # uint32 holds all its ids
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard says about itself.
+    """Header of a shard.
 
     Args:
-        key: digest of what it was made from and how; another key means other content.
-        num_tokens: ids in it.
-        num_documents: ends in it.
-        digest: SHA-256 of all that follows the header.
-        dtype: numpy's name of an id's type.
-        vocab_size: of the tokenizer.
+        key: digest of the shard's sources and recipe; another key means other content.
+        num_tokens: number of ids in the shard.
+        num_documents: number of document ends in the shard.
+        digest: SHA-256 of everything after the header.
+        dtype: numpy's name of the ids' type.
+        vocab_size: vocabulary size of the tokenizer.
         end_of_document: the id that ends a document.
         tokenizer: digest of the tokenizer.
-        version: of this format.
+        version: version of this format.
     """
 
     key: str
@@ -63,24 +63,24 @@ class ShardHeader:
 
     @property
     def ends_at(self) -> int:
-        """Byte of the file where the ends begin."""
+        """Offset in bytes of the document ends in the file."""
         return -(-(HEADER_BYTES + self.num_tokens * np.dtype(self.dtype).itemsize) // 8) * 8
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self.ends_at + 8 * self.num_documents
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a folder says about itself.
+    """Header of a folder.
 
     Args:
-        key: digest of what it was made from and how.
+        key: digest of the folder's sources and recipe.
         shards: headers of its shards, in order.
-        val_fraction: part of the tokens that those who train on it are to hold out; None leaves that to them.
-        version: of this format.
+        val_fraction: fraction of the tokens to hold out in training; None leaves the choice to training.
+        version: version of this format.
     """
 
     key: str
@@ -90,28 +90,28 @@ class Header:
 
     @property
     def num_tokens(self) -> int:
-        """Ids in all shards."""
+        """Number of ids in all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
-        """Documents in all shards, empty ones included."""
+        """Number of documents in all shards, including empty ones."""
         return sum(shard.num_documents for shard in self.shards)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the shards' digests: the same ids in the same documents of the same tokenizer."""
+        """SHA-256 over the shards' digests; equal for the same ids in the same documents of the same tokenizer."""
         facts = "\n".join(f"{shard.tokenizer} {shard.num_tokens} {shard.digest}" for shard in self.shards)
         return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def dtype_of(vocab_size: int) -> str:
-    """numpy's name of the smallest type that holds all ids."""
+    """Returns numpy's name of the smallest type that holds all ids."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """Where a shard lies."""
+    """Returns the path of a shard."""
     return folder / f"tokens-{index:05d}.bin"
 
 
@@ -119,10 +119,10 @@ def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tok
     """Writes a shard under a temporary name, and renames it when it is complete.
 
     Args:
-        path: of the shard.
-        documents: pieces of documents, and whether each is a document's last.
+        path: path of the shard.
+        documents: pieces of documents, each with a flag for the last piece of its document.
         key: see `ShardHeader`.
-        tokenizer: whose ids they are.
+        tokenizer: tokenizer of the ids.
     """
     dtype = dtype_of(tokenizer.vocab_size)
     partial, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), []
@@ -159,11 +159,11 @@ def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tok
 
 
 def parse_shard_header(content: object, path: Path) -> ShardHeader:
-    """Checks a shard's header, which may come from anywhere: a wrong dtype would turn bytes into object pointers.
+    """Checks a shard's header from an untrusted file: a wrong dtype would turn bytes into object pointers.
 
     Args:
         content: the parsed JSON.
-        path: the file that it comes from.
+        path: path of the header's file.
 
     Raises:
         CorpusError: a field is missing or unknown, or has a value that no preparation writes.
@@ -197,7 +197,7 @@ def read_header(path: Path) -> ShardHeader:
     """Reads and checks the header of a shard, and compares it with the size of the file.
 
     Raises:
-        CorpusError: it is missing, truncated, or no shard.
+        CorpusError: the file is missing, truncated, or no shard.
     """
     try:
         with path.open("rb") as stream:
@@ -212,7 +212,7 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def verify_shard(path: Path, header: ShardHeader) -> bool:
-    """Whether what follows the header has its digest."""
+    """Returns whether the content after the header has the digest of the header."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         stream.seek(HEADER_BYTES)
@@ -222,7 +222,7 @@ def verify_shard(path: Path, header: ShardHeader) -> bool:
 
 
 def write_dataset(folder: Path, header: Header) -> None:
-    """Completes a folder."""
+    """Writes the header that completes a folder."""
     partial = folder / f".{DATASET}.{os.getpid()}"
     partial.write_text(json.dumps(asdict(header), indent=1))
     with partial.open("rb") as stream:
@@ -250,7 +250,7 @@ def read_dataset(file: Path) -> Header:
     key, fraction, shards = content["key"], content["val_fraction"], content["shards"]
     if not isinstance(key, str):
         raise damaged(file, f"key: expected text, got {_short(key)}")
-    # `type`, as bool is an int; the comparison is false for NaN.
+    # Checks `type`, because bool is an int. The comparison is false for NaN.
     if fraction is not None and not (type(fraction) in (int, float) and 0 <= fraction < 1):
         raise damaged(file, f"val_fraction: expected null or a number in [0, 1), got {_short(fraction)}")
     if not isinstance(shards, list):
@@ -259,7 +259,7 @@ def read_dataset(file: Path) -> Header:
 
 
 def _short(value: object) -> str:
-    """Shows at most 80 characters of a value that may have millions."""
+    """Returns at most 80 characters of a value that may have millions."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__}"
     text = "a huge number" if isinstance(value, int) and abs(value) >= 1 << 200 else repr(value)
@@ -267,7 +267,7 @@ def _short(value: object) -> str:
 
 
 def damaged(path: Path, what: str) -> CorpusError:
-    """Makes the error of token files that are not as they were written."""
+    """Makes the error for token files that differ from the written ones."""
     return CorpusError(
         "corpus",
         expected="complete token files",
@@ -277,10 +277,10 @@ def damaged(path: Path, what: str) -> CorpusError:
 
 
 class TokenFiles:
-    """The documents of a prepared folder; ids are read as they are asked for.
+    """Documents of a prepared folder; ids are read on demand.
 
     Raises:
-        CorpusError: the folder is incomplete, empty, or not as it was prepared.
+        CorpusError: the folder is incomplete, empty, or differs from its preparation.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -296,14 +296,14 @@ class TokenFiles:
                 raise damaged(path, "a file of another preparation")
             ends = np.fromfile(path, "<i8", offset=shard.ends_at)
             bounds = np.concatenate([np.zeros(1, np.int64), ends])
-            # Neighbours are compared, not subtracted: a difference of 64-bit numbers may overflow.
+            # Compares neighbours instead of subtracting them, because a difference of 64-bit numbers may overflow.
             if (bounds[1:] < bounds[:-1]).any() or bounds[-1] != shard.num_tokens:
                 raise damaged(path, "ends of documents that do not fit its tokens")
             starts.append(bounds[:-1])
             lengths.append(np.diff(bounds))
-        self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # of each document
-        self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # of each in its shard
-        self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])  # document of each shard
+        self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # length of each document
+        self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # start of each document in its shard
+        self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])  # by shard
         self._maps: dict[int, Ids] = {}
 
     def __len__(self) -> int:
@@ -311,10 +311,10 @@ class TokenFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That the ids are of.
+        """Tokenizer of the ids.
 
         Raises:
-            CorpusError: another lies in its place, or none.
+            CorpusError: the folder holds another tokenizer, or none.
         """
         tokenizer = Tokenizer.load(self.folder / "tokenizer")
         if tokenizer.digest != self.header.shards[0].tokenizer:
@@ -323,11 +323,11 @@ class TokenFiles:
 
     @property
     def vocab_size(self) -> int:
-        """Ids lie below it."""
+        """Vocabulary size; all ids are below it."""
         return self.header.shards[0].vocab_size
 
     def read(self, document: int, begin: int, end: int) -> Ids:
-        """Ids [begin, end) of a document, counted from its first.
+        """Returns the ids [begin, end) of a document, counted from its first id.
 
         Raises:
             CorpusError: one of them is outside the vocabulary.

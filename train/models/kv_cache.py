@@ -220,7 +220,7 @@ class KVCache:
         return out
 
     def _within(self, mask: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns this rank's keys and values that the newest token sees through the mask's windows, and counts."""
+        """Returns this rank's keys and values that the newest token sees through the mask's windows, and row counts."""
         lefts = [p.left for p in mask.parts if isinstance(p, rf.SlidingWindow) and p.left is not None]
         if not lefts:
             return keys, values, self._rows
@@ -245,7 +245,9 @@ class KVCache:
         self._forwards += 1
 
     def newest(self, x: Tensor) -> Tensor:
-        """Maps (batch, seqlen, dim) to each sequence's newest row of the last forward, (batch, 1, dim), on every rank.
+        """Returns each sequence's newest row of the last forward: (batch, seqlen, dim) -> (batch, 1, dim).
+
+        Every rank gets all rows.
         """
         ends = self._ends.to(x.device)
         rows = x[torch.arange(len(x), device=x.device), ends.clamp(min=0)]
