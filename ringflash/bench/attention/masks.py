@@ -159,7 +159,7 @@ def _take_turns(
                     out = setup.forward()
                     sample(key, part, partial(setup.backward, out))
                     del out
-                sample(key, "forward", setups[key][FAST].forward)  # the same in both modes
+                sample(key, "forward", setups[key][FAST].forward)  # both modes have the same forward
             except Exception as error:  # as above
                 rows[key]["failed"] = failure(error)
     return times

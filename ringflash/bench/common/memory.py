@@ -17,7 +17,7 @@ from ringflash.errors import ArgumentError
 STATISTICS = 4  # float32 numbers a row and query head: lse and delta, and both in the form of the Hopper kernels
 BOUNDS = 4  # int32 numbers a row: bounds of the keys that a query sees, and of the queries that see a key
 ROUNDING = 2**20  # bytes for tables of tiles and for the allocator's rounding
-EXPECTED_TFLOPS = 300  # of forward and backward together; used only to estimate the duration
+EXPECTED_TFLOPS = 300  # rate of forward and backward together, only for an estimate of the duration
 
 
 def allowed_bytes(problem: Problem) -> dict[str, int]:

@@ -38,7 +38,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}  # on a GPU, far larger than its L2
 COLD_BYTES = 2**29  # of all caches together: ten times an H200's L2
 HOST_CALLS = 20
 GPU = {"lengths": [4096, 8192, 16384, 32768, 65536, 131072], "batch": 8, "nheads": 32, "nheads_kv": 8, "headdim": 128}
-CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # enough to show that it runs
+CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # shows that it runs
 SWEPT = {"block_n": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
 SWEPT_SPLITS = (None, 4, 6, 8, 12, 16, 24)
 

@@ -10,7 +10,7 @@ import torch
 import ringflash as rf
 from ringflash.errors import ArgumentError
 
-SPREAD = 1.0  # deviation of the logarithms of lengths: the longest of 16 documents is a dozen times the median
+SPREAD = 1.0  # deviation of log(length): the longest of 16 documents is a dozen times the median
 
 
 def mask(seqlen: int, window: int | None, documents: int | None) -> tuple[Any, str]:

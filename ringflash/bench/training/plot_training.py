@@ -1,4 +1,4 @@
-"""The picture of the training benchmark: tokens/s a GPU over contexts, a panel a shape, every contender a curve."""
+"""Picture of the training benchmark: tokens/s a GPU over contexts, with a panel per shape and a curve per contender."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringflash.bench.common.plot import short
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
-    """Draws `rows` of the benchmark; failed ones are left out. Points are labelled with their MFU."""
+    """Draws `rows` of the benchmark to `path`, without failed rows. Points are labelled with their MFU."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,7 +33,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
         ax.set_xticks(contexts, [short(context) for context in contexts], fontsize=8)
         ax.set_xlabel("tokens of context, over all GPUs")
         ax.set_ylabel("tokens/s a GPU")
-        ax.margins(0.1, 0.15)  # for the labels
+        ax.margins(0.1, 0.15)  # leaves room for the labels
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
         if ax.get_legend_handles_labels()[0]:

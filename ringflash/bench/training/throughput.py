@@ -1,16 +1,18 @@
-"""The training benchmark: whole steps of a Llama-like decoder on a ring, beside FSDP2 and torch's context_parallel.
+"""The training benchmark: whole steps of a Llama-like decoder on a ring, and on torch's context_parallel with FSDP2.
 
     torchrun --nproc-per-node 4 -m ringflash.bench training --peers --json training.json --png training.png
 
-A step is forward, backward, gradient clipping and AdamW on one sequence of random tokens over all GPUs: bfloat16,
-master weights and reductions in float32. Two models do not fit into memory together, so contenders take turns cell by
-cell: each is built, warmed up, timed and freed. Times are medians over steps of the slowest rank's, without a pause
-between steps. MFU counts causal attention as half and nothing that is computed again, against the GPU's dense peak.
-GiB are the most that torch allocated on a GPU; "outside" is what else is taken there: the CUDA context, NCCL's buffers
-and the ring's, all of which stay for whoever comes next. "loss" is that of the first step and of the last: contenders
-have the same weights and tokens.
+A step is forward, backward, gradient clipping and AdamW on one sequence of random tokens over all GPUs. Activations
+are bfloat16; master weights and reductions are float32. Two models do not fit into memory together. Each cell therefore
+builds, warms up, times and frees one contender after the other. The order changes with the cell. Times are the slowest
+rank's, medians over steps, without a pause between steps.
 
-Who runs out of memory is not tried at longer contexts.
+MFU counts causal attention as half, and no recomputation, against the GPU's dense peak. GiB are the peak memory that
+torch allocated on a GPU. "outside" is the other memory in use there: the CUDA context, NCCL's buffers and the ring's
+buffers. All of it stays in use for the next contender. "loss" is the loss of the first step and of the last step: all
+contenders have the same weights and tokens.
+
+A contender that runs out of memory is not tried at longer contexts.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from ringflash.errors import RingflashError
 from ringflash.train.models.flops import peak_flops, training_flops
 
 OURS, PEER = "ringflash", "torch context_parallel"
-CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # said in rows
+CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
 FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "outside_gib": ".1f"}  # columns that a row may lack
-# Of a GPU's memory that torch may take: with the same bound on all ranks, and the same work, all of them run out of it
-# in the same place, and none waits for another.
+# Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
+# same place, and none waits for another.
 MEMORY_FRACTION = 0.95
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Joins the ranks that torchrun started, and runs on them; 1 when something of ringflash's failed."""
+    """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup"])
     mesh = ranks.join("ringflash.bench training", arguments)
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Measures; on rank 0 prints a table, writes JSON and draws a picture where asked. Returns the rows."""
+    """Measures and returns the rows. Rank 0 prints a table, and writes JSON and draws a picture if asked."""
     options = _parser().parse_args(arguments)
     contenders = {OURS: ringflash} | ({PEER: torch_context_parallel} if options.peers else {})
     device = ranks.device_of(mesh)
@@ -77,7 +79,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench training"
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
-        full: dict[str, int] = {}  # contender: the context that it ran out of memory at
+        full: dict[str, int] = {}  # contender: the context at which it ran out of memory
         for number, seqlen in enumerate(sorted(options.contexts)):
             training = Training(
                 SHAPES[shape],
@@ -140,10 +142,10 @@ def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[
 def _measure(
     build: Contender, training: Training, options: argparse.Namespace, control: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Figures of one contender, or why there are none: the same on all ranks."""
+    """Returns the figures of one contender, or the reason for its failure: the same on all ranks."""
     figures = _attempt(build, training, options)
-    # The model is out of reach: the next one begins with empty memory, and with no compiled code, which would be made
-    # anew for any length instead of for its own.
+    # The model is freed here, so that the next one begins with empty memory. The compiled code is dropped, because
+    # dynamo would recompile it for any length instead of for the length of the next model.
     torch._dynamo.reset()
     gc.collect()
     if training.device.type == "cuda":
@@ -196,7 +198,7 @@ def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) 
 
 
 def _times(step: Callable[[], Tensor], steps: int, on_gpu: bool) -> tuple[Tensor, list[Tensor]]:
-    """Seconds of each of `steps` steps in a row on this rank, and their losses; the host runs ahead of a GPU."""
+    """Returns the seconds of `steps` steps in a row on this rank, and their losses. The host runs ahead of a GPU."""
     if on_gpu:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         events[0].record()
@@ -216,7 +218,7 @@ def _times(step: Callable[[], Tensor], steps: int, on_gpu: bool) -> tuple[Tensor
 
 
 def _compared(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one cell, ours with its rate over the peer's where both have one."""
+    """Returns the rows of one cell, with our rate over the peer's rate in our row if both have one."""
     rates = [row.get("tokens_per_second_per_gpu", math.nan) for row in cell]
     if len(cell) == 2 and not math.isnan(sum(rates)):
         cell[0]["over_peer"] = round(rates[0] / rates[1], 3)

@@ -1,8 +1,8 @@
-"""Who trains in the training benchmark: a Decoder on a ring, and the same one on torch's context_parallel.
+"""Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's context_parallel.
 
-Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in what
-they do about attention: the ring keeps each block's (out, lse) when it checkpoints; torch's is computed again, takes KV
-repeated to the query heads, and is left out of what is compiled. Its feed-forward layers take all tokens at once.
+Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in their
+attention. The ring keeps (out, lse) of each block when it checkpoints. torch's attention is recomputed, takes KV
+repeated to the query heads, and is not compiled. The feed-forward layers of the peer take all tokens at once.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ SHAPES = {
         vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336
     ),  # Llama 3.1 8B
 }
-LARGEST_NORM = 1.0  # that gradients are clipped to
+LARGEST_NORM = 1.0  # norm to which gradients are clipped
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """Settings of one training run.
 
     Args:
-        config: the model's shape.
-        seqlen: tokens in all, one sequence.
-        weights: ranks that weights are sharded over: all.
-        ring: the same ranks, with a group of their own for attention.
-        device: of this rank.
-        dtype: of activations and gathered weights; weights, gradients and optimizer state are float32.
-        compiled: whether blocks are.
+        config: shape of the model.
+        seqlen: tokens of the one sequence, over all ranks.
+        weights: mesh of all ranks, over which the weights are sharded.
+        ring: mesh of the same ranks, with a separate group for attention.
+        device: device of this rank.
+        dtype: dtype of activations and gathered weights; weights, gradients and optimizer state are float32.
+        compiled: whether blocks are compiled.
         cuda_graphs: whether ringflash replays attention's passes.
         offload: whether ringflash keeps activations in the host's memory.
     """
@@ -69,7 +69,7 @@ class Training:
     offload: bool = False
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
+        """Returns the inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (1, self.seqlen + 1), generator=generator).to(self.device)
         return ids[:, :-1], ids[:, 1:]
@@ -80,8 +80,8 @@ class Trainee:
     """A model in training.
 
     Args:
-        step: trains once; gives this rank's part of the loss before it, detached.
-        facts: about how it is trained, for its row.
+        step: runs one training step; returns this rank's part of the loss before the step, detached.
+        facts: settings of the training, for the contender's row.
     """
 
     step: Callable[[], Tensor]
@@ -93,7 +93,10 @@ Contender = Callable[[Training], AbstractContextManager[Trainee]]
 
 @contextmanager
 def ringflash(training: Training) -> Generator[Trainee, None, None]:
-    """A Decoder as LanguageModel trains it under RingAttentionStrategy, with activation_checkpointing="block"."""
+    """Prepares a Decoder on a ring.
+
+    It trains as LanguageModel does under RingAttentionStrategy, with activation_checkpointing="block".
+    """
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
@@ -108,14 +111,17 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
 
 @contextmanager
 def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]:
-    """The same Decoder with all of each block checkpointed, on torch's context_parallel with cuDNN and all-gathers."""
+    """Prepares the same Decoder on torch's context_parallel, with cuDNN and all-gathers.
+
+    Each whole block is checkpointed.
+    """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     with torch.device("meta"):
         model = PeerDecoder(training.config)
     step = _step(_on_device(model, training), training)
-    input_ids, labels = (x.clone() for x in training.tokens())  # which it cuts where they are
+    input_ids, labels = (x.clone() for x in training.tokens())  # context_parallel cuts them in place
     position_ids = torch.arange(training.seqlen, device=training.device)
     set_rotate_method("allgather")
     backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
@@ -125,10 +131,9 @@ def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]
 
 
 class PeerBlock(Block):
-    """A block that keeps its input alone and runs again in its backward, attention too.
+    """Block that keeps only its input and runs again in its backward, attention included.
 
-    Compiled is what comes before attention and what comes after; attention runs as it is, since context_parallel makes
-    DTensors for it.
+    The parts before and after attention are compiled. Attention is not, since context_parallel makes DTensors for it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -137,12 +142,12 @@ class PeerBlock(Block):
         self.after: Callable[[Tensor, Tensor], Tensor] = self._after
 
     def compile_parts(self, backend: str | Callable[..., Any]) -> None:
-        """Compiles both."""
+        """Compiles the parts before and after attention."""
         self.before = torch.compile(self._before, backend=backend, fullgraph=True)
         self.after = torch.compile(self._after, backend=backend, fullgraph=True)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """(batch, seqlen, dim) -> (batch, seqlen, dim)."""
+        """Returns the output of the block: (batch, seqlen, dim) -> (batch, seqlen, dim)."""
         out = checkpoint(self._whole, x, step, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(out, Tensor)
         return out
@@ -151,7 +156,10 @@ class PeerBlock(Block):
         return self.after(x, _attend(*self.before(x, step)))
 
     def _before(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, seqlen, dim) -> q, k, v (batch, nheads, seqlen, headdim), KV heads repeated to the query heads."""
+        """Returns q, k and v of the block's input, with KV heads repeated to the query heads.
+
+        Shapes: (batch, seqlen, dim) -> (batch, nheads, seqlen, headdim) each.
+        """
         attention, x = self.self_attn, self.input_layernorm(x)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         q, k, v = (project(x).unflatten(-1, (-1, attention.headdim)) for project in projections)
@@ -161,31 +169,37 @@ class PeerBlock(Block):
         return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     def _after(self, x: Tensor, out: Tensor) -> Tensor:
-        """(batch, seqlen, dim) and attention's (batch, nheads, seqlen, headdim) -> (batch, seqlen, dim)."""
+        """Returns the output of the block from its input `x` and from attention's output.
+
+        Shapes: (batch, seqlen, dim) and (batch, nheads, seqlen, headdim) -> (batch, seqlen, dim).
+        """
         x = x + self.self_attn.o_proj(out.transpose(1, 2).flatten(-2))
         return x + self.mlp.whole(self.post_attention_layernorm(x))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (batch, nheads, seqlen, headdim) each, by the function that is replaced by name."""
+    """Returns causal attention, (batch, nheads, seqlen, headdim) each.
+
+    It calls the function that context_parallel replaces by name.
+    """
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class PeerDecoder(Decoder):
-    """A Decoder of such blocks."""
+    """Decoder that consists of `PeerBlock`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(PeerBlock(config, layer) for layer in range(config.n_layers))
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compiles each block's parts."""
+        """Compiles the parts of each block."""
         for block in self.layers:
             cast("PeerBlock", block).compile_parts(backend)
 
 
 def _on_device(model: Decoder, training: Training) -> Decoder:
-    """Compiles `model`'s blocks, shards it, and draws weights: cheaply, each rank its own shard's."""
+    """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time."""
     if training.compiled:
         model.compile_blocks()
     shard_model(model, model.layers, training.weights, training.dtype, head=model.lm_head)
@@ -203,7 +217,7 @@ def _on_device(model: Decoder, training: Training) -> Decoder:
 
 
 def _step(model: Decoder, training: Training) -> Callable[..., Tensor]:
-    """Forward on the arguments it gets, backward, clipping and AdamW; gives the loss."""
+    """Returns a step: forward on its arguments, backward, clipping and AdamW. The step returns the loss."""
     optimizer = make_adamw(model.parameters(), OptimizerConfig())
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
