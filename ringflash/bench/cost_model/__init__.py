@@ -1,1 +1,1 @@
-"""A model of what a ring costs, and its command."""
+"""Cost model of rings, and its command."""

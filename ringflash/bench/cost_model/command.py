@@ -1,8 +1,8 @@
-"""`ringflash bench model`: what rings should take on so many GPUs, beside measurements, and which is fastest where.
+"""`ringflash bench model`: predicted times of rings, compared with measurements, and the fastest split.
 
     ringflash bench model --world-sizes 4 --seqlens 65536 131072 --measured ring.json --json model.json
 
-Nothing is run. The formulas, and what is measured, fitted or assumed: docs/model.md.
+Nothing is run. docs/model.md has the formulas, and says which figures are measured, fitted or assumed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ringflash.bench.cost_model.model import FAR, NEAR, Link, Machine, Predictio
 from ringflash.commands.options import DTYPES, check_at_least, check_heads, check_positive
 from ringflash.errors import ArgumentError
 
-LAYOUTS = ("zigzag", "striped", "contiguous")  # to choose from; the even ones first
-MEASURED = ("nheads", "nheads_kv", "headdim", "dtype", "forward_ms")  # that a measured row must have beside the rest
-FLOPS = 2 * 3.5  # of forward and backward, by seqlen^2 headdim and query heads; causal counted as half
+LAYOUTS = ("zigzag", "striped", "contiguous")  # candidates, the even ones first
+MEASURED = ("nheads", "nheads_kv", "headdim", "dtype", "forward_ms")  # further keys of a measured row
+FLOPS = 2 * 3.5  # of both passes, for each seqlen^2 headdim and query head; causal counts as half
 FAMILIES = {"ring": "ring", "heads": "heads x ring", "rings": "ring of rings"}
-WIDTH = 150  # where the output is no terminal
+WIDTH = 150  # columns, if the output is not a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables, and writes JSON where asked."""
+    """Prints the tables, and writes JSON if asked. Returns 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     _check(options)
@@ -115,7 +115,7 @@ def _machine(options: argparse.Namespace, transport: str) -> Machine:
 
 
 def _transports(split: Split, options: argparse.Namespace) -> list[str]:
-    """Those that can join the ring: GPUs of two hosts do not reach each other's memory."""
+    """Returns the transports that can join the ring. GPUs of two hosts cannot access each other's memory."""
     one_ring_in_a_host = split.inner is None and not split.crosses(options.gpus_a_host)
     return ["symmetric", "nccl"] if one_ring_in_a_host else ["nccl"]
 
@@ -126,7 +126,7 @@ def _shape(seqlen: int, options: argparse.Namespace) -> Shape:
 
 
 def _row(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A prediction of what the options say."""
+    """Returns the predicted row of the split, layout and transport in the options."""
     split = Split(world_size, options.heads, options.inner_ring)
     split.check(_shape(seqlen, options))
     possible = _transports(split, options)
@@ -156,7 +156,7 @@ def _figures(
 
 
 def _choose(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The fastest of all, and the time of the fastest of each family."""
+    """Returns the row of the fastest choice, with the time of the fastest choice of each family."""
     best: dict[str, dict[str, Any]] = {}
     for split in _splits(world_size, options):
         if seqlen < world_size:
@@ -175,7 +175,7 @@ def _choose(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[s
 
 
 def _splits(world_size: int, options: argparse.Namespace) -> Iterator[Split]:
-    """Rings, heads x rings, and rings of rings that fill hosts."""
+    """Yields rings, heads x rings, and rings of rings that fill hosts."""
     for heads in range(1, min(world_size, options.nheads) + 1):
         if world_size % heads or options.nheads % heads:
             continue
@@ -187,10 +187,12 @@ def _splits(world_size: int, options: argparse.Namespace) -> Iterator[Split]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Our causal rings of a ring benchmark, not graphs or grouped hops, with all that a prediction asks for.
+    """Returns our causal rings from the JSON of a ring benchmark, with all keys that a prediction needs.
+
+    Graphs are left out. A ring with grouped hops is replaced by its variant "ring", if that was measured.
 
     Raises:
-        ArgumentError: no file, another file, a row that lacks something.
+        ArgumentError: the file is missing or has another content, or a row lacks a key.
     """
     try:
         given = json.loads(path.read_text())
@@ -222,7 +224,7 @@ def _not_rings(got: str) -> ArgumentError:
 
 
 def _measured(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What was measured of a ring, and what is predicted for it."""
+    """Returns the measured and the predicted times of a ring."""
     transport = row["transport"]
     heads = {name: row[name] for name in ("nheads", "nheads_kv", "headdim")}
     shape = Shape(1, row["seqlen"], **heads, causal=True, itemsize=DTYPES[row["dtype"]].itemsize)

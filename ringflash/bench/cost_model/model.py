@@ -1,12 +1,12 @@
-"""What a causal ring, heads x ring or a ring of rings should take, predicted from a few figures of the machine.
+"""Predicted times of a causal ring, heads x ring or a ring of rings, from a few figures of the machine.
 
 A hop computes for
 
     pairs * FLOPs a pair / rate * waves + state / HBM bandwidth + launch
 
-with the pairs of whole tiles, and as many waves as tiles fill the SMs, rounded up. A message takes latency + bytes /
-bandwidth of its link; kernels beside it lose a share of that time. `walk` says what follows for the whole ring. What
-each figure was measured or fitted from: docs/model.md.
+with the pairs of whole tiles. `waves` is tiles / SMs rounded up, over tiles / SMs. A message takes latency + bytes /
+bandwidth of its link. Kernels that run during a message lose a share of its time. `walk` computes the time of the whole
+ring. docs/model.md says from which measurements each figure was taken or fitted.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from ringflash.bench.attention.traffic import STATISTIC, Shape
 from ringflash.bench.cost_model.walk import Array, Cost, Costs, Step, seconds, steps
 from ringflash.errors import ArgumentError
 
-FORWARD, BACKWARD = 4, 10  # FLOPs of a visible pair, an element of headdim and a query head
-STATE = 4  # bytes of an element of the state, and of a gradient on its way
-MOST_COUNTED = 2**17  # tokens; pairs of longer sequences are those of as many, scaled
+FORWARD, BACKWARD = 4, 10  # FLOPs for each visible pair, element of headdim and query head
+STATE = 4  # bytes of an element of the state, and of a gradient in a message
+MOST_COUNTED = 2**17  # tokens; the pairs of longer sequences are scaled from this length
 
 
 @dataclass(frozen=True)
 class Link:
-    """A kind of link: latency, bandwidth a GPU and direction, and the share of a message's time lost to kernels."""
+    """Kind of link: latency, bandwidth a GPU and direction, and the share of a message's time that kernels lose."""
 
     latency_us: float
     gb_s: float
     taken: float
 
     def cost(self, nbytes: float) -> Cost:
-        """Of one message."""
+        """Returns the cost of one message of `nbytes` bytes."""
         return Cost(self.latency_us * 1e-6 + nbytes / self.gb_s / 1e9, self.taken)
 
 
 NEAR = {"nccl": Link(32.0, 197.0, 0.8), "symmetric": Link(5.0, 337.0, 0.06)}  # within a host
-FAR = Link(20.0, 45.0, 0.1)  # between hosts, whatever the transport within
+FAR = Link(20.0, 45.0, 0.1)  # between hosts, for any transport within a host
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of the machine; the defaults are one H200's, and its links'.
+    """Figures of the machine. The defaults describe an H200 and its links.
 
     Args:
-        tflops_forward: of the forward kernel on long sequences.
-        tflops_backward: of the backward.
-        launch_us: of a hop on the GPU beyond its work.
-        issue_us: that the process takes to launch a hop; 0 in a CUDA graph.
+        tflops_forward: rate of the forward kernel on long sequences.
+        tflops_backward: rate of the backward kernel on long sequences.
+        launch_us: time of a hop on the GPU in addition to its work.
+        issue_us: time that the process takes to launch a hop; 0 in a CUDA graph.
         near: links within a host.
         far: links between hosts.
-        gpus_a_host: joined by near links.
-        hbm_gb_s: what copies and the state move at.
-        sms: that tiles are spread over.
-        tile: rows of queries, and of keys, computed whole.
+        gpus_a_host: number of GPUs joined by near links.
+        hbm_gb_s: HBM bandwidth of copies and of the state.
+        sms: number of SMs that share the tiles.
+        tile: rows of queries, and of keys, in a tile. A tile is always computed whole.
     """
 
     tflops_forward: float = 715.0
@@ -74,21 +74,26 @@ class Machine:
     tile: int = 128
 
     def hbm_seconds(self, nbytes: float) -> float:
-        """Of reads and writes together."""
+        """Returns the seconds of `nbytes` bytes of reads and writes together."""
         return nbytes / self.hbm_gb_s / 1e9
 
     def waves(self, rows: float, sequences_and_heads: int) -> float:
-        """What tiles of so many rows each take over what they would if they filled the SMs evenly."""
+        """Returns the time of the tiles over their time if they filled the SMs evenly.
+
+        Args:
+            rows: rows of queries in each sequence and head.
+            sequences_and_heads: number of sequences times the number of heads.
+        """
         tiles = sequences_and_heads * max(rows / self.tile, 1.0) / self.sms
         return ceil(tiles) / tiles
 
     def seconds_a_pair(self, headdim: int, backward: bool) -> float:
-        """Of one query head."""
+        """Returns the seconds of a visible pair of one query head."""
         flops, tflops = (BACKWARD, self.tflops_backward) if backward else (FORWARD, self.tflops_forward)
         return flops * headdim / tflops / 1e12
 
     def alone(self, shape: Shape, pairs: float, backward: bool) -> float:
-        """Seconds of the kernel on one GPU with so many pairs a head, causal."""
+        """Returns the seconds of the causal kernel on one GPU, with `pairs` visible pairs a head."""
         rows = sqrt(2 * pairs)
         whole = pairs + rows * self.tile / 2
         time = whole * self.seconds_a_pair(shape.headdim, backward) * shape.batch * shape.nheads
@@ -97,7 +102,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Split:
-    """How GPUs share a sequence: `heads` split heads, the others are a ring, of rings of `inner` where that is set."""
+    """Split of a sequence over GPUs: `heads` GPUs split the heads, and rings of the others split the rows.
+
+    `inner` is the number of ranks in each inner ring of a ring of rings; None means one ring.
+    """
 
     world_size: int
     heads: int = 1
@@ -105,16 +113,16 @@ class Split:
 
     @property
     def ring(self) -> int:
-        """Ranks in the ring."""
+        """Number of ranks in the ring."""
         return self.world_size // self.heads
 
     def crosses(self, gpus_a_host: int) -> bool:
-        """Whether KV goes from host to host at every hop, of an inner ring where there is one."""
+        """Returns whether KV crosses hosts at every hop, of the inner ring if there is one."""
         span = self.heads * (self.inner or self.ring)
         return span > gpus_a_host or (self.world_size > gpus_a_host and gpus_a_host % span > 0)
 
     def check(self, shape: Shape) -> None:
-        """Raises ArgumentError unless ranks and heads can be split so."""
+        """Raises ArgumentError unless the ranks and the heads of `shape` allow this split."""
         if self.world_size % self.heads or shape.nheads % self.heads:
             expected = f"a divisor of {self.world_size} GPUs and of {shape.nheads} query heads"
             raise ArgumentError("heads", expected=expected, got=self.heads, remedy="Split over fewer, or 1.")
@@ -132,12 +140,12 @@ class Pass:
     """Seconds of one pass.
 
     Args:
-        total: of all of it, on the slowest rank.
-        alone: of one kernel, on one GPU, with as many pairs in a causal triangle as the mean rank has.
-        compute: of a hop, the mean.
-        message: of what a rank sends at a hop over the slowest link that the ring crosses.
-        exposed: of a hop: the ring's time less that of the same hops without messages, over their number.
-        exchange: of heads for rows and back.
+        total: the whole pass on the slowest rank.
+        alone: one kernel on one GPU, with a causal triangle that has the pairs of the mean rank.
+        compute: mean computation of a hop.
+        message: messages that a rank sends at a hop, over the slowest link that the ring crosses.
+        exposed: exposed communication of a hop: the time that messages add to the ring, over the number of hops.
+        exchange: exchange of heads for rows and back.
     """
 
     total: float
@@ -150,29 +158,29 @@ class Pass:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Both passes."""
+    """Predicted times of both passes."""
 
     forward: Pass
     backward: Pass
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward.total + self.backward.total
 
     @property
     def efficiency(self) -> float:
-        """Of the kernel alone at equal work, forward and backward."""
+        """Time of the kernel alone at equal work over the predicted time, forward and backward together."""
         return (self.forward.alone + self.backward.alone) / self.seconds
 
 
 @lru_cache(maxsize=1024)
 def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Prediction:
-    """Both passes of causal attention over `shape.seqlen` tokens in all.
+    """Predicts both passes of causal attention over `shape.seqlen` tokens in all.
 
     Raises:
-        ArgumentError: a shape that is not causal, heads or ranks that cannot be split so, an unknown layout, fewer
-            tokens than ranks.
+        ArgumentError: the shape is not causal, its heads or ranks do not allow the split, the layout is unknown, or
+            there are fewer tokens than ranks.
     """
     if not shape.causal:
         remedy = "Other masks are for `ringflash plan`, which counts their pairs."
@@ -180,7 +188,7 @@ def predict(shape: Shape, split: Split, layout: str, machine: Machine) -> Predic
     split.check(shape)
     pairs, chunks = _pairs(layout, shape.seqlen, split.ring)
     hops = _steps(layout, min(shape.seqlen, MOST_COUNTED), split.ring, split.inner)
-    # What the ring sees.
+    # The ring has only its share of the heads, and all tokens.
     there = replace(shape, nheads=shape.nheads // split.heads, nheads_kv=ceil(shape.nheads_kv / split.heads))
     padded = pairs * _whole_tiles(there, split.ring, chunks, machine.tile)
     padded[np.diag_indices(split.ring)] += there.seqlen / split.ring * machine.tile / 2
@@ -196,19 +204,19 @@ def _counted(layout: str, seqlen: int, ranks: int) -> tuple[Array, int]:
 
 @lru_cache(maxsize=4)
 def _steps(layout: str, counted: int, ranks: int, inner: int | None) -> Sequence[Step]:
-    """The hops of both passes: few at a time, as those of 1024 ranks take 10 MiB."""
+    """Returns the hops of both passes. The cache is small, because the hops of 1024 ranks take 10 MiB."""
     return list(steps(_counted(layout, counted, ranks)[0] > 0, inner))
 
 
 def _pairs(layout: str, seqlen: int, ranks: int) -> tuple[Array, int]:
-    """Visible pairs of every rank with every rank's keys, and the most chunks of a rank."""
+    """Returns the visible pairs of every rank with every rank's keys, and the largest number of chunks of a rank."""
     counted = min(seqlen, MOST_COUNTED)
     pairs, chunks = _counted(layout, counted, ranks)
     return pairs * (seqlen / counted) ** 2, chunks
 
 
 def _whole_tiles(there: Shape, ranks: int, chunks: int, tile: int) -> float:
-    """Pairs computed over pairs counted: chunks are cut into whole tiles of queries and of keys."""
+    """Returns computed pairs over counted pairs: chunks are rounded up to whole tiles of queries and of keys."""
     rows = there.seqlen / ranks / chunks
     return (ceil(rows / tile) * tile / rows) ** 2
 
@@ -228,7 +236,7 @@ def _pass(
     of_pair = machine.seconds_a_pair(there.headdim, backward) * heads * machine.waves(rows, heads)
     hops = len(steps_taken)
     own = machine.launch_us * 1e-6
-    if not backward:  # the state is read and written at each hop, not read at the first, not written at the last
+    if not backward:  # every hop but the first reads the state, and every hop but the last writes it
         state = heads * rows * (there.headdim + 2) * STATE
         own += machine.hbm_seconds(2 * state * (hops - 1) / hops)
     compute = np.where(pairs > 0, padded * of_pair + own, 0.0)
@@ -261,7 +269,7 @@ def _without_messages(costs: Costs) -> Costs:
 
 
 def _exchange(shape: Shape, there: Shape, split: Split, machine: Machine, backward: bool) -> float:
-    """Seconds of the collectives that exchange rows for heads, nothing beside them; over NCCL."""
+    """Returns the seconds of the collectives that exchange rows for heads over NCCL, with nothing else running."""
     if split.heads == 1:
         return 0.0
     row = shape.batch * shape.seqlen / split.world_size * shape.headdim * shape.itemsize
@@ -276,7 +284,10 @@ def _exchange(shape: Shape, there: Shape, split: Split, machine: Machine, backwa
 
 
 def _collective(nbytes: float, ranks: int, machine: Machine) -> float:
-    """Seconds of one exchange in which each rank sends `nbytes` to every other, packed before and unpacked after."""
+    """Returns the seconds of one exchange, in which each rank sends `nbytes` to every other rank.
+
+    The bytes are packed before and unpacked after.
+    """
     neighbours = min(ranks, machine.gpus_a_host)
     near = NEAR["nccl"].cost(nbytes * (neighbours - 1)).seconds
     far = machine.far.cost(nbytes * (ranks - neighbours)).seconds if ranks > neighbours else 0.0

@@ -1,9 +1,11 @@
-"""When a ring is done whose messages take time: a walk over the hops of all its ranks at once.
+"""Duration of a ring with messages that take time: a walk over the hops of all ranks at once.
 
-Like `ringflash.layouts.balance.critical_path`, with times in place of pairs. KV of the next hop travels while a hop
-computes. In the backward the gradients of the hop before travel first, one hop behind their KV. A message starts when
-both its ends have begun their hop. A rank begins its next hop when its own work and its messages are done. In a ring of
-rings KV crosses to the next group during a revolution, and its gradients return during the next revolution.
+It resembles `ringflash.layouts.balance.critical_path`, with times in place of pairs. The KV of the next hop travels
+while a hop computes. In the backward, the gradients of the hop before travel first, one hop behind their KV. A message
+starts when both its ends have begun their hop. A rank begins its next hop when its own work and its messages are done.
+
+In a ring of rings, KV crosses to the next group during a full pass around the inner ring. Its gradients return during
+the next inner pass.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one message costs over one kind of link: `seconds`, of which kernels beside it lose the share `taken`."""
+    """Cost of one message over one kind of link: its `seconds`, and the share `taken` that concurrent kernels lose."""
 
     seconds: float
     taken: float
@@ -28,15 +30,15 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What the walk adds up, in seconds.
+    """Durations in seconds that the walk adds up.
 
     Args:
-        compute: (ranks, ranks), of a hop of the first's queries with the second's keys; 0 where they do not meet.
-        hosts: (ranks,), where each rank stands; links within a host are near.
+        compute: (ranks, ranks), a hop of the first rank's queries with the second rank's keys; 0 without visible pairs.
+        hosts: (ranks,), the host of each rank. Links within a host are near.
         kv: a message of keys and values, near and far.
-        gradient: one of their gradients; None in a forward.
-        add: adding a gradient that has come to this rank's share.
-        issue: between the issue of two hops, by the process that launches them.
+        gradient: a message of their gradients, near and far; None in a forward.
+        add: addition of a received gradient to this rank's share.
+        issue: time between the issue of two hops, by the process that launches them.
     """
 
     compute: Array
@@ -52,13 +54,13 @@ class Step:
     """One hop on all ranks.
 
     Args:
-        owner: (ranks,), whose KV is where.
-        present: whether it is there at all.
-        sends: whether it goes on to the next rank of the group.
-        revolution: which one of a ring of rings, else 0.
-        opens: whether a revolution begins.
-        closes: whether it ends.
-        far: whether KV crosses to the next group during this revolution.
+        owner: (ranks,), owner of the KV at each rank.
+        present: (ranks,), whether this KV reaches the rank at all.
+        sends: (ranks,), whether the rank sends this KV on to the next rank of its group.
+        revolution: number of the inner pass in a ring of rings, else 0.
+        opens: whether an inner pass begins.
+        closes: whether an inner pass ends.
+        far: whether KV crosses to the next group during this inner pass.
     """
 
     owner: Ranks
@@ -71,9 +73,13 @@ class Step:
 
 
 def steps(meets: NDArray[np.bool_], inner: int | None = None) -> Iterator[Step]:
-    """The hops of a ring, or of a ring of rings of groups of `inner`.
+    """Yields the hops of a ring, or of a ring of rings with groups of `inner` ranks.
 
-    In a ring KV goes no further than its last reader; in a ring of rings it is taken to go everywhere.
+    In a ring, KV goes no further than its last reader. In a ring of rings, KV is assumed to reach every rank.
+
+    Args:
+        meets: (ranks, ranks), whether the first rank's queries have visible pairs with the second rank's keys.
+        inner: ranks in a group of a ring of rings; None means one ring.
     """
     world = len(meets)
     ranks = np.arange(world)
@@ -96,12 +102,12 @@ def steps(meets: NDArray[np.bool_], inner: int | None = None) -> Iterator[Step]:
 
 
 def seconds(costs: Costs, inner: int | None = None, hops: Sequence[Step] | None = None) -> float:
-    """From the beginning of a pass to the end of the last rank's.
+    """Returns the seconds from the beginning of a pass to the end of the last rank's work.
 
     Args:
-        costs: what it adds up.
-        inner: ranks of a group of a ring of rings.
-        hops: the `steps` of ranks that meet where these do, if they are known.
+        costs: durations to add up.
+        inner: ranks in a group of a ring of rings; None means one ring.
+        hops: `steps` of the same ranks and visible pairs, if they are known.
     """
     world = len(costs.compute)
     ranks = np.arange(world)
@@ -110,7 +116,7 @@ def seconds(costs: Costs, inner: int | None = None, hops: Sequence[Step] | None 
     kv = _Round(costs.kv, costs.hosts, following)
     gradient = None if costs.gradient is None else _Round(costs.gradient, costs.hosts, following)
     begin, ended = np.zeros(world), None
-    crossed, homewards = begin, None  # when what is sent far is done; gradients of the revolution before
+    crossed, homewards = begin, None  # end of the far messages; last step of the previous inner pass
     step = None
     for number, step in enumerate(hops or steps(costs.compute > 0, inner)):
         begin = np.maximum(begin, number * costs.issue)
@@ -131,7 +137,7 @@ def seconds(costs: Costs, inner: int | None = None, hops: Sequence[Step] | None 
                 homewards = None
             if step.far:
                 far.move(costs.kv, step.present, (ranks + size) % world)
-            crossed, taken_far = far.done, far.taken / max(size, 1)  # spread over the revolution
+            crossed, taken_far = far.done, far.taken / max(size, 1)  # spread over the inner pass
         else:
             taken_far = np.zeros(world)
         work = costs.compute[ranks, step.owner] * step.present
@@ -151,7 +157,7 @@ def seconds(costs: Costs, inner: int | None = None, hops: Sequence[Step] | None 
 
 
 class _Round:
-    """A message of each rank to the next one: what all of them take, and what they take from the kernels of each."""
+    """A message of each rank to the next rank: all durations, and the time that the kernels of each rank lose."""
 
     def __init__(self, cost: tuple[Cost, Cost], hosts: Ranks, to: Ranks) -> None:
         self.cost, self.to, self.source = cost, to, np.argsort(to)
@@ -170,7 +176,7 @@ class _Travel:
         self.done, self.taken = begin, np.zeros(len(begin))
 
     def move_round(self, messages: _Round, sending: NDArray[np.bool_]) -> None:
-        """As `move`, to the next rank; all at once where each rank sends."""
+        """Sends to the next rank, like `move`; computes all messages at once if every rank sends."""
         if not sending.all():
             self.move(messages.cost, sending, messages.to)
             return
@@ -179,7 +185,10 @@ class _Travel:
         self.taken = self.taken + messages.taken
 
     def move(self, cost: tuple[Cost, Cost], sending: NDArray[np.bool_], to: Ranks) -> None:
-        """Sends from each rank of `sending`, no two to one; a message waits for what its two ends did before."""
+        """Sends from each rank of `sending` to its rank of `to`; no rank gets two messages.
+
+        A message waits for the earlier messages of both its ends.
+        """
         source = np.flatnonzero(sending)
         if not len(source):
             return
@@ -190,7 +199,7 @@ class _Travel:
         done = np.maximum(self.done[source], self.done[target]) + np.where(within, near.seconds, far.seconds)
         shares = np.where(within, near.taken * near.seconds, far.taken * far.seconds)
         self.done = self.done.copy()
-        for ends in (source, target):  # no rank twice
+        for ends in (source, target):  # no rank occurs twice in `ends`
             self.done[ends] = np.maximum(self.done[ends], done)
             taken[ends] = np.maximum(taken[ends], shares)
         self.taken = self.taken + taken
