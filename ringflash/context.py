@@ -52,7 +52,7 @@ class ContextParallel(TokenMeans):
 
     Args:
         mesh_or_group: a process group that this rank belongs to, or a DeviceMesh of one dimension, or of two named
-            "ring" and "heads": KV goes around the first, heads are split over the second, and the sequence is cut over
+            "ring" and "heads". KV goes around the first, heads are split over the second, and the sequence is cut over
             the ranks of both. Creating a context is a collective of its ranks.
         layout: the cut of the sequence: "zigzag" (equal causal work on every rank), "contiguous", "striped", or
             "balanced", which follows the mask: see `make_layout`.
@@ -72,8 +72,8 @@ class ContextParallel(TokenMeans):
             longer than their work. "auto" groups hops on GPUs if no rank receives more than 48 MiB of KV, unless there
             is an inner ring or `cuda_graphs`, which removes launches.
         cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
-            and then replayed, with the same bits: for sequences so short that launches take longer than their work.
-            Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls with
+            and then replayed, with the same bits. Meant for sequences so short that launches take longer than their
+            work. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls with
             dropout, or with a mask that holds lengths or blocks, are not captured.
 
     Raises:

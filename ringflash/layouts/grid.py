@@ -1,7 +1,7 @@
 """Grids of ranks in two dimensions: heads are split over one dimension, and KV goes around a ring over the other.
 
 Ranks that differ in their heads index alone form a group. A group stores one shard of the ring's layout, and each of
-its ranks stores consecutive rows of that shard. An exchange of rows for heads within the group gives each rank the
+its ranks stores consecutive rows of that shard. Within the group, ranks exchange rows for heads: each rank then has the
 whole shard for its heads, with chunks in the order of the ring's layout.
 """
 

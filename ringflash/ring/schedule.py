@@ -21,7 +21,7 @@ from ringflash.ring.plan import Hop, Plan
 from ringflash.state import AttentionState, lse_dtype
 from ringflash.transport.base import FAR, Message, Transport
 
-KV, GRADIENT, _GRADIENT_HOME = range(3)  # channels
+KV, GRADIENT, _GRADIENT_HOME = range(3)  # channels of messages
 _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 
