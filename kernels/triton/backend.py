@@ -1,4 +1,4 @@
-"""The tile kernels in Triton, for any GPU that Triton compiles for; its interpreter runs them without one."""
+"""Backend "triton": tile kernels for any GPU that Triton compiles for; its interpreter runs them without a GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED_DTYPES = (torch.float16, torch.float32)  # its bfloat16 dot is silently wrong
+INTERPRETED_DTYPES = (torch.float16, torch.float32)  # the interpreter's bfloat16 dot is silently wrong
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for every dtype these kernels know."""
+    """Returns float32, for every dtype that these kernels support."""
     assert dtype in DTYPES
     return torch.float32
 
@@ -43,7 +43,7 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
 
 
 def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """Where the sweeps said so; see `config.fuses_dq`. Its order of additions is that of the moment."""
+    """Returns `config.fuses_dq`, but False if `deterministic`: the fused kernel adds dQ in no fixed order."""
     return not deterministic and config.fuses_dq(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
 
 

@@ -1,7 +1,8 @@
 """dK and dV of one hop in Triton, and dQ too where its sum may have any order.
 
 A program owns BLOCK_N keys of one KV head and streams the queries that see them, of all heads of the group. Without dQ
-nothing is atomic; with it this is the whole backward in five matmuls, dQ added to float32 as its tiles come.
+the kernel uses no atomics. With dQ it is the whole backward in five matmuls; it adds each tile of dQ to float32 memory
+in the order in which the tiles are finished.
 
 Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and dout with
 headdim_v; lse, delta (batch, nheads, seqlen_q). Probabilities are recomputed from lse.
@@ -84,7 +85,7 @@ def _over_queries(
     WITH_DQ: tl.constexpr,
     kind,
 ):
-    """Adds dS^T q and P^T dout over queries of one chunk."""
+    """Adds dS^T q and P^T dout over the queries of one chunk to dk_acc and dv_acc."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_M
     for step in tl.range(span.begin, span.end, STEP):
         i, masked = tile_at(step, span, schedule, kind.MASK)
@@ -95,7 +96,7 @@ def _over_queries(
             lse2, lse2_low = split_lse(load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED))
         else:
             lse2, lse2_low = load_lse(lse, number + rows, inside)
-            if kind.MASK == 1:  # rows that see nothing may hold anything, NaN too
+            if kind.MASK == 1:  # fully masked rows may hold anything, NaN included
                 inside &= span.start + rows >= 0
             elif kind.MASK >= 2:
                 inside &= lse2 != float("inf")
@@ -125,9 +126,9 @@ def _over_queries(
         dv_acc = tl.dot(weight.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=kind.PRECISION)
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=kind.PRECISION)
-        if WITH_DQ != 0:  # k^T dS, transposed: a tile of queries may be too short for the rows of a matmul
+        if WITH_DQ != 0:  # transposed k^T dS: a tile of queries may be too short for the rows of a matmul
             part = tl.trans(tl.dot(tl.trans(k_tile), ds, input_precision=kind.PRECISION)) * scores.softmax_scale
-        if WITH_DQ == 2:  # rows past the chunk's end add zeros to whatever follows
+        if WITH_DQ == 2:  # rows past the chunk's end add zeros to the rows that follow
             place = [batch.to(tl.int32), span.row + i, head.to(tl.int32), 0]
             dq_base.atomic_add(place, part.reshape(1, kind.BLOCK_M, 1, kind.BLOCK_D))
         if WITH_DQ == 1:
@@ -213,11 +214,11 @@ def _dkdv_kernel(
 
 
 def _dq_argument(given: DqSum | None, config: TileConfig) -> tuple[int, object]:
-    """How dq is added up, and where: 0 not at all, 1 by element, 2 by tile, with the tensor memory accelerator."""
+    """Returns how dq is added, and where: 0 not at all, 1 by element, 2 by tile with the tensor memory accelerator."""
     if given is None:
         return 0, None
     dq = given.rows()
-    if knobs.runtime.interpret or capability() < 90 or dq.shape[3] % 4:  # its strides are multiples of 16 bytes
+    if knobs.runtime.interpret or capability() < 90 or dq.shape[3] % 4:  # it needs strides in multiples of 16 bytes
         return 1, dq
     return 2, TensorDescriptor(dq, list(dq.shape), list(dq.stride()), [1, config.block_m, 1, config.block_d])
 
@@ -236,7 +237,7 @@ def backward_dkdv(
     accumulate: bool,
     dq: DqSum | None = None,
 ) -> None:
-    """One hop's dk and dv, and dq when given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    """Computes one hop's dk and dv, and dq if given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
     config = choose(call_of(q, v, problem))

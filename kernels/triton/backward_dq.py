@@ -4,7 +4,7 @@ Shapes: q, dq (batch, seqlen_q, nheads, headdim); k (batch, seqlen_k, nheads_kv,
 lse, delta (batch, nheads, seqlen_q). Probabilities are recomputed from lse.
 
 P = exp(scores - lse), dS = P * (dout v^T - delta), dq = softmax_scale dS k. Source: FlashAttention-2 (Dao 2023),
-algorithm 2, split in two so that sums have one order.
+algorithm 2, split into two kernels so that every sum has a fixed order.
 """
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -57,7 +57,7 @@ def _over_keys(
     head,
     kind,
 ):
-    """Adds dS k over the keys of one chunk."""
+    """Adds dS k over the keys of one chunk to acc."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
     lse2, lse2_low = lse2
@@ -76,7 +76,7 @@ def _over_keys(
         ds = p * (dp - delta_row[:, None])
         if kind.SOFTCAP:
             ds *= 1.0 - t * t
-        if masked:  # not p: rows that see nothing may hold anything, NaN too
+        if masked:  # not p, because fully masked rows may hold anything, NaN included
             ds = apply_mask(
                 ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
                 visible, kind.BLOCK_N, kind.MASK,
@@ -119,7 +119,7 @@ def _dq_kernel(
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows
-    lse2 = load_lse(lse, number, rows < left)  # a pair
+    lse2 = load_lse(lse, number, rows < left)  # (high, low)
     delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
     q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
@@ -159,7 +159,7 @@ def backward_dq(
     *,
     accumulate: bool,
 ) -> None:
-    """One hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
+    """Computes one hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     config = dq_config(call_of(q, v, problem))
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)

@@ -1,6 +1,6 @@
-"""Tile sizes of the portable kernels, chosen by headdim and dtype.
+"""Tile sizes of the Triton kernels, chosen by headdim and dtype.
 
-A tile pair must fit registers (the accumulators, float32) and shared memory (num_stages copies of what is streamed).
+A pair of tiles must fit registers (float32 accumulators) and shared memory (num_stages copies of the streamed tiles).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What sweeps choose of a `TileConfig`.
+    """Tile sizes that sweeps choose, as a part of `TileConfig`.
 
     Args:
         block_m: rows of queries in a tile.
         block_n: rows of keys in a tile.
         num_warps: warps of a program.
         num_stages: tiles in flight.
-        max_registers: most a thread may use, so that another program fits beside; None is the hardware's limit.
-        by_pointers: whether what streams does so by pointers even where the tensor memory accelerator could.
+        max_registers: most registers of a thread, so that one more program fits on an SM; None is the hardware's limit.
+        by_pointers: load streamed tiles by pointers even where the tensor memory accelerator could load them.
     """
 
     block_m: int
@@ -35,12 +35,12 @@ class _Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig(_Tiles):
-    """How a kernel is tiled.
+    """Tile sizes and launch options of a kernel.
 
     Args:
         block_d: headdim rounded up to a power of two.
-        block_dv: the same of the values' headdim.
-        precision: of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
+        block_dv: headdim_v rounded up to a power of two.
+        precision: precision of float32 matmuls; "ieee" keeps float32's own error, tf32 would not.
     """
 
     block_d: int
@@ -49,39 +49,39 @@ class TileConfig(_Tiles):
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Triton's options of a launch."""
+        """Options that Triton takes at a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers} | FUSED
 
 
 def padded_headdim(headdim: int) -> int:
-    """`headdim` rounded up to a power of two that a matmul can take."""
+    """Returns `headdim` rounded up to a power of two that a matmul can take."""
     return max(16, 1 << (headdim - 1).bit_length())
 
 
-_Table = dict[tuple[bool, int], _Tiles]  # (is float32, headdim up to)
+_Table = dict[tuple[bool, int], _Tiles]  # key: (is float32, largest headdim)
 
-# Multiplications and additions fuse. Triton 3.9 warns where a launch does not say so, and 3.10 will not fuse by itself.
+# Fuses multiplications and additions. Triton 3.9 warns if a launch does not set it, and 3.10 will not fuse by default.
 FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 
-LONG_KEYS = 131072  # from here on keys and values of a head leave no room in L2 for others
-LARGE_SHARED = 90  # from this compute capability on a block has 227 KiB of shared memory, before at most 163 KiB
+LONG_KEYS = 131072  # from this many keys on, one head's keys and values leave no room in L2 for others
+LARGE_SHARED = 90  # from this compute capability on, a block has 227 KiB of shared memory; below, at most 163 KiB
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """Tiles of one kernel.
+    """Tile sizes of one kernel: the usual ones, and replacements for special calls.
 
     Args:
-        usual: bfloat16 by sweeps on an H200; float16 as bfloat16.
-        short: what differs where a row sees a part of the sequence, as under documents and windows: programs are many
-            and short, so that several must fit beside each other.
-        ragged: what differs where rows are loaded with bounds, which takes registers.
-        lean: what differs under full and causal masks, and where tiles are listed, if neither bounds nor modes take
-            registers: one more program fits beside.
-        lean_short: the same under other masks, where a row sees a part of the sequence.
-        small: what differs where shared memory is smaller; not measured, chosen by what compiles with few spills.
-        long: what differs from LONG_KEYS keys on, under full and causal masks, without bounds: larger tiles read them
-            less often.
+        usual: sizes for bfloat16 by sweeps on an H200; float16 uses the same sizes.
+        short: replacements for masks under which a row sees a part of the sequence, such as documents and windows.
+            Programs are then many and short, so several must fit on an SM.
+        ragged: replacements for loads with bounds checks, which take registers.
+        lean: replacements for full and causal masks, and for listed tiles, if neither bounds checks nor score
+            modifications take registers. One more program then fits on an SM.
+        lean_short: the same for other masks, under which a row sees a part of the sequence.
+        small: replacements for GPUs with less shared memory; not measured, but chosen to compile with few spills.
+        long: replacements from LONG_KEYS keys on, under full and causal masks without bounds checks. Larger tiles read
+            the keys less often.
     """
 
     usual: _Table
@@ -93,7 +93,7 @@ class _Tables:
     long: _Table = field(default_factory=dict)
 
 
-# Under short spans by pointers: the accelerator's barriers would leave a fourth program no room.
+# Short spans are loaded by pointers, because the accelerator's barriers would leave no room for a fourth program.
 _FORWARD = _Tables(
     usual={
         (False, 64): _Tiles(64, 128, 4, 3),
@@ -144,18 +144,18 @@ _SINGLE_PASS = _Tables(
 
 @dataclass(frozen=True)
 class Call:
-    """What tiles are chosen for.
+    """Properties of a call by which tile sizes are chosen.
 
     Args:
-        headdim: of queries and keys.
-        headdim_v: of values.
-        dtype: of all of them.
+        headdim: width of queries and keys.
+        headdim_v: width of values.
+        dtype: dtype of queries, keys and values.
         seqlen_k: keys of a sequence.
-        capability: of the GPU, as in 90.
-        ragged: whether a chunk is not a whole number of tiles, or headdim no power of two.
-        short_spans: whether a row sees a part of the sequence: any mask but the full and the causal one.
-        listed: whether tiles to visit are listed, as under a mask with a bitmap.
-        modes: whether scores take more than a product and a factor: softcap, ALiBi or dropout.
+        capability: compute capability of the GPU, such as 90.
+        ragged: whether a chunk is not a whole number of tiles, or a headdim is no power of two.
+        short_spans: whether a row sees a part of the sequence: any mask except the full and the causal one.
+        listed: whether the tiles to process are listed, as under a mask with a bitmap.
+        modes: whether weights take more than a product and a factor: softcap, ALiBi or dropout.
     """
 
     headdim: int
@@ -169,7 +169,7 @@ class Call:
     modes: bool = False
 
     def choose(self, tables: _Tables) -> TileConfig:
-        """The tiles of a kernel."""
+        """Returns the tile sizes of a kernel for this call."""
         block_d, block_dv = padded_headdim(self.headdim), padded_headdim(self.headdim_v)
         table = tables.usual | (tables.ragged if self.ragged else {}) | (tables.short if self.short_spans else {})
         if not (self.ragged or self.modes):
@@ -183,35 +183,35 @@ class Call:
 
 
 def forward_config(call: Call) -> TileConfig:
-    """Tiles of the forward kernel: BLOCK_M queries stay, BLOCK_N keys stream."""
+    """Returns the tiles of the forward kernel, which keeps BLOCK_M queries and streams BLOCK_N keys."""
     return call.choose(_FORWARD)
 
 
 def dq_config(call: Call) -> TileConfig:
-    """Tiles of the dQ kernel: BLOCK_M queries stay, BLOCK_N keys stream."""
+    """Returns the tiles of the dQ kernel, which keeps BLOCK_M queries and streams BLOCK_N keys."""
     return call.choose(_DQ)
 
 
 def dkdv_config(call: Call) -> TileConfig:
-    """Tiles of the dK/dV kernel: BLOCK_N keys stay, BLOCK_M queries stream."""
+    """Returns the tiles of the dK/dV kernel, which keeps BLOCK_N keys and streams BLOCK_M queries."""
     return call.choose(_DKDV)
 
 
 def fuses_dq(headdim: int, headdim_v: int, *, listed: bool) -> bool:
-    """Whether one kernel for dQ, dK and dV beats two, by sweeps on an H200.
+    """Returns whether one kernel for dQ, dK and dV is faster than two, by sweeps on an H200.
 
-    To add dQ up in memory takes longer than the two matmuls that it saves, except where tiles are listed. Above headdim
-    64 a thread's registers hold its accumulators only in small tiles, so that dQ is added up more often.
+    Summing dQ in memory takes longer than the two matmuls that one kernel saves, except where tiles are listed. Above
+    headdim 64 a thread's registers hold only the accumulators of small tiles, so dQ would be added more often.
     """
     return listed and max(headdim, headdim_v) <= 64
 
 
 def single_pass_config(call: Call) -> TileConfig:
-    """As `dkdv_config`, with dQ in the same kernel."""
+    """Returns the tiles of the dK/dV kernel that also computes dQ."""
     return call.choose(_SINGLE_PASS)
 
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; one elsewhere: the interpreter runs a program after another, the gate runs none."""
+    """Returns the multiprocessors of a GPU, else 1: the interpreter runs programs one by one, the gate runs none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

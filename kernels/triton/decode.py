@@ -1,11 +1,11 @@
 """Decoding in Triton: the keys of a sequence are cut into parts that run side by side, and the parts are merged.
 
 Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, capacity, nheads_kv, headdim); v (batch, capacity, nheads_kv,
-headdim_v); lengths (batch,). The query heads that share a KV head, times the queries, are the rows of one tile of
-BLOCK_M, so that KV is read once for all of them. A program owns one such tile, one KV head and one part of the keys.
+headdim_v); lengths (batch,). Every pair of a query and one of the query heads that share a KV head is a row. A tile
+has BLOCK_M such rows, so KV is read once for all of them. A program owns a tile, a KV head and a part of the keys.
 
-Each sequence's own length is cut into equal parts, read on the device: a short sequence in a large cache spreads over
-as many programs as a long one, and no program finds its part empty because the cache is larger than the sequence.
+The length of each sequence is read on the device and cut into equal parts. A short sequence in a large cache therefore
+spreads over as many programs as a long one. No part is empty just because the cache is larger than the sequence.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
@@ -32,7 +32,7 @@ from ringflash.kernels.triton.scores import tanh
 from ringflash.kernels.triton.tiles import head_of, load_rows, loads_vectors, row_pointers, strided, wide
 from ringflash.state import LN2
 
-# Numbers that change from call to call: the kernel is not compiled anew for their multiples of 16.
+# Numbers that change from call to call: Triton does not compile the kernel again for their multiples of 16.
 _SIZES = ["row_tiles", "splits", "capacity", "seqlen_q", "nheads", "nheads_kv", "left", "right"]
 
 
@@ -71,8 +71,11 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """MASK: 0 where all rows see the same keys, 1 for intervals, 2 for intervals and a tree."""
-    # Neighbours read the same keys, which the second finds in L2, or the next head's, which lie beside them in memory.
+    """Computes one tile's state, or with FINAL out and lse, over one part of the keys.
+
+    MASK is 0 if all rows see the same keys, 1 for intervals, 2 for intervals and a tree.
+    """
+    # Neighbouring programs read the same keys, which are then in L2, or those of the next head, adjacent in memory.
     program = tl.program_id(0)
     row_tile = program % row_tiles
     head_kv = (program // row_tiles % nheads_kv).to(tl.int64)
@@ -88,7 +91,7 @@ def _decode_kernel(
     head = head_kv * group + row % group
 
     length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
-    before = length - seqlen_q  # keys before the queries' own
+    before = length - seqlen_q  # number of keys before the queries' own keys
     begin = tl.maximum(before + row_tile * BLOCK_M // group - left, 0)
     end = tl.minimum(before + last_row // group + right + 1, length)
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
@@ -156,7 +159,7 @@ def _decode_kernel(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
+    """Returns out (batch, seqlen_q, nheads, headdim_v), lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
     splits = _splits(q, k, v, step)
     if splits > 1:
         return combine(_parts(q, k, v, lengths, step, splits), step.score_config, q.dtype)
@@ -166,7 +169,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tupl
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
-    """One state over the first `lengths` keys, without sinks."""
+    """Returns one state over the first `lengths` keys, without sinks."""
     parts = _parts(q, k, v, lengths, step, _splits(q, k, v, step))
     if parts.count == 1:
         return parts
@@ -176,7 +179,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Par
 
 
 def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out in `dtype` and lse over the keys of all states."""
+    """Returns out in `dtype` and lse over the keys of all states."""
     shape = (partials.batch, partials.seqlen_q, partials.nheads)
     out, lse = _results(partials.storage.new_empty((*shape, 0)), partials.headdim_v, dtype)
     merge(partials, Target(out, lse, lse, 0), score_config, final=True)
@@ -208,10 +211,10 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
 
 
 def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
-    """Returns the tiles of a step, with few rows where loads number by number feed matmuls of 16-bit numbers.
+    """Returns the tiles of a step, with few rows if 16-bit operands of matmuls are loaded number by number.
 
-    Tiles of 64 rows would use WGMMA there, which ptxas 12.8 compiles wrong for some widths; see `tiles.operand`. A
-    cache is too large to be copied to better rows at each step.
+    Tiles of 64 rows would then use WGMMA, which ptxas 12.8 compiles wrong for some widths; see `tiles.operand`. A cache
+    is too large to copy to aligned rows at each step.
     """
     config = decode_config(q.shape[3], v.shape[3], q.dtype, step.tiles)
     if q.itemsize == 2 and not all(map(loads_vectors, (q, k, v))):

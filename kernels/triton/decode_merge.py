@@ -1,7 +1,7 @@
-"""Merging partial states in Triton, and what comes last: sinks, the division, lse.
+"""Merge of partial states in Triton, with the last steps: sinks, the division, lse.
 
 A state is m, l (batch, nheads, seqlen_q) and O (batch, seqlen_q, nheads, headdim_v), float32, in base 2. A program owns
-some of one row: m = max m_s, l = sum l_s 2^(m_s - m), O = sum O_s 2^(m_s - m).
+some columns of one row: m = max m_s, l = sum l_s 2^(m_s - m), O = sum O_s 2^(m_s - m).
 """
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -21,7 +21,7 @@ from ringflash.state import LN2
 
 
 class Target(NamedTuple):
-    """Where results go: a state, and the elements from one state to the next; or out and, in the place of m, lse."""
+    """Targets of results: a state and the elements from one state to the next, or out and, in the place of m, lse."""
 
     o: Any
     m: Any
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
 @triton.jit
 def last_touch(m, l, sinks, head, inside, SINKS: tl.constexpr):  # noqa: E741
-    """What O is multiplied with and then divided by, and lse in base 2, after the sinks have taken their weight."""
+    """Returns the factor and the divisor of O, and lse in base 2, all after the sinks have taken their weight."""
     sink = m
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -41,7 +41,7 @@ def last_touch(m, l, sinks, head, inside, SINKS: tl.constexpr):  # noqa: E741
     total = l * weight
     if SINKS:
         total += tl.exp2(sink - origin)
-    seen = l != 0.0  # NaN is seen
+    seen = l != 0.0  # a NaN sum counts as seen
     divisor = tl.where(seen, total, 1.0)
     return tl.where(seen, weight, 0.0), divisor, tl.where(seen, origin + tl.log2(divisor), float("-inf"))
 
@@ -61,7 +61,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Merges the `count` states of one row; its sums are trees of a fixed shape, so repeats are bitwise equal."""
+    """Merges the `count` states of one row; sums are trees of a fixed shape, so repeats are bitwise equal."""
     o_row = tl.program_id(0).to(tl.int64)
     head = o_row % nheads
     query = o_row // nheads % seqlen_q
@@ -91,13 +91,13 @@ def _merge_kernel(
 
 
 def target_of(partials: Partials) -> Target:
-    """The states as a kernel takes them."""
+    """Returns the states as kernel arguments."""
     state = partials.stacked
     return Target(state.o, state.m, state.l, partials.storage.stride(0))
 
 
 def merge(partials: Partials, target: Target, score_config: ScoreConfig, *, final: bool) -> None:
-    """Writes the merge of all states to `target`: a state, or when `final` out and lse."""
+    """Writes the merge of all states to `target`: a state, or out and lse when `final`."""
     sinks = score_config.sinks if final else None
     block_dv = min(64, padded_headdim(partials.headdim_v))
     rows = partials.batch * partials.seqlen_q * partials.nheads

@@ -1,7 +1,7 @@
-"""What the softmax's backward subtracts from every row of dP: delta = rowsum(dout * out) - dlse.
+"""delta = rowsum(dout * out) - dlse in Triton: the softmax's backward subtracts it from every row of dP.
 
 Shapes: out, dout (batch, seqlen_q, nheads, headdim_v); dlse, delta (batch, nheads, seqlen_q). Source: FlashAttention-2
-(Dao 2023), algorithm 2, line 4; a gradient of lse adds P * dlse to dS, so it is subtracted here.
+(Dao 2023), algorithm 2, line 4; a gradient of lse adds P * dlse to dS, so dlse is subtracted here.
 """
 
 # Triton's DSL is not Python to a type checker: constexpr arguments.
@@ -50,7 +50,7 @@ def _delta_kernel(
 
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
+    """Returns rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
     batch, seqlen_q, nheads, headdim = out.shape
     result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
     block_m, block_d = 64, padded_headdim(headdim)

@@ -1,4 +1,4 @@
-"""dQ while kernels add to it, of one hop after another."""
+"""Sum of dQ, to which kernels add in one hop after another."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class DqSum:
-    """A sum of gradients of q (batch, seqlen_q, nheads, headdim) in `dtype`, which `finish` rounds to that of q.
+    """Sum in `dtype` of gradients of q (batch, seqlen_q, nheads, headdim); `finish` rounds the sum to the dtype of q.
 
-    `ordered` is whether what is added is to be so in one order in every run.
+    With `ordered`, kernels must add in the same order in every run.
     """
 
     def __init__(self, q: Tensor, dtype: torch.dtype, *, ordered: bool) -> None:
@@ -17,12 +17,12 @@ class DqSum:
         self._rows: Tensor | None = None
 
     def rows(self) -> Tensor:
-        """What to add to, contiguous and of q's shape, in `dtype`: zeros at first."""
+        """Returns the tensor to add to, contiguous, of q's shape and in `dtype`; at first it holds zeros."""
         if self._rows is None:
             self._rows = self.q.new_zeros(self.q.shape, dtype=self._dtype)
         return self._rows
 
     def finish(self) -> Tensor:
-        """The sum, contiguous and of q's shape and dtype, zeros where nothing was added; it is forgotten here."""
+        """Returns the sum, contiguous and of q's shape and dtype, or zeros if nothing was added; forgets the sum."""
         total, self._rows = self._rows, None
         return self.q.new_zeros(self.q.shape) if total is None else total.to(self.q.dtype)

@@ -1,4 +1,4 @@
-"""Forward of one hop in Triton: continues the online softmax of a state over the keys that are here.
+"""Forward of one hop in Triton: continues the online softmax of a state over the keys of the hop.
 
 Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, seqlen_k, nheads_kv, headdim); v with headdim_v; out (batch,
 seqlen_q, nheads, headdim_v); m, l of the state and lse (batch, nheads, seqlen_q); o of the state as out, float32. A
@@ -39,7 +39,7 @@ from ringflash.state import AttentionState
 
 
 class Results(NamedTuple):
-    """Where a hop's results go, all contiguous: out and lse, or the state that it also continues."""
+    """Targets of a hop's results, all contiguous: out and lse, or the state, which the hop also reads."""
 
     m: Any
     l: Any  # noqa: E741
@@ -70,7 +70,7 @@ def _attend(
     head,
     kind,
 ):
-    """Takes the keys of one chunk into (acc, m, l)."""
+    """Adds the keys of one chunk to (acc, m, l)."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
     for i in tl.range(span.begin, span.end, STEP):
@@ -87,7 +87,7 @@ def _attend(
                 bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
             )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
-        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: -inf minus -inf is NaN
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without keys so far, -inf minus -inf is NaN
         p = tl.exp2(s * unit - origin[:, None])
         rescale = tl.exp2(m - origin)
         l = l * rescale + tl.sum(p, 1)  # noqa: E741
@@ -160,7 +160,7 @@ def _forward_kernel(
 
     if LAST:
         fully_masked = l == 0.0
-        if kind.SINKS:  # one more key, without a value
+        if kind.SINKS:  # a sink is one more key, without a value
             sink = tl.load(scores.sinks + head) * 1.4426950408889634
             origin = tl.maximum(m, sink)
             origin = tl.where(origin == float("-inf"), 0.0, origin)
@@ -193,13 +193,13 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    """Runs one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
+    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not used then
     _forward_kernel[(programs.ntiles * batch * nheads,)](
         operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,

@@ -1,7 +1,7 @@
-"""How the rows that stream through a program are loaded: by pointers, or by the tensor memory accelerator of sm_90.
+"""Loads of the tiles that a program streams: by pointers, or by the tensor memory accelerator of sm_90.
 
-The accelerator takes a two-dimensional view of the tensor and the first row and column of a tile; it needs tiles that
-are whole, rows of equal pitch and addresses in multiples of 16 bytes, and costs the program no instructions.
+The accelerator takes a two-dimensional view of the tensor and the first row and column of a tile. It needs whole tiles,
+rows of equal pitch and addresses in multiples of 16 bytes, and costs the program no instructions.
 """
 
 # Triton's DSL is not Python to a type checker.
@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class View(NamedTuple):
-    """Where a sequence and a head begin in the two-dimensional view."""
+    """Strides of sequences and heads in the two-dimensional view, in its rows and columns."""
 
     batch_rows: Any
     head_rows: Any
@@ -41,14 +41,14 @@ class View(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """A tensor (batch, seqlen, nheads, headdim) of which tiles stream."""
+    """A tensor (batch, seqlen, nheads, headdim) from which a kernel streams tiles."""
 
     x: Strided
     view: View
 
 
 class Stream(NamedTuple):
-    """One chunk of one head of it."""
+    """One chunk of one head of a `Streamed` tensor."""
 
     base: Any
     stride: Any
@@ -59,7 +59,11 @@ class Stream(NamedTuple):
 def streamed(
     tensors: tuple[Tensor, Tensor], block: int, config: TileConfig, programs: Programs
 ) -> tuple[bool, list[Streamed], list[TensorDescriptor | None]]:
-    """Two tensors (with headdim, with headdim_v) as a kernel takes them, whether by the accelerator, and its views."""
+    """Prepares two tensors, the first with headdim and the second with headdim_v, for streaming.
+
+    Returns:
+        True if the accelerator loads both, their kernel arguments, and their descriptors for the accelerator or None.
+    """
     widths = (config.block_d, config.block_dv)
     views = [_view(x) for x in tensors]
     accelerated = (
@@ -101,7 +105,7 @@ def _view(x: Tensor) -> View | None:
 
 @triton.jit
 def stream_at(streamed, batch, head, row):
-    """The chunk of a head that begins at `row` of storage."""
+    """Returns the chunk of a head that begins at `row` of storage."""
     base = head_of(streamed.x, batch, head) + wide(row) * streamed.x.row
     view = streamed.view
     first = (batch * view.batch_rows + head * view.head_rows).to(tl.int32) + row
@@ -119,7 +123,7 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     kind,
 ):
-    """The tile from row `n` of the chunk on; rows that are not `inside` are zeros."""
+    """Loads the tile that begins at row `n` of the chunk; rows that are not `inside` are zeros."""
     if kind.ACCELERATED:
         x = descriptor.load([stream.row + n, stream.column])
     else:

@@ -1,7 +1,7 @@
-"""What the programs of a launch are told: which tile each owns, and which tiles of the other side that one meets.
+"""Tables of a launch: the tile that each program owns, and the tiles of the other side that the program processes.
 
-Everything is worked out on the host and kept, so that a program starts with one round of loads. With `by_keys` programs
-own tiles of keys and meet queries, else the other way round.
+Everything is computed on the host and cached, so that a program starts with one round of loads. With `by_keys` programs
+own tiles of keys and stream queries, else they own tiles of queries and stream keys.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ class Programs:
     """The tables of one launch.
 
     Args:
-        bounds: what the rows see.
-        kind: what tiles that need a mask need of it: `bounds.kind`, or CAUSAL where its table says nothing else in any
-            tile that is met, as under documents that begin where tiles do. It may differ from hop to hop.
-        even: every tile is whole, and of queries that are met none sees nothing: loads need no bounds.
-        ntiles: tiles owned, for each sequence and head. Those with most to do come first, so that none begins late.
+        bounds: bounds of the keys that the rows see.
+        kind: mask that tiles in need of one apply: `bounds.kind`, or CAUSAL if the table agrees with the causal rule in
+            every processed tile, as under documents that begin at tile borders. It may differ from hop to hop.
+        even: whether loads of streamed tiles need no bounds: these tiles are whole, and no streamed query is fully
+            masked. With `by_keys` owned tiles are whole too.
+        ntiles: owned tiles for each sequence and head. Tiles with the most work come first, so that none begins late.
         nchunks: chunks of the other side.
-        places: int32 (ntiles, 4): an owned tile's first row in storage, the rows from there to its chunk's end, their
-            number in the tile, and its global position.
-        spans: int32 (batch or 1, ntiles, nchunks, 8). The span first: begin, full_begin, full_end, end, counted from
-            the chunk's first row. Some meet some in [begin, end), all meet all in [full_begin, full_end), and all but
-            `end` are multiples of the tile. When LISTED the span counts entries of `tiles` instead: [full_begin,
-            full_end) need no mask, [full_end, end) do. Then the row of the chunk from which on nobody is met, the
-            chunk's first row in storage, its global position and its length.
-        batch_stride: elements from one sequence's spans to the next's, 0 when they are all alike.
+        places: int32 (ntiles, 4): an owned tile's first row in storage, the rows from there to its chunk's end, the
+            rows in the tile, and its global position.
+        spans: int32 (batch or 1, ntiles, nchunks, 8), the span first: begin, full_begin, full_end and end, counted from
+            the chunk's first row. In [begin, end) some queries see some keys, and in [full_begin, full_end) all queries
+            see all keys. begin and full_begin are multiples of the tile; full_end is one too, or the chunk's length.
+            When LISTED, the span counts entries of `tiles` instead: [full_begin, full_end) need no mask, [full_end,
+            end) do. After the span: the row of the chunk from which on no row is used, the chunk's first row in
+            storage, its global position and its length.
+        batch_stride: elements from one sequence's spans to the next's, 0 when all sequences have the same spans.
         tiles: int32, the listed tiles.
     """
 
@@ -72,7 +74,7 @@ def make_programs(
     device: torch.device,
     by_keys: bool,
 ) -> Programs:
-    """The tables for tiles of `block_m` queries and `block_n` keys."""
+    """Returns the tables for tiles of `block_m` queries and `block_n` keys."""
     bounds = row_bounds(mask, q_chunks, device)
     own, others = (k_chunks, q_chunks) if by_keys else (q_chunks, k_chunks)
     block = block_n if by_keys else block_m
@@ -82,11 +84,11 @@ def make_programs(
         ends = lengths.expand(1, 1, -1)
         even = all(c.length % block_m == 0 for c in q_chunks) and all(c.length % block_n == 0 for c in k_chunks)
         even = even and _met_see(mask, q_chunks, block_m)
-    else:  # past the last key that any row sees storage may hold anything
+    else:  # storage past the last key that any row sees may hold anything
         lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
         ends = torch.minimum((hi.where(hi > lo, 0).amax(1)[:, None] - starts).clamp(min=0), lengths)[:, None]
         even = bool((ends % block_n == 0).all())
-    kind, tiles = bounds.kind, bounds.lo  # the latter not read
+    kind, tiles = bounds.kind, bounds.lo  # `tiles` is read only when LISTED
     if kind == LISTED:
         lists = visits(mask, q_chunks, k_chunks, block_m, block_n, device, by_keys)
         full, partial, end = lists.ranges.unbind(-1)
@@ -111,7 +113,7 @@ def make_programs(
 
 
 def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
-    """Whether every row of a tile that may be met sees a key; a listed tile of which none does is never met."""
+    """Returns whether every row of a processed tile sees a key; a listed tile without such rows is never processed."""
     seeing = rows_seeing(mask, q_chunks)
     if mask.bitmap() is None:
         return bool(seeing.all())
@@ -120,7 +122,7 @@ def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
 
 
 def _see_to_themselves(mask: Mask, q_chunks: Sequence[Chunk]) -> bool:
-    """Whether the keys that each row sees end with its own; rows before the first key see nothing."""
+    """Returns whether the last key that each row sees is its own; rows before the first key must see nothing."""
     rows = positions(q_chunks, "cpu")
     lo, hi = mask.bounds(rows, LAST_KEY)
     return bool((hi == (rows + 1).clamp(min=0)).all() and (lo <= rows.clamp(min=0)).all())
@@ -129,10 +131,10 @@ def _see_to_themselves(mask: Mask, q_chunks: Sequence[Chunk]) -> bool:
 def _key_spans(
     mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int
 ) -> tuple[Tensor, bool]:
-    """The keys that the rows of each tile of queries see: int64 (batch or 1, tiles, nk_chunks, 4).
+    """Returns spans of the keys that the rows of each tile of queries see: int64 (batch or 1, tiles, nk_chunks, 4).
 
-    The second result says whether a row begins to see after the first key that its tile meets: the causal rule would
-    show it the keys before.
+    The second result is True if some row's interval begins after the first key that its tile streams: the causal rule
+    would show that row earlier keys too.
     """
     seen = TileBounds.of(mask, q_chunks, block_m)
     columns, needs_table = [], False
@@ -150,13 +152,14 @@ def _key_spans(
 
 
 def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: int) -> tuple[Tensor, bool]:
-    """The queries that see each tile of keys: int64 (batch or 1, tiles, nq_chunks, 4).
+    """Returns spans of the queries that see each tile of keys: int64 (batch or 1, tiles, nq_chunks, 4).
 
-    They are consecutive because neither bound of a row ever falls. The rows past a chunk's end in its last tile count
-    as seeing all: their lse makes their probabilities 0.
+    The queries are consecutive because neither bound of a row ever falls. The rows past a chunk's end in its last tile
+    count as seeing all keys: their lse makes their probabilities 0.
 
-    The second result says whether a tile of keys meets queries that begin to see after its first key, to which the
-    causal rule would show it, or has keys after all that are seen, which may hold anything and are not to be read.
+    The second result is True if the causal rule does not suffice, in two cases. The interval of a processed query may
+    begin after the first key of its tile: the causal rule would show that key. Or a tile may have keys past all seen
+    keys: their storage may hold anything and must not be read.
     """
     columns, needs_table = [], False
     for chunk in q_chunks:
@@ -170,7 +173,7 @@ def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: in
         after = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
         needs_table |= bool((after & (begin < end)).any())
         first = begin // block_m * block_m
-        begin, end = first, end.where(begin < end, first)  # what met nobody still does not
+        begin, end = first, end.where(begin < end, first)  # an empty span stays empty
         full_begin = (-(-full_begin // block_m) * block_m).clamp(begin, -(-end // block_m) * block_m)
         full_end = torch.where(full_end == chunk.length, full_end, full_end // block_m * block_m)
         columns.append(torch.stack([begin, full_begin, torch.maximum(full_end, full_begin), end], -1))

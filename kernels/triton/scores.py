@@ -1,4 +1,4 @@
-"""From q k^T to weights on the device: softcap, ALiBi and dropout, in any orientation of the tile."""
+"""Scores and weights from q k^T on the device: softcap, ALiBi and dropout, in any orientation of the tile."""
 
 # Triton's DSL is not Python to a type checker.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -20,7 +20,7 @@ from ringflash.kernels.triton.tiles import Constexprs, loaded_width
 
 
 class Scores(NamedTuple):
-    """What a kernel knows of a `ScoreConfig`."""
+    """Kernel arguments of a `ScoreConfig`."""
 
     softmax_scale: Any
     before_tanh: Any
@@ -34,14 +34,14 @@ class Scores(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """A dropout seed in two int32 words."""
+    """A dropout seed as two int32 numbers."""
 
     low: Any
     high: Any
 
 
 def scores_argument(score_config: ScoreConfig, unread: Tensor) -> tuple[Scores, Seed]:
-    """A scoring as a kernel takes it; `unread` is any tensor, for the pointers that it will not touch."""
+    """Returns a `ScoreConfig` as kernel arguments; `unread` is any tensor, for pointers that the kernel never reads."""
     slopes, sinks, seed = score_config.alibi_slopes, score_config.sinks, score_config.dropout_seed
     scores = Scores(
         softmax_scale=score_config.softmax_scale,
@@ -52,7 +52,7 @@ def scores_argument(score_config: ScoreConfig, unread: Tensor) -> tuple[Scores, 
         sinks=unread if sinks is None else sinks,
         threshold=threshold(score_config.dropout_p),
         kept_scale=score_config.kept_scale,
-        first_head=score_config.first_head or None,  # another number in all kernels costs some of them registers
+        first_head=score_config.first_head or None,  # None for 0: a number here costs some kernels registers
     )
     return scores, Seed(*(_signed(word & 0xFFFFFFFF) for word in (seed, seed >> 32)))
 
@@ -70,7 +70,7 @@ def kind_argument(
     v: Tensor,
     config: TileConfig,
 ) -> Constexprs:
-    """What a kernel is compiled for."""
+    """Returns the compile-time constants of a kernel."""
     values = Constexprs(
         MASK=programs.kind,
         SOFTCAP=score_config.softcap > 0,
@@ -96,7 +96,7 @@ def kind_argument(
 
 @triton.jit
 def slope_of(scores, batch, head, ALIBI: tl.constexpr):
-    """The head's ALiBi slope in base 2."""
+    """Returns the head's ALiBi slope in base 2; 0 without ALiBi."""
     slope = 0.0
     if ALIBI:
         slope = tl.load(scores.slopes + batch * scores.slopes_batch + head) * 1.4426950408889634
@@ -105,7 +105,7 @@ def slope_of(scores, batch, head, ALIBI: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh to a few ulp from exp2 alone: a series near 0, where 1 - e would cancel."""
+    """Computes tanh to a few ulp from exp2 alone, with a series near 0, where 1 - e would cancel."""
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -115,7 +115,7 @@ def tanh(x):
 
 @triton.jit
 def apply_softcap(product, scores, SOFTCAP: tl.constexpr):
-    """tanh of the scaled product where there is a softcap, else the product as it is."""
+    """Returns tanh of the scaled product if there is a softcap, else the unchanged product."""
     if SOFTCAP:
         product = tanh(product * scores.before_tanh)
     return product
@@ -123,7 +123,7 @@ def apply_softcap(product, scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def apply_alibi(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
-    """(x, unit) so that x * unit is the score in base 2: the multiplication is left to a later fma."""
+    """Returns (x, unit) so that x * unit is the score in base 2; a later fma does that multiplication."""
     unit = scores.to_base2
     if ALIBI:
         product = product * unit - slope * tl.abs(queries - keys).to(tl.float32)
@@ -133,7 +133,7 @@ def apply_alibi(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
 
 @triton.jit
 def keep_mask(queries, keys, batch, head, scores, seed):
-    """Which weights dropout keeps: `ringflash.dropout.keep_mask` for one tile."""
+    """Returns which weights of a tile dropout keeps, by the rule of `ringflash.dropout`."""
     queries, keys = tl.broadcast(queries, keys)
     c0 = (keys >> 2).to(tl.uint32)
     if scores.first_head is not None:
@@ -149,7 +149,7 @@ def keep_mask(queries, keys, batch, head, scores, seed):
 
 @triton.jit
 def lse_of(m, log_l, target):
-    """lse, natural logarithm, of a row's maximum and log2 of its sum; in float64 where `target` points to that."""
+    """Returns lse (natural logarithm) from a row's maximum and the log2 of its sum; float64 if `target` is."""
     if target.dtype.element_ty == tl.float64:
         lse = (m.to(tl.float64) + log_l.to(tl.float64)) * 0.6931471805599453
     else:
@@ -159,7 +159,7 @@ def lse_of(m, log_l, target):
 
 @triton.jit
 def split_lse(lse):
-    """lse in base 2 as float32, and what the rounding of a float64 lse took from it; 0 for a float32 one."""
+    """Returns lse in base 2 as float32, and the rounding error of a float64 lse, also float32 (0 for a float32 lse)."""
     exact = lse * 1.4426950408889634
     high = exact.to(tl.float32)
     low = tl.zeros_like(high)
@@ -171,7 +171,7 @@ def split_lse(lse):
 
 @triton.jit
 def load_lse(lse, number, inside):
-    """`split_lse`; +inf for rows outside or that saw nothing, so that their probabilities come out exactly 0."""
+    """Loads `split_lse`, with +inf for rows outside and fully masked rows, so their probabilities are exactly 0."""
     x = tl.load(lse + number, mask=inside, other=float("-inf"))
     high, low = split_lse(x)
     return tl.where(x == float("-inf"), float("inf"), high), low
@@ -179,11 +179,11 @@ def load_lse(lse, number, inside):
 
 @triton.jit
 def load_columns(x, BLOCK: tl.constexpr, kind, COPIED: tl.constexpr):
-    """BLOCK numbers for the columns of a product.
+    """Loads BLOCK numbers for the columns of a product.
 
-    Of fewer numbers than threads each thread would load all that it has columns of, one by one: up to 32. COPIED, as
-    many copies are loaded as there are threads, and all but one dropped; the way to columns is then through shared
-    memory.
+    If there are fewer numbers than threads, each thread would load the number of each of its columns one by one: up to
+    32 loads. With COPIED, the numbers are loaded in up to 8 copies, one number a thread, and all copies except one are
+    dropped. The numbers then reach the layout of the columns through shared memory.
     """
     rows = tl.arange(0, BLOCK)
     if not COPIED:
@@ -201,7 +201,7 @@ def load_columns(x, BLOCK: tl.constexpr, kind, COPIED: tl.constexpr):
 
 @triton.jit
 def weighed(p, dp, queries, keys, batch, head, scores, seed, DROPOUT: tl.constexpr):
-    """P as v meets it and the gradient of P: dropout's part of both."""
+    """Applies dropout to P, as it multiplies v, and to the gradient of P."""
     if DROPOUT:
         stays = keep_mask(queries, keys, batch, head, scores, seed)
         p = tl.where(stays, p * scores.kept_scale, 0.0)

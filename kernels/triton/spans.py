@@ -1,4 +1,4 @@
-"""A program's tile, the tiles that it visits, and what of those is seen: the device side of `programs`."""
+"""Device side of `Programs`: a program's tile, the tiles that it processes, and the mask inside them."""
 
 # Triton's DSL is not Python to a type checker.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -18,7 +18,7 @@ from ringflash.kernels.triton.schedule import Programs, make_programs
 
 
 class Schedule(NamedTuple):
-    """`Programs` as a kernel takes them."""
+    """`Programs` as kernel arguments."""
 
     places: Any
     spans: Any
@@ -27,7 +27,7 @@ class Schedule(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """`RowBounds` as a kernel takes them."""
+    """`RowBounds` as kernel arguments."""
 
     lo: Any
     hi: Any
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 def schedule(
     problem: TileProblem, config: TileConfig, device: torch.device, *, by_keys: bool
 ) -> tuple[Programs, Schedule, Visible]:
-    """What the programs of a launch need to know, of keys that own tiles when `by_keys`, else of queries."""
+    """Returns the tables of a launch; its programs own tiles of keys when `by_keys`, else tiles of queries."""
     programs = make_programs(
         problem.mask, problem.q_chunks, problem.k_chunks, config.block_m, config.block_n, device, by_keys
     )
@@ -80,14 +80,14 @@ def schedule(
 
 @triton.jit
 def load_tile_info(schedule, tile):
-    """An owned tile: (row of storage, rows from there to its chunk's end, global position) of its first row."""
+    """Loads an owned tile's first row in storage, the rows from there to its chunk's end, and its global position."""
     entry = schedule.places + tile * 4
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 3)
 
 
 @triton.jit
 def span_of(schedule, batch, tile, chunk, nchunks):
-    """What an owned tile meets of one chunk of the other side."""
+    """Loads the span of an owned tile in one chunk of the other side."""
     entry = schedule.spans + batch * schedule.spans_batch + (tile * nchunks + chunk) * 8
     return Span(
         tl.load(entry),
@@ -103,14 +103,14 @@ def span_of(schedule, batch, tile, chunk, nchunks):
 
 @triton.jit
 def tile_at(i, span, schedule, MASK: tl.constexpr):
-    """What a loop from span.begin to span.end has come to: the tile's first row in its chunk, whether it is masked."""
+    """Returns the tile at step `i` of a span's loop: its first row in its chunk, and whether it needs a mask."""
     n = tl.load(schedule.tiles + i) if MASK == 3 else i
     return n, (i < span.full_begin) | (i >= span.full_end)
 
 
 @triton.jit
 def bounds_of(visible, batch, row, rows, inside, MASK: tl.constexpr):
-    """(lo, hi, bit row) of each row of a tile; numbers that nobody reads where the mask has no table."""
+    """Loads (lo, hi, bit row) of each row of a tile; without a table these are numbers that nothing reads."""
     lo = rows
     hi = rows
     bit_row = rows
@@ -125,7 +125,7 @@ def bounds_of(visible, batch, row, rows, inside, MASK: tl.constexpr):
 
 @triton.jit
 def keys_read(visible, batch, keys, inside, MASK: tl.constexpr):
-    """Which keys of a tile may be read at all: of those `inside`, the ones between any that are seen."""
+    """Returns which keys of a tile may be read: keys `inside` that, with a table, lie in the hull of all seen keys."""
     if MASK >= 2:
         entry = visible.hull + batch * visible.hull_batch
         inside &= (keys >= tl.load(entry)) & (keys < tl.load(entry + 1))
@@ -147,14 +147,14 @@ def apply_mask(
     BLOCK_N: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """A tile's numbers `x`, with `value` where the query does not see the key or the key is not to be `read`.
+    """Returns a tile `x`, with `value` where the query does not see the key or the key may not be `read`.
 
-    Queries and BLOCK_N keys are global positions, the first key's `first_key` >= 0. These, `read`, lo, hi and bit_row
-    broadcast to the tile's shape.
+    Queries and BLOCK_N keys are global positions; the position of the first key is `first_key` >= 0. Queries, keys,
+    `read`, lo, hi and bit_row broadcast to the tile's shape.
 
-    Bits are loaded in words, as many a row as BLOCK_N of them may touch, and picked out in registers. A load of as many
-    elements as the tile has would choose their layout by itself, and the scores would pass through shared memory in
-    each step to meet it, masked or not.
+    Each row loads all words that BLOCK_N keys may touch, and picks the bits out in registers. A load of one element for
+    each score would have a layout of its own. The scores would then pass through shared memory in each step to match
+    that layout, masked or not.
     """
     if MASK == 1:
         read &= keys <= queries

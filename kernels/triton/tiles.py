@@ -1,4 +1,4 @@
-"""What the portable kernels share: how tensors reach them, what they are compiled for, and loads of rows."""
+"""Tensor arguments, compile-time constants and row loads that the Triton kernels share."""
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -21,7 +21,7 @@ from triton.runtime import driver
 
 
 class Strided(NamedTuple):
-    """A tensor (batch, seqlen, nheads, headdim), its last dimension consecutive: pointer and strides."""
+    """Pointer and strides of a tensor (batch, seqlen, nheads, headdim) with a consecutive last dimension."""
 
     base: Any
     batch: Any
@@ -29,12 +29,12 @@ class Strided(NamedTuple):
     head: Any
 
 
-# These change from call to call: kernels are not compiled anew for their multiples of 16, as they are for a tuple's.
+# These change from call to call. Triton would compile again for multiples of 16, as it does for a tuple's elements.
 UNSPECIALIZED = ["ntiles", "seqlen_q", "seed_low", "seed_high"]
 
 
 class Constexprs(NamedTuple):
-    """What a kernel is compiled for, all constexpr."""
+    """Compile-time constants of a kernel, all constexpr."""
 
     MASK: Any
     SOFTCAP: Any
@@ -57,12 +57,12 @@ class Constexprs(NamedTuple):
 
 
 def capability() -> int:
-    """Compute capability of the GPU that kernels are compiled for, as in 90; the interpreter has the largest tiles."""
+    """Returns the compute capability to compile for, such as 90; the interpreter uses the tiles of 90, the largest."""
     return 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
 
 
 def call_of(q: Tensor, v: Tensor, problem: TileProblem) -> Call:
-    """What tiles are chosen for."""
+    """Returns the properties of a call by which tile sizes are chosen."""
     ragged = any(chunk.length % 128 for chunk in (*problem.q_chunks, *problem.k_chunks))
     ragged |= any(padded_headdim(x.shape[3]) != x.shape[3] for x in (q, v))
     seqlen_k = sum(chunk.length for chunk in problem.k_chunks)
@@ -80,13 +80,13 @@ def call_of(q: Tensor, v: Tensor, problem: TileProblem) -> Call:
 
 
 def strided(x: Tensor) -> Strided:
-    """`x` as a kernel takes it, copied only if its last dimension is not consecutive in memory."""
+    """Returns `x` as a kernel argument, copied only if its last dimension is not consecutive in memory."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return Strided(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride(), strict=False)))
 
 
-VECTOR = 8  # numbers of 16 bits that a thread loads at once: 16 bytes
-HINT = 16  # Triton tells its compiler of a stride only whether it is a multiple of this
+VECTOR = 8  # 16-bit numbers that a thread loads at once: 16 bytes
+HINT = 16  # Triton specializes a stride only on whether it is a multiple of this
 
 
 def loads_vectors(x: Tensor) -> bool:
@@ -97,11 +97,11 @@ def loads_vectors(x: Tensor) -> bool:
 
 
 def operand(x: Tensor) -> Strided:
-    """`x` (batch, seqlen, nheads, headdim) as a kernel loads tiles of it for matmuls.
+    """Returns `x` (batch, seqlen, nheads, headdim) as an argument from which a kernel loads tiles for matmuls.
 
-    Numbers of 16 bits are copied to rows of whole vectors, padded with zeros, where they do not lie in such rows.
-    Loads number by number are several times slower, and ptxas 12.8 compiles some of them wrong for sm_90: the matmuls
-    that follow then read shared memory through a uniform register that nothing has written.
+    16-bit numbers that do not lie in rows of whole vectors are copied to such rows, padded with zeros. Loads number by
+    number are several times slower, and ptxas 12.8 compiles some of them wrong for sm_90: the matmuls that follow then
+    read shared memory through a uniform register that nothing has written.
     """
     if x.itemsize == 2 and not loads_vectors(x):
         headdim = x.shape[3]
@@ -110,32 +110,32 @@ def operand(x: Tensor) -> Strided:
 
 
 def loaded_width(headdim: int, itemsize: int) -> int:
-    """Columns that a load of an `operand` covers: whole vectors of 16-bit numbers, the last padded with zeros."""
+    """Returns the columns that a load of an `operand` covers: whole vectors of 16-bit numbers, padded with zeros."""
     return -(-headdim // VECTOR) * VECTOR if itemsize == 2 else headdim
 
 
 @triton.jit
 def wide(x):
-    """An integer, Python's or the GPU's, in int64: row * stride passes 2^31 in long sequences."""
+    """Returns an integer from Python or the GPU as int64, because row * stride exceeds 2^31 in long sequences."""
     return tl.full([], 0, tl.int64) + x
 
 
 @triton.jit
 def head_of(x, batch, head):
-    """Pointer to the first row of one head; `batch` and `head` in int64."""
+    """Returns the pointer to the first row of one head; `batch` and `head` are int64."""
     return x.base + batch * x.batch + head * x.head
 
 
 @triton.jit
 def row_pointers(base, row, stride_row, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to (BLOCK, BLOCK_D) elements from `row` on; only the tile's own offsets fit int32."""
+    """Returns pointers to (BLOCK, BLOCK_D) elements from `row` on; only offsets within the tile fit int32."""
     rows = tl.arange(0, BLOCK)[:, None] * stride_row
     return base + wide(row) * stride_row + rows + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
 def load_where(pointers, inside, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of rows; zeros where a row is not `inside`, which when EVEN all are, and past HEADDIM."""
+    """Loads a tile of rows, with zeros past HEADDIM and in rows that are not `inside`; if EVEN, all rows are inside."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     if EVEN and HEADDIM == BLOCK_D:
         x = tl.load(pointers)
@@ -150,7 +150,7 @@ def load_where(pointers, inside, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, E
 
 @triton.jit
 def load_rows(pointers, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A (BLOCK, BLOCK_D) tile; zeros past `left` rows, and past HEADDIM."""
+    """Loads a (BLOCK, BLOCK_D) tile, with zeros past `left` rows and past HEADDIM."""
     return load_where(pointers, tl.arange(0, BLOCK) < left, HEADDIM, BLOCK_D, False)
 
 
