@@ -1,4 +1,4 @@
-"""Refuses configurations that name foreign classes or functions, before the parser imports what they name."""
+"""Check of configurations: refuses foreign classes and functions before the parser imports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LIGHTNING_CLASSES: dict[str, tuple[str, ...]] = {
         "TorchElasticEnvironment",
     ),
 }
-# Parameters of our own and of these classes that are text, and that the parser never imports.
+# Text parameters of ringflash and of these classes, which the parser never imports.
 TEXT_KEYS = frozenset(
     {
         "cache_dir",
@@ -71,10 +71,10 @@ REMEDY = "Build the Trainer in a program of your own to use other classes or fun
 
 
 def check_arguments(args: Sequence[str]) -> None:
-    """Checks a command line and the configuration files that it names; nothing that they name is imported.
+    """Checks a command line and the configuration files that it names, without importing anything that they name.
 
     Raises:
-        ConfigError: a class path that is neither of ringflash nor in the list of Lightning's; a function by its dotted
+        ConfigError: a class path neither of ringflash nor among the allowed Lightning classes; a function by its dotted
             path; a YAML tag; a configuration file that is missing or unreadable.
     """
     seen: set[tuple[int, str]] = set()
@@ -89,7 +89,7 @@ def check_arguments(args: Sequence[str]) -> None:
 
 
 def is_allowed(class_path: str) -> bool:
-    """Tests a class path against the allowed ones; imports modules of ringflash alone."""
+    """Returns whether a class path is allowed; imports modules of ringflash only."""
     module, _, name = class_path.rpartition(".")
     if not module:
         return any(name in names for names in LIGHTNING_CLASSES.values()) or _is_own_name(name)
@@ -98,7 +98,7 @@ def is_allowed(class_path: str) -> bool:
             found = getattr(importlib.import_module(module), name, None)
         except (ImportError, RingflashError):
             return False
-        # Modules that ours import are reachable as their attributes, and so are the classes of these.
+        # Modules that ringflash imports, and their classes, are reachable as its attributes, so this checks the origin.
         return inspect.isclass(found) and found.__module__.split(".")[0] == "ringflash"
     return any(
         re.fullmatch(rf"lightning\.pytorch\.{group}(\.[a-z]\w*)*", module) is not None and name in names
@@ -107,12 +107,12 @@ def is_allowed(class_path: str) -> bool:
 
 
 def _is_own_name(name: str) -> bool:
-    """Tests for a short name, which the parser looks up among the subclasses that are imported already."""
+    """Returns whether `name` is a short name that the parser finds among the imported subclasses."""
     return name == "RingAttentionStrategy"
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name and value of each option, however they are joined, and other arguments with an empty name."""
+    """Yields the name and value of each option in any notation, and other arguments with an empty name."""
     name = ""
     for arg in args:
         if match := re.fullmatch(r"--?([A-Za-z][\w.\-]*)\+?(?:=(.*))?", arg, re.DOTALL):
@@ -120,7 +120,7 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             if match[2] is not None:
                 yield name, match[2]
                 name = ""
-            # The parser takes `-cFILE` to be `-c FILE`.
+            # The parser reads `-cFILE` as `-c FILE`.
             elif name.startswith("c") and name != "config" and not arg.startswith("--") and name != "c":
                 yield "c", name[1:]
         else:
@@ -129,7 +129,7 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _read_config(value: str) -> tuple[Any, Path]:
-    """Reads a configuration file, or a configuration that is given in place of one."""
+    """Reads a configuration file, or a configuration given inline instead of a path."""
     path = Path(value)
     if _is_file(path):
         return _parse(path.read_bytes(), value), path.parent
@@ -147,7 +147,7 @@ def _read_config(value: str) -> tuple[Any, Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
@@ -164,14 +164,14 @@ def _parse(content: bytes, name: str) -> Any:
 
 
 def _check(key: str, value: Any, folder: Path, seen: set[tuple[int, str]], keep: list[Any]) -> None:
-    """Walks a value with all it contains, texts that are YAML and files that texts name included."""
+    """Checks a value and everything in it, including texts that are YAML and files that texts name."""
     stack = [(key, value, folder)]
     while stack:
         key, value, folder = stack.pop()
         leaf = key.replace("-", "_").rpartition(".")[2].removesuffix("+")
         if isinstance(value, dict | list):
-            # An anchor may be used again, perhaps within itself. A list takes its key from each place: what is text in
-            # one may name a class in another.
+            # An anchor may be used again, even within itself. A list takes its key from each place of use, so its
+            # strings may be text in one place and class names in another.
             place = id(value), leaf if leaf == "class_path" else "text" if leaf in TEXT_KEYS else ""
             if place in seen:
                 continue
@@ -197,11 +197,11 @@ def _check(key: str, value: Any, folder: Path, seen: set[tuple[int, str]], keep:
 
 
 def _contents(text: str, folder: Path) -> Iterator[tuple[Any, Path]]:
-    """Yields what the parser could read in place of a text: YAML in it, and the file that it names."""
+    """Yields other contents that the parser could read from a text: YAML in it, and the file that it names."""
     paths = {Path(text), folder / text} if text and "\n" not in text else set[Path]()
     files = [path for path in paths if _is_file(path)]
     for path in files:
-        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:  # the parser would read it all the same
+        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:  # the parser has no such limit
             expected, remedy = f"a file of at most {MAX_CONFIG_BYTES} bytes", "Shorten it, or rename the file."
             raise ConfigError("configuration", expected=expected, got=f"{path} of {size} bytes", remedy=remedy)
     for content, where in [(text, folder), *((path.read_bytes(), path.parent) for path in files)]:
@@ -212,17 +212,17 @@ def _contents(text: str, folder: Path) -> Iterator[tuple[Any, Path]]:
                 raise ConfigError(
                     "configuration", expected="plain YAML without tags", got=text[:80], remedy="Leave the tag out."
                 ) from None
-            continue  # plain text, or a fault that the parser reports: its loader is safe too
+            continue  # plain text, or an error that the parser reports; its loader is safe too
         if isinstance(parsed, dict | list) or (isinstance(parsed, str) and parsed != text):
             yield parsed, where
 
 
 def _is_importable(dotted: str) -> bool:
-    """Tests for a text whose first name is a module; that of a top-level module is found without running it."""
+    """Returns whether the first name of a dotted text is a module; it finds the module without running it."""
     try:
         return importlib.util.find_spec(dotted.split(".")[0]) is not None
     except (ImportError, ValueError):
-        return True  # a module that is imported already, and has no specification
+        return True  # an imported module without a specification
 
 
 def _refused(key: str, got: str) -> ConfigError:

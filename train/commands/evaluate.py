@@ -39,15 +39,15 @@ from ringflash.train.models.decoder import Decoder
 def losses_by_position(
     decoder: Decoder, batches: Iterable[Mapping[str, Tensor]], context: rf.ContextParallel | None = None
 ) -> Tensor:
-    """(2, NUM_BUCKETS) float64: sums of token losses and numbers of tokens by position, of this rank's shards.
+    """Returns (2, NUM_BUCKETS) float64: sums of token losses and numbers of tokens by position, of this rank's shards.
 
-    Under a context every rank has the whole decoder and passes the same whole sequences; their tables add up.
+    With a context every rank has the whole decoder and passes the same whole sequences; their tables must be added.
 
     Args:
-        decoder: on the device to compute on.
-        batches: {"input_ids", "labels": (batch, seqlen) int64}; with "cu_seqlens", (batch, ndocuments + 1) int64, no
+        decoder: decoder on the device to compute on.
+        batches: {"input_ids", "labels": (batch, seqlen) int64}. With "cu_seqlens", (batch, ndocuments + 1) int64, no
             token sees another document, and positions restart at each.
-        context: the ranks that share each sequence; None when this rank has all of it.
+        context: ranks that share each sequence; None when this rank has all of it.
 
     Raises:
         DataError: a token id that the decoder lacks.
@@ -73,7 +73,7 @@ def losses_by_position(
 
 
 def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
-    """What `--json` writes: `facts`, figures over all tokens, and those of each bucket."""
+    """Returns the content of `--json`: `facts`, the values over all tokens, and those of each bucket."""
     tokens, loss_sum = sum(b.tokens for b in found), sum(b.loss_sum for b in found)
     whole = Bucket(0, found[-1].last, tokens, loss_sum)
     rows = [asdict(b) | {"loss": b.loss, "perplexity": b.perplexity} for b in found]
@@ -81,7 +81,7 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, and writes what else is asked for; every rank of torchrun's calls it."""
+    """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
     _check(options)
     with ranks(options.device) as (device, context):
@@ -135,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataModule:
-    """What was held out of the corpus; `trained` is the state of the data module that the model was trained with."""
+    """Returns the held-out data of the corpus; `trained` is the state of the data module of the model's training."""
     sources = options.corpus[0] if len(options.corpus) == 1 else options.corpus
     held_out = options.val_fraction
     data = TextDataModule(
@@ -155,7 +155,7 @@ def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataMo
             got=now["val_fraction"],
             remedy="Leave it out.",
         )
-    with suppress(DataError):  # a checkpoint far from its run's folder
+    with suppress(DataError):  # a checkpoint outside its run's folder has no tokenizer
         of_run = Tokenizer.of_run(options.checkpoint)
         if of_run != data.tokenizer:
             remedy = "Prepare the corpus with the tokenizer in the run's folder."

@@ -66,13 +66,14 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer: RunTokenizer | None = None,
 ) -> None:
-    """Writes `tensors`, a decoder's by name, and `config` to the new `folder`, which is complete or not there.
+    """Writes a decoder's `tensors` by name and `config` to the new `folder`, completely or not at all.
 
-    With `tokenizer`, the folder has its files too, and transformers stops where the run's own generation stops.
+    With `tokenizer`, the folder holds its files too, and transformers stops at the same token as the run's own
+    generation.
 
     Raises:
         ConfigError: transformers has no model of this shape.
-        CheckpointError: `folder` is there already, or it cannot be written.
+        CheckpointError: `folder` exists already, or cannot be written.
     """
     values = to_transformers(config, dtype)
     if tokenizer is not None:
@@ -88,10 +89,10 @@ def save(
 
 
 def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None = None) -> None:
-    """Writes a model of transformers to the new `folder`, which is complete or not there.
+    """Writes a transformers model to the new `folder`, completely or not at all.
 
     Raises:
-        CheckpointError: `folder` is there already, or it cannot be written.
+        CheckpointError: `folder` exists already, or cannot be written.
     """
 
     def fill(partial: Path) -> None:
@@ -109,11 +110,11 @@ def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None =
 
 @dataclass(frozen=True)
 class RunTokenizer:
-    """The tokenizer of a run, and the chat template in the same folder.
+    """Tokenizer of a run, and the chat template in the same folder.
 
     Args:
-        tokenizer: encodes the run's text.
-        chat_template: of transformers; None where the run has none.
+        tokenizer: tokenizer of the run's text.
+        chat_template: chat template of transformers; None if the run has none.
     """
 
     tokenizer: Tokenizer
@@ -121,7 +122,7 @@ class RunTokenizer:
 
 
 def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
-    """Finds the tokenizer of the run that a checkpoint is of; None, with a line that says so, where there is none."""
+    """Returns the tokenizer of a checkpoint's run; None, with a printed line that says so, if there is none."""
     try:
         tokenizer = Tokenizer.of_run(checkpoint)
     except DataError:
@@ -137,13 +138,13 @@ def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
 def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
     """Writes tokenizer files and generation_config.json, so that transformers encodes and stops as the run does.
 
-    Training adds no special tokens around a document, so the exported tokenizer adds none. Padding is named for
-    generation alone: in config.json it would exclude the end-of-document token from later training.
+    Training adds no special tokens around a document, so the exported tokenizer adds none. The padding token is set for
+    generation only: in config.json it would exclude the end-of-document token from later training.
 
     Args:
-        run: the tokenizer.
-        folder: of the exported model.
-        vocab_size: ids that the model has, which may be more than those of the tokenizer.
+        run: tokenizer of the run.
+        folder: folder of the exported model.
+        vocab_size: number of ids of the model, which may be more than the tokenizer's.
     """
     tokenizer = run.tokenizer
     if tokenizer.model is not None:
@@ -161,16 +162,16 @@ def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Has `fill` write a temporary folder, and renames that to the new `folder` when it is complete.
+    """Lets `fill` write a temporary folder, and renames it to the new `folder` when it is complete.
 
     Raises:
-        CheckpointError: `folder` is there already, or it cannot be written.
+        CheckpointError: `folder` exists already, or cannot be written.
     """
     check_new(folder)
     partial = partial_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
         partial.mkdir()
         fill(partial)
         for path in (*partial.iterdir(), partial):
@@ -184,21 +185,21 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raises CheckpointError if there is something at `folder`."""
+    """Raises CheckpointError if something exists at `folder`."""
     if folder.exists() or folder.is_symlink():
         remedy = "Name a new folder; nothing was changed."
         raise CheckpointError(str(folder), expected="nothing there yet", got="a file or folder", remedy=remedy)
 
 
 def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of `config`, which transformers 4 and 5 read; no token ids, which are the tokenizer's.
+    """Returns a config.json for `config` that transformers 4 and 5 read, without the tokenizer's token ids.
 
     Args:
-        config: the shape.
-        dtype: of the weights, as "bfloat16".
+        config: shape of the decoder.
+        dtype: dtype of the weights, for instance "bfloat16".
 
     Raises:
-        ConfigError: no family has this shape, or not the one that `config.family` names; or no length is known.
+        ConfigError: no family has this shape, or the family of `config.family` does not; or no length is known.
     """
     family = family_of(config)
     if config.max_position_embeddings is None:
@@ -208,7 +209,7 @@ def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
     scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
     rope = {name: value for name, value in scaling.items() if value is not None}
     if rope.get("rope_type") == "dynamic":
-        del rope["original_max_position_embeddings"]  # transformers takes max_position_embeddings
+        del rope["original_max_position_embeddings"]  # transformers uses max_position_embeddings
     values: dict[str, Any] = {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
@@ -224,7 +225,7 @@ def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
-        # transformers 4 reads the first two, transformers 5 all three
+        # transformers 4 reads the first two keys, transformers 5 all three.
         "rope_theta": config.rope_theta,
         "rope_scaling": rope or None,
         "rope_parameters": {"rope_type": "default", **rope, "rope_theta": config.rope_theta},
@@ -247,10 +248,10 @@ def to_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """transformers' model_type for `config`: the one that it names, or the first that fits.
+    """Returns transformers' model_type for `config`: its own `family`, or the first that fits.
 
     Raises:
-        ConfigError: none fits, or not that one.
+        ConfigError: no family fits, or `config.family` does not.
     """
     every_layer = config.sliding_layers is None or len(config.sliding_layers) == config.n_layers
     no_window, biases = config.sliding_window is None, (config.qkv_bias, config.o_bias)

@@ -21,7 +21,7 @@ from ringflash.train.models.generate import Sampling, continue_prompts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints each prompt, unless it came from a file, and what follows it."""
+    """Prints each prompt, unless it came from a file, and its continuation."""
     options = _parser().parse_args(argv)
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
@@ -60,10 +60,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
-    """The texts to continue.
+    """Returns the texts to continue.
 
     Raises:
-        ArgumentError: both ways of giving them, an empty one, or a file that cannot be read.
+        ArgumentError: both options at once, an empty text, or a file that cannot be read.
     """
     if options.prompt and options.prompt_file is not None:
         raise ArgumentError("--prompt", expected="none with --prompt-file", got=options.prompt, remedy="Give one.")

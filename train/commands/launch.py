@@ -1,4 +1,4 @@
-"""The processes that a command runs in: one, or those of torchrun, in a ring."""
+"""Processes of a command: one, or the processes of torchrun in a ring."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @contextmanager
 def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None]]:
-    """This process's device, and the ring of all that torchrun started; None without torchrun.
+    """Yields this process's device, and the ring of all processes of torchrun; None without torchrun.
 
     Args:
-        device: "cpu", "cuda", or "auto": the GPU where there is one.
+        device: "cpu", "cuda", or "auto", which is a GPU if there is one.
 
     Raises:
         ArgumentError: another device, or CUDA without a GPU for each process of this host.
@@ -40,7 +40,7 @@ def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None
         return
     if kind == "cuda":
         torch.cuda.set_device(place)
-    if dist.is_initialized():  # by a program that calls the command, and ends the group too
+    if dist.is_initialized():  # a program that calls the command made the group and destroys it
         yield place, rf.ContextParallel(dist.group.WORLD)
         return
     shutdown = Shutdown()
@@ -48,15 +48,15 @@ def ranks(device: str) -> Iterator[tuple[torch.device, rf.ContextParallel | None
     try:
         yield place, rf.ContextParallel(dist.group.WORLD)
     except BaseException:
-        shutdown.fail()  # this rank neither waits for the others nor lets them wait
+        shutdown.fail()  # this rank does not wait for the others at exit
         raise
 
 
 def inference_dtype(device: torch.device) -> torch.dtype:
-    """What models compute in there when they are not trained."""
+    """Returns the dtype in which models compute on `device` outside training."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def is_first(context: rf.ContextParallel | None) -> bool:
-    """Whether this process speaks for all."""
+    """Returns whether this process prints for all ranks."""
     return context is None or context.rank == 0

@@ -1,4 +1,4 @@
-"""`ringflash prepare`: its arguments, and what it says when it is done."""
+"""`ringflash prepare`: its arguments, and the message at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ringflash retrieval`: how far back a trained model finds things, by depth and length, as table, JSON and picture.
+"""`ringflash retrieval`: retrieval accuracy of a trained model by depth and length, as table, JSON and picture.
 
 ringflash retrieval fit --config configs/retrieval-cpu.yaml
 ringflash retrieval --checkpoint runs/retrieval-cpu/checkpoints/last --lengths 512 1024 --png retrieval.png
@@ -27,7 +27,7 @@ BATCH_TOKENS = 2**16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains with `fit`, `validate` or `test`, as `ringflash train` does; else measures a checkpoint."""
+    """Trains with `fit`, `validate` or `test`, as `ringflash train` does; otherwise measures a checkpoint."""
     if argv and not argv[0].startswith("-"):
         from ringflash.train.commands.retrieval_fit import RetrievalCLI
         from ringflash.train.commands.train import main as train
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 @torch.no_grad()
 def measure(decoder: Decoder, grid: Grid, context: rf.ContextParallel | None = None) -> list[Cell]:
-    """The accuracies of `decoder` on the sequences of `grid`, over the ring of `context`; a collective of its ranks."""
+    """Returns the accuracies of `decoder` on the sequences of `grid`, over the ring of `context`; a collective."""
     task, device = RetrievalTask(decoder.config.vocab_size), decoder.embed_tokens.weight.device
     right = torch.zeros(len(grid), dtype=torch.int64, device=device)
     for numbers in grid.batches(BATCH_TOKENS):

@@ -1,4 +1,4 @@
-"""`ringflash retrieval fit`: `ringflash train`'s command line over sequences of the retrieval task."""
+"""`ringflash retrieval fit`: the command line of `ringflash train` on sequences of the retrieval task."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class RetrievalCLI(RingCLI):
     run_callbacks = CALLBACKS | {"retrieval": RetrievalAccuracy}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """As for text, of which the summary can show no sample here."""
+        """Adds the arguments of RingCLI, without the summary's text sample, because the task has no text."""
         super().add_arguments_to_parser(parser)
         parser.set_defaults({"summary.sample_tokens": 0})

@@ -48,14 +48,14 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 
 CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
 STRATEGY = "ring_attention"
-LAST = "last"  # as --ckpt_path: the newest complete checkpoint of the runs in run_dir
+LAST = "last"  # value of --ckpt_path for the newest complete checkpoint of the runs in run_dir
 CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
-# A child that fails waits this long before it says so: rank 0 fails with the same error and speaks for all.
+# A child that fails waits this long before it prints its error, so that rank 0 can print the same error first.
 CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
 HELP = "See `ringflash train fit --help`."
-RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder, once it has trained
-PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # there from the start
+RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder after training
+PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # written before training
 LogName = Literal["csv", "tensorboard", "wandb"]
 
 
@@ -91,11 +91,11 @@ class RingCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The Trainer's methods that this module and data have a use for."""
+        """Returns the Trainer's methods that this module and data support."""
         return {name: skip for name, skip in LightningCLI.subcommands().items() if name != "predict"}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the run's folder and the callbacks that every run has."""
+        """Adds the run's folder and the callbacks of every run."""
         parser.add_argument(
             "--run_dir",
             default="runs/ringflash",
@@ -113,10 +113,10 @@ class RingCLI(LightningCLI):
             parser.add_class_arguments(callback, name)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses `args`; not Lightning's own, which warns when there is a sys.argv beside them.
+        """Parses `args`; Lightning's own method would warn if sys.argv holds arguments too.
 
         Raises:
-            ConfigError: a name that nothing accepts, with the nearest one, or a value that does not fit.
+            ConfigError: an unknown name, with the nearest known one, or a value that does not fit.
         """
         try:
             self.config = parser.parse_args(args)
@@ -125,21 +125,21 @@ class RingCLI(LightningCLI):
             raise explain(str(error), self._known_names(args)) from error
         optimizer = f"{self.config.subcommand}.model.optimizer"
         if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
-            del self.config[f"{optimizer}.max_steps"]  # OptimizerConfig's own default, which knows no Trainer
+            del self.config[f"{optimizer}.max_steps"]  # this is OptimizerConfig's default, not the Trainer's value
 
     def before_instantiate_classes(self) -> None:
-        """Saves the configuration beside the logs of a run, if it has them."""
+        """Makes Lightning save the configuration next to the logs of a run, if the run has them."""
         if self.subcommand != "fit" or self._get(self.config, "trainer.logger") is False:
             self.save_config_callback = None
 
     def instantiate_classes(self) -> None:
-        """Builds module, data and Trainer; the learning rate ends with the run, unless the configuration says when."""
+        """Builds module, data and Trainer; by default the learning-rate schedule ends with the run."""
         self._written, self.config = self.config, self.config.clone()
         end_schedule(self.config[str(self.subcommand)], fit=self.subcommand == "fit")
         try:
             super().instantiate_classes()
         except ValueError as error:
-            # What a component has to say of its values, in an error of the parser's where they are optional.
+            # The parser wraps a component's own error, so this looks for it in the chain of causes.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, RingflashError):
                 cause = cause.__cause__
@@ -148,12 +148,12 @@ class RingCLI(LightningCLI):
             raise cause from None
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Adds loggers, callbacks and the progress bar, unless the configuration brings or forbids them.
+        """Adds loggers, callbacks and the progress bar, unless the configuration sets or forbids them.
 
         Raises:
-            ConfigError: loggers beside trainer.logger, or a precision that the ring's strategy refuses.
+            ConfigError: loggers next to trainer.logger, or a precision that the ring's strategy refuses.
         """
-        # The saved configuration leaves open what was left open, and so serves runs of other lengths too.
+        # The saved configuration keeps open values open, so that it also fits runs of other lengths.
         self.config = self._written
         config = self._get(self.config_init, "trainer")
         check_precision(config)
@@ -173,12 +173,12 @@ class RingCLI(LightningCLI):
         elif loggers is not None:
             remedy = "Leave one of the two out."
             raise ConfigError("loggers", expected="nothing beside trainer.logger", got=loggers, remedy=remedy)
-        # Lightning's summary counts nothing: the decoder is built later, when the ranks have met.
+        # Lightning's summary would count nothing, because the decoder is built after the ranks have connected.
         kwargs["enable_model_summary"] = bool(config.get("enable_model_summary"))
         return super().instantiate_trainer(**kwargs)
 
     def after_instantiate_classes(self) -> None:
-        """Hands the trainer out, and looks at the checkpoint to start from before there are other processes."""
+        """Hands the trainer out, and checks the initial checkpoint before other processes exist."""
         self._trainers.append(self.trainer)
         if (path := self._get(self.config_init, "ckpt_path")) is not None:
             sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
@@ -188,11 +188,11 @@ class RingCLI(LightningCLI):
                 check_checkpoint(str(path), sharded=sharded)
 
     def _newest_checkpoints(self) -> Path | None:
-        """Puts what `LAST` stands for into the configuration; a run that fits begins anew when it is nothing yet."""
+        """Replaces `LAST` in the configuration by the newest checkpoints; a fit without any starts from scratch."""
         folder = Path(self._get(self.config_init, "run_dir"))
         path = newest_checkpoints(folder)
         if path is None and self.subcommand != "fit":
-            path = folder / "checkpoints"  # which is not there
+            path = folder / "checkpoints"  # does not exist, so the check below raises
         elif path is None and local_rank() == 0:
             print(f"ringflash: no checkpoint in {folder} yet; starting from the beginning", file=sys.stderr, flush=True)
         self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
@@ -202,7 +202,7 @@ class RingCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         finally:
-            # Not by a run that failed before its first step, nor by one that was at its end already.
+            # Keeps no folder of a run that failed before its first step, or that was at its end already.
             trained = self._get(self.config_init, "summary").trained and self.trainer.global_step
             if self._folder is not None and self.trainer.is_global_zero and not trained:
                 discard(self._folder)
@@ -217,10 +217,10 @@ class RingCLI(LightningCLI):
 
 
 def end_schedule(config: Any, *, fit: bool) -> None:
-    """Fills in an optimizer.max_steps that was left open with the Trainer's, or the end of the warmup if that is later.
+    """Sets an open optimizer.max_steps to the Trainer's, or to the end of the warmup if that is later.
 
     Raises:
-        ConfigError: the Trainer has none either, and is to fit.
+        ConfigError: the Trainer has no max_steps either, and `fit` is true.
     """
     optimizer = config.model.optimizer
     if optimizer is not None and "max_steps" in optimizer:
@@ -238,7 +238,7 @@ def end_schedule(config: Any, *, fit: bool) -> None:
 
 
 def check_precision(trainer: Any) -> None:
-    """Raises ConfigError for one that RingAttentionStrategy refuses, before the Trainer takes another for it."""
+    """Raises ConfigError for a precision that RingAttentionStrategy refuses, before the Trainer replaces it."""
     precision, strategy = trainer.get("precision"), trainer.get("strategy")
     sharded = strategy == STRATEGY or isinstance(strategy, RingAttentionStrategy)
     if sharded and precision not in (None, 32, "32", "32-true"):
@@ -246,11 +246,12 @@ def check_precision(trainer: Any) -> None:
 
 
 def check_checkpoint(path: str, *, sharded: bool) -> None:
-    """Raises CheckpointError unless `path` is a folder of RingAttentionStrategy, or of such, or another one's file.
+    """Raises CheckpointError unless `path` is a checkpoint of the strategy.
 
-    What is in it is compared with its manifest when it is loaded.
+    RingAttentionStrategy takes a checkpoint folder, or a folder of such folders; other strategies take a file. The
+    content is compared with the manifest when it is loaded.
     """
-    found, named = locate(Path(path)), path in ("best", "hpc", LAST)  # which Lightning takes to mean other files
+    found, named = locate(Path(path)), path in ("best", "hpc", LAST)  # Lightning reads these as other files
     there = (found / MANIFEST).is_file() or complete_in(found) if sharded else zipfile.is_zipfile(found)
     if there and not named:
         return
@@ -266,7 +267,7 @@ def check_checkpoint(path: str, *, sharded: bool) -> None:
 
 
 def newest_checkpoints(folder: Path) -> Path | None:
-    """The checkpoints folder that holds the newest complete one of the runs `folder`, folder-2, ...; None for none."""
+    """Returns the folder of the newest complete checkpoint in the runs `folder`, folder-2, ...; None without one."""
     name = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
     runs = [run for run in folder.parent.glob("*") if name.fullmatch(run.name)]
     newest = [found[0] for run in runs if (found := complete_in(run / "checkpoints"))]
@@ -274,7 +275,7 @@ def newest_checkpoints(folder: Path) -> Path | None:
 
 
 def free_folder(folder: Path) -> Path:
-    """`folder`, or the first of folder-2, folder-3, ... without a run in it."""
+    """Returns `folder`, or the first of folder-2, folder-3, ... without a run in it."""
     number, candidate = 1, folder
     while any((candidate / name).exists() for name in (*RESULTS, *PREPARATIONS)):
         number += 1
@@ -283,7 +284,7 @@ def free_folder(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes what a run that never trained has put into `folder`, and the folder, if there is nothing else in it."""
+    """Removes the files of a run that never trained from `folder`, and then the folder, if it is empty."""
     if not folder.is_dir() or any((folder / name).exists() for name in RESULTS):
         return
     for name in PREPARATIONS:
@@ -296,13 +297,13 @@ def discard(folder: Path) -> None:
 
 
 def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[Logger]:
-    """The logs `names` in `folder`, the CSV first; by default that and TensorBoard's where it is installed.
+    """Makes the loggers `names` in `folder`, the CSV first; by default CSV, and TensorBoard if it is installed.
 
     Raises:
-        ConfigError: no CSV log among them, or one whose package is not installed.
+        ConfigError: `names` lacks csv, or the package of a logger is not installed.
     """
-    # Empty names: Lightning's versions would nest a run's files three folders deep. Each row is written at once, so
-    # that a run can be reported on while it goes on.
+    # Uses empty names, because Lightning's versions would nest a run's files three folders deep. Each row is written at
+    # once, so that a report can be made during the run.
     loggers: list[Logger] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)]
     if names is None:
         names = ["csv"]
@@ -325,7 +326,7 @@ def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[L
 
 
 def explain(message: str, known: Iterable[str]) -> ConfigError:
-    """An error of jsonargparse as the library's own, naming what an unknown name was perhaps meant to be."""
+    """Converts an error of jsonargparse to the library's own, with a suggestion for an unknown name."""
     accepted = {name.replace("-", "_") for name in known}
     if match := re.search(r"given class_path '([\w.]+)':\s+Option '([^']+)' is not accepted", message):
         name, accepted = match[2], {*_parameters(match[1])}
@@ -356,10 +357,10 @@ def _parameters(class_path: str) -> list[str]:
 
 
 def auto_arguments() -> list[str]:
-    """Arguments of `ringflash train auto`: all GPUs of this machine, or two processes on its CPU.
+    """Returns the arguments of `ringflash train auto`: all GPUs of this machine, or two processes on its CPU.
 
     Raises:
-        ConfigError: the configurations are not there.
+        ConfigError: the configuration file does not exist.
     """
     gpus = torch.cuda.device_count()
     name = CONFIGS["cpu" if gpus == 0 else "one gpu" if gpus == 1 else "gpus"]
@@ -377,7 +378,7 @@ def auto_arguments() -> list[str]:
 
 
 def local_rank() -> int:
-    """0 in the process that the user started, and in torchrun's first one."""
+    """Returns 0 in the process that the user started, and in the first process of torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -388,7 +389,7 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     if not debug:
         quieten()
     trainers: list[pl.Trainer] = []
-    # Ranks meet once more when they exit. This one waits for its children after that: the first registered runs last.
+    # Ranks synchronise once more at exit. This process waits for its children after that: atexit runs last-in first.
     children: list[subprocess.Popen[bytes]] = []
     atexit.register(stop_children, children, at_once=False)
     failed = True
@@ -396,7 +397,7 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
         cli([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
         failed = False
     except Preempted as ended:
-        failed = False  # the other processes have come to the same end
+        failed = False  # the other processes end in the same way
         return int(ended.code or 0)
     except (RingflashError, MisconfigurationException) as error:
         if debug:
@@ -414,21 +415,21 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
 
 
 def take_children(trainers: Sequence[pl.Trainer]) -> list[subprocess.Popen[bytes]]:
-    """The processes that Lightning launched, which it does not watch any more.
+    """Returns the processes that Lightning launched, and makes Lightning stop watching them.
 
-    When one of them has ended with a code, the thread that watches them kills this process, which may be about to end
-    with the same.
+    When one of them exits with a code, Lightning's watching thread kills this process, which may be about to exit with
+    the same code.
     """
     taken: list[subprocess.Popen[bytes]] = []
     for trainer in trainers:
-        launched = getattr(trainer.strategy.launcher, "procs", [])  # the thread looks at the same list
+        launched = getattr(trainer.strategy.launcher, "procs", [])  # Lightning's thread watches the same list
         taken += launched
         launched.clear()
     return taken
 
 
 def stop_children(children: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
-    """Waits until they have ended, or ends them."""
+    """Waits until the processes have ended, and kills them at the deadline, or at once."""
     deadline = time.monotonic() + (0 if at_once else CHILD_EXIT_SECONDS)
     for process in children:
         try:
@@ -439,7 +440,7 @@ def stop_children(children: Sequence[subprocess.Popen[bytes]], *, at_once: bool)
 
 
 def quieten() -> None:
-    """Silences what Lightning says about itself at every start."""
+    """Silences Lightning's messages about itself at every start."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Advice on loader workers: slices of a memory-mapped file need none.

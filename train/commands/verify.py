@@ -1,4 +1,4 @@
-"""`ringflash checkpoint verify`: compares checkpoints with what was saved, without opening them."""
+"""`ringflash checkpoint verify`: compares checkpoints with their manifests, without loading them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints a line a checkpoint; returns 1 when one of them is damaged.
 
     Raises:
-        CheckpointError: a folder that neither is a complete checkpoint nor holds one.
+        CheckpointError: a folder is no complete checkpoint and holds none.
     """
     parser = argparse.ArgumentParser(
         "ringflash checkpoint verify", description="Compares checkpoints with what was saved."

@@ -25,11 +25,11 @@ TRAINING, MEASURING = range(2)  # seeds of two disjoint kinds of sequences, so t
 class RetrievalTask:
     """Associative recall: the value of a key from a fact planted anywhere in the context.
 
-    With n = isqrt(vocab_size / 2) keys and n values, a token is one of n^2 facts "key k has value v", n questions for a
-    key, n answers, or a filler. A sequence holds fillers and one fact of every key, with newly drawn values. Every
-    fourth token, and the last, asks for a key that was planted before; its label is the value. No other token has a
-    label, and no input contains an answer. A model must find the one fact of the requested key, at any position, among
-    n facts and all fillers. Without it, one answer in n is right.
+    There are n = isqrt(vocab_size / 2) keys and n values. A token is one of n^2 facts "key k has value v", n questions
+    for a key, n answers, or a filler. A sequence holds fillers and one fact of every key, with newly drawn values.
+    Every fourth token, and the last, asks for a key that was planted before; its label is the value. No other token has
+    a label, and no input contains an answer. A model must find the one fact of the requested key, at any position,
+    among n facts and all fillers. Without it, one answer in n is right.
 
     The sequences are a pure function of their seeds, and no file is read.
 

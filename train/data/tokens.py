@@ -303,7 +303,8 @@ class TokenFiles:
             lengths.append(np.diff(bounds))
         self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # length of each document
         self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # start of each document in its shard
-        self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])  # by shard
+        # First document of each shard.
+        self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])
         self._maps: dict[int, Ids] = {}
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Activations that a block keeps for its backward, on the GPU or in host memory: all, or only input and attention."""
+"""Activations that a block keeps for its backward, in GPU or host memory: all, or its input and attention's results."""
 
 from __future__ import annotations
 
