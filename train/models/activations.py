@@ -79,11 +79,11 @@ class HostMemory:
 
     A separate stream copies during the computation, some tensors ahead of it. The forward releases a tensor once enough
     later tensors have been packed, and then waits for its copy. The backward asks for tensors in reverse order, so each
-    request also starts the copies of the tensors packed before.
+    request also starts the copies of a few tensors packed before it.
 
     Releasing makes the compute stream wait for the copy, which frees memory in the order of the computation. The
-    allocator is not informed of the copy stream instead. The host runs ahead of the device, so the allocator would find
-    no copy finished and could not reuse the memory.
+    allocator is deliberately not given the copy stream (record_stream). The host runs ahead of the device, so the
+    allocator would find no copy finished and could not reuse the memory.
     """
 
     def __init__(self) -> None:
