@@ -1,7 +1,8 @@
-"""The tile kernels of sm_90, where they apply, and the portable ones for the rest; results do not differ in kind.
+"""Backend of the tile kernels for sm_90, which falls back to the portable kernels where these do not apply.
 
-They take bfloat16 and float16, heads of up to 128 (forward 256, in one hop) that are as wide in values as in keys, and
-any mask of intervals. Softcap, ALiBi, sinks, dropout and bitmaps go to the portable kernels.
+The results of both differ by rounding only. The Hopper kernels take bfloat16 and float16, headdim up to 128 (256 for a
+forward in one hop) and any interval mask. Values must have the same headdim as keys. Softcap, ALiBi, sinks, dropout and
+bitmaps go to the portable kernels.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = [
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, WIDEST_BACKWARD = 256, 128
-MOST_PADDING = 2**26  # numbers of dq's sum, where most of it is padding: a quarter of a GiB
-MOST_ROWS = 2**30  # in all heads and sequences: bounds, two numbers a row, are indexed with 32 bits
+MOST_PADDING = 2**26  # elements of the sum of dq if most of it is padding: a quarter of a GiB
+MOST_ROWS = 2**30  # in all heads and sequences: bounds have two numbers a row and 32-bit indices
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps these kernels from `device`, or None; first what no other installation would cure."""
+    """Returns why these kernels cannot run on `device`, or None; reasons that no installation can fix come first."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"they need an NVIDIA GPU, not {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -57,7 +58,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def remedy(device: torch.device) -> str:
-    """Advice for a device that `why_not` refuses."""
+    """Returns advice for a device that `why_not` refuses."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return "Use an H100 or H200 for the faster kernels."
     if knobs.runtime.interpret:
@@ -66,14 +67,17 @@ def remedy(device: torch.device) -> str:
 
 
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
-    """See `TileKernels.new_dq`."""
+    """Makes the sum of dq; see `TileKernels.new_dq`."""
     from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
     return DqAccumulator(q, hops=hops, ordered=deterministic)
 
 
 def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """Wherever these kernels apply, as far as that is known without strides and chunks."""
+    """Returns True wherever these kernels apply, as far as can be known without strides and chunks.
+
+    Elsewhere it returns the answer of the portable kernels; see `TileKernels.fuses_dq`.
+    """
     lacking = _lacking_mode(score_config) or _lacking_inputs(q, v, mask, WIDEST_BACKWARD)
     if lacking is None:
         return True
@@ -93,7 +97,7 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """See `TileKernels.forward`."""
+    """Computes one hop; see `TileKernels.forward`."""
     given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
     widest = WIDEST if first and last else WIDEST_BACKWARD
     lacking = "sinks" if problem.score_config.sinks is not None else None
@@ -101,7 +105,7 @@ def forward(
     if lacking is not None:
         report_feature("wide forward" if lacking == "wide" else lacking)
         return backend.forward(q, k, v, problem, **given)
-    from ringflash.kernels.hopper.forward import forward  # here: only these files need Gluon
+    from ringflash.kernels.hopper.forward import forward  # here, since only these files need Gluon
 
     k, v = (_without_padding(x, problem) for x in (k, v))
     return forward(q, k, v, problem, **given)
@@ -121,7 +125,7 @@ def backward_dkdv(
     accumulate: bool,
     dq: DqSum | None = None,
 ) -> None:
-    """See `TileKernels.backward_dkdv`."""
+    """Computes dk, dv and the share of dq of one hop; see `TileKernels.backward_dkdv`."""
     lacking = None if dq is None else _lacking(problem, (q, k, v, dout), WIDEST_BACKWARD)
     if dq is None or lacking is not None or _is_mostly_padding(q):
         if lacking is not None:
@@ -144,7 +148,10 @@ def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> boo
 
 
 def _lacking(problem: TileProblem, tensors: tuple[Tensor, ...], widest: int) -> str | None:
-    """The first feature of a hop that these kernels lack, or None; `tensors` are q, k, v and what else they read."""
+    """Returns the first feature of a hop that these kernels lack, or None.
+
+    `tensors` are q, k, v and the other inputs of the kernels.
+    """
     q, _, v, *_ = tensors
     lacking = _lacking_mode(problem.score_config) or _lacking_inputs(q, v, problem.mask, widest)
     if lacking is not None:
@@ -155,7 +162,7 @@ def _lacking(problem: TileProblem, tensors: tuple[Tensor, ...], widest: int) -> 
 
 
 def _lacking_mode(score_config: ScoreConfig) -> str | None:
-    """What makes weights other than exp(softmax_scale q k^T), sinks left aside, or None."""
+    """Returns the feature by which weights are not exp(softmax_scale q k^T), or None. Sinks are not considered."""
     if score_config.has_score_mods:
         return (
             "softcap"
@@ -168,7 +175,7 @@ def _lacking_mode(score_config: ScoreConfig) -> str | None:
 
 
 def _lacking_inputs(q: Tensor, v: Tensor, mask: Mask, widest: int) -> str | None:
-    """What these kernels lack for inputs of these shapes and this mask, or None."""
+    """Returns the feature that these kernels lack for inputs of these shapes and this mask, or None."""
     if q.dtype not in DTYPES:
         return "dtype"
     if q.shape[3] != v.shape[3]:
@@ -184,13 +191,13 @@ def _lacking_inputs(q: Tensor, v: Tensor, mask: Mask, widest: int) -> str | None
 
 
 def _is_mostly_padding(q: Tensor) -> bool:
-    """Whether dq's sum, of whole tiles, would waste memory: that of many short sequences, or of narrow heads."""
+    """Returns whether padding to tiles would waste memory in the sum of dq: for short sequences, or narrow heads."""
     size = math.prod(dq_sum_shape(q))
     return size > 2 * q.numel() and size > MOST_PADDING
 
 
 def _without_padding(x: Tensor, problem: TileProblem) -> Tensor:
-    """Keys or values, with zeros where storage may hold anything: a tile's weight 0 does not undo a NaN."""
+    """Returns keys or values with zeros in the padding, where storage may hold NaN: weight 0 times NaN is NaN."""
     if not any(isinstance(part, KeyPadding) for part in problem.mask.parts):
         return x
     begin, end = row_bounds(problem.mask, problem.q_chunks, x.device).hull[:, :, None].unbind(1)
@@ -201,7 +208,7 @@ def _without_padding(x: Tensor, problem: TileProblem) -> Tensor:
 def _cleaned(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, problem: TileProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A backward's inputs, with zeros in padding and in rows that see nothing, which may hold anything too."""
+    """Returns the backward's inputs with zeros in padding and fully masked rows, where storage may hold anything."""
     k, v = (_without_padding(x, problem) for x in (k, v))
     if problem.q_chunks[0].start < 0 or any(isinstance(part, KeyPadding) for part in problem.mask.parts):
         fully_masked = lse == -torch.inf

@@ -1,19 +1,19 @@
-"""Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added to float32 as its tiles come.
+"""Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added tile by tile to a float32 sum.
 
-A program owns 128 keys of one KV head at a time, 64 for each of two warpgroups, and streams the queries that see them,
-of all heads of the group: first the tiles that need a mask, or from the last tile to the first. dQ is added as tiles
-come, or in an order that is always the same, so that every run gives the same bits.
+A program owns 128 keys of one KV head at a time, 64 for each of two consumer warpgroups. It streams the queries of all
+heads of the group that see these keys. Tiles that need a mask come first, or all tiles run from the last to the first.
+Tiles of dQ are added in any order, or in a fixed order that gives the same bits in every run.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
-(batch, nheads, seqlen_q); dq is summed as `dq_sum.py` says, and there multiplied by softmax_scale. Scores are computed
-transposed, S^T = k q^T - lse / softmax_scale, and likewise dP^T = v dout^T - delta, where the matmuls' accumulators
-begin with the last terms, or these are added after:
+(batch, nheads, seqlen_q). `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are
+computed transposed, S^T = k q^T - lse / softmax_scale, and likewise dP^T = v dout^T - delta. The lse and delta terms
+initialise the accumulators of these matmuls, or are added to their results:
 
     P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
-P^T and dS^T leave the registers as operands of dv and dk. dq needs dS of both warpgroups: it passes through shared
-memory and is multiplied one tile late, each warpgroup computing half of it; two warps of their own add it to memory,
-every other tile each.
+P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups: dS passes through shared
+memory, and dq is multiplied one tile late, one half by each consumer. Two more warps add dq to global memory, each
+every other tile.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with the tiles and the order of matmuls that were measured best
 on an H200.
 """
@@ -80,7 +80,7 @@ from ringflash.state import LOG2E
 
 
 class Inputs(NamedTuple):
-    """What is copied: views of tensors, and vectors of a number for each row of q, of which a head has `padded`."""
+    """TMA descriptors of the inputs; those of -lse and -delta have one number for each of `padded` rows of a head."""
 
     q: Any
     dout: Any
@@ -92,10 +92,11 @@ class Inputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of inputs, the numbers of the rows of q and dout, and rings of what is passed on.
+    """Shared memory: rings of the inputs, of dS, of dq and of tiles.
 
-    A buffer of dS is two halves, one of each warpgroup, and is never left: who writes a later one has read it. `parts`
-    are the same memory, for dk and dv.
+    `numbers` holds -lse and -delta of the rows in the stages of q and dout. A stage of `ds` has two halves, one from
+    each consumer. Its empty barriers are not used: a consumer that writes dS(i + 2) has finished reading dS(i). `parts`
+    is the memory of `ds` again, as buffers for dk and dv on their way to global memory.
     """
 
     q: Any
@@ -110,7 +111,12 @@ class Shared(NamedTuple):
 
 
 class Constexprs(NamedTuple):
-    """What the kernel is compiled for, all constexpr."""
+    """Compile-time parameters of the kernel, all constexpr.
+
+    MASKED, BELOW and ABOVE are as in `Intervals`. BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig`.
+    ORDERED adds dq in a fixed order. DESCENDING and BY_HEADS choose the order of the queries (`_visit`). ACCUMULATE
+    adds dk and dv to memory. GROUP counts the query heads of a KV head, ROWS the keys of a consumer.
+    """
 
     MASKED: Any
     BELOW: Any
@@ -127,14 +133,14 @@ class Constexprs(NamedTuple):
     ROWS: Any
 
 
-STAGES = gl.constexpr(2)  # of queries
+STAGES = gl.constexpr(2)  # stages of q, and of dout
 ADDERS = gl.constexpr(2)  # warps that add dq to memory
-AHEAD = gl.constexpr(3)  # tiles of queries: what is left to copy when the next tile of keys is drawn
+AHEAD = gl.constexpr(3)  # tiles of queries left to copy when the producer asks for the next tile
 
 
 @gluon.jit
 def _fill_with(ring, i, descriptor, at, numbers, vector, number):
-    """`fill`, with the numbers of the tile's rows."""
+    """Like `fill`, but also copies the numbers of the tile's rows, on the same full barrier."""
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
     mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
@@ -144,14 +150,14 @@ def _fill_with(ring, i, descriptor, at, numbers, vector, number):
 
 @gluon.jit
 def _number(place, member, row, heads, padded, kind):
-    """Of a row of one of the heads that share keys, among the `padded` rows of each head."""
+    """Returns the index of a row of head `member` of the group, where each head has `padded` rows."""
     head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
     return head * padded + row
 
 
 @gluon.jit
 def _visit(place, i, kind):
-    """The `i`-th tile of queries that is visited, and of which head."""
+    """Returns the `i`-th tile of queries to process, and its head in the group."""
     if kind.DESCENDING:
         n, member = visit_from_end(place, i, kind.GROUP, kind.BY_HEADS)
     else:
@@ -161,7 +167,7 @@ def _visit(place, i, kind):
 
 @gluon.jit
 def _copy_queries(inputs, shared, place, i, use, heads, kind):
-    """The `i`-th tile of queries that is visited."""
+    """Copies the `i`-th tile of q and dout to process, with -lse and -delta, as use `use` of their rings."""
     n, member = _visit(place, i, kind)
     head = place.head * kind.GROUP + member
     row = n * kind.BLOCK_M
@@ -173,14 +179,14 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
 
 @gluon.jit
 def load_warp(inputs, shared, pace, heads, kind):
-    """One warp's role: copies what the consumers need."""
-    queries = 0  # tiles of them so far
+    """Runs the producer warp: copies k and v of each tile of keys, and the queries that see them, to shared memory."""
+    queries = 0  # tiles of queries so far: uses of the rings q and dout
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         signal_prefetch(pace, taken, 0, total, AHEAD)
-        if total > 0:  # before the keys, for whose buffers the consumers' last tile is waited for
+        if total > 0:  # before k and v, since their buffers are free only when the consumers finish the previous tile
             _copy_queries(inputs, shared, place, 0, queries, heads, kind)
         for c in gl.static_range(2):
             at = [place.batch, (place.tile * 2 + c) * kind.ROWS, place.head, 0]
@@ -197,7 +203,7 @@ def load_warp(inputs, shared, pace, heads, kind):
 
 @gluon.jit
 def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
-    """The role of each of `ADDERS` warps: adds every so many-th tile of dq to memory."""
+    """Runs warp `C` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries."""
     queries = 0
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
@@ -205,7 +211,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
         total = (place.end - place.begin) * kind.GROUP
         for i in range((C + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
-            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum has as many rows
+            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # a row of the sum too
             add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
         queries += total
         release(shared.tile_queue, taken)
@@ -215,7 +221,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
 
 @gluon.jit
 def _start_dq(C: gl.constexpr, i, shared, kind):
-    """Half of dq of the `i`-th tile of queries: some columns of all rows, or with narrow heads some rows."""
+    """Issues the matmuls of half `C` of dq of tile `i` of queries: 64 columns, or 64 rows if BLOCK_D is 64."""
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq = gl.zeros([64, 64], gl.float32, Q)
     for c in gl.static_range(2):
@@ -231,9 +237,9 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 
 @gluon.jit
 def _pass_dq(C: gl.constexpr, dq, i, ring):
-    """Hands it to the warp that adds it to memory."""
+    """Writes half `C` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
     use = i * 2 + C
-    wait_empty(ring, use + 2)  # until the tile before has left, whose barriers are those of the one after
+    wait_empty(ring, use + 2)  # waits for use - 2 of the buffer, which has the barriers of use + 2
     ring.buffers.index(C).store(arranged(dq))
     fence_async_shared()
     mbarrier.arrive(full_barrier(ring, use), count=1)
@@ -241,7 +247,7 @@ def _pass_dq(C: gl.constexpr, dq, i, ring):
 
 @gluon.jit
 def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
-    """-lse of the `i`-th tile's rows, or from STAGES on -delta; not loaded before `i`, where that is hidden."""
+    """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of the rows of tile `i`, not before a volatile move of `i`."""
     return shared.numbers.index(FIRST + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))
 
 
@@ -249,7 +255,10 @@ def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
 def _step(
     C: gl.constexpr, i, row, dk, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind
 ):
-    """The `i`-th tile of queries, from `row` on, and dq of the one before, unless it begins."""
+    """Adds tile `i` of queries, from `row` on, to (dk, dv), and computes dq of tile i - 1.
+
+    `BEGINS` marks the first tile of queries for these keys. Then there is no such dq left to compute.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
@@ -283,7 +292,7 @@ def _step(
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
     if BEGINS:
-        tma.store_wait(0)  # gradients of the tile before may still leave from here
+        tma.store_wait(0)  # the stores of the previous dk and dv may still read this buffer
     else:
         wait_full(shared.ds, i - 1)
     shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
@@ -307,17 +316,17 @@ def _step(
 
 @gluon.jit
 def _leave_keys(ring):
-    """Both warpgroups read the keys of both, for dq."""
+    """Releases both buffers of k or v. Each consumer reads both buffers of k, for dq; v is released in the same way."""
     for c in gl.static_range(2):
         release(ring, c)
 
 
 @gluon.jit
 def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
-    """Of a warpgroup's keys, the first query that sees each, and the one after the last."""
+    """Returns the first query that sees each key of consumer `C`, and one past the last query."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     keys = (place.tile * 2 + C) * kind.ROWS + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
-    first, stop = keys, keys  # not read
+    first, stop = keys, keys  # not read without a mask
     if kind.MASKED:
         first, stop = bounds_of(bounds, place.batch, keys, keys < gradients.seqlen)
     return first, stop
@@ -325,9 +334,9 @@ def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
 
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
-    """A warpgroup's role: dk and dv of 64 keys of each tile, and half of dq of the queries that see any of 128."""
+    """Runs consumer `C`: dk and dv of 64 keys of each tile, and half of dq of the queries that see the 128 keys."""
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    begin = 0  # tiles of queries so far
+    begin = 0  # tiles of queries so far: uses of the rings q, dout and ds
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     first, stop = _seen_by(C, place, bounds, gradients, kind)
@@ -338,10 +347,10 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             wait_full(shared.k, taken * 2 + c)
             wait_full(shared.v, taken * 2 + c)
         if place.end > place.begin:
-            n, _ = _visit(place, 0, kind)  # it may be one whose rows all see all keys
+            n, _ = _visit(place, 0, kind)  # masked even if all its rows see all keys
             row = n * kind.BLOCK_M
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
-            HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # visited in turn
+            HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads processed at each tile
             end, next_visit = begin, begin + 1
             for _ in range(kind.GROUP // HEADS):
                 begin_full = end
@@ -362,7 +371,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
                     dk, dv = _step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
                 if kind.DESCENDING and kind.BELOW:
                     for i in range(gl.maximum(next_visit, end_full), end):
-                        row = (place.begin + (end - 1 - i) // HEADS) * kind.BLOCK_M  # `_visit`'s, in fewer registers
+                        row = (place.begin + (end - 1 - i) // HEADS) * kind.BLOCK_M  # as `_visit`, in fewer registers
                         dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
                 next_visit = end
             begin = end
@@ -374,11 +383,11 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
-            tma.store_wait(0)  # its gradients take the same way as those of the tile before
+            tma.store_wait(0)  # its gradients use the buffers of the previous ones
         done = pop_tile(shared.tile_queue, taken)
         release(shared.tile_queue, taken)
         taken += 1
-        place = pop_tile(shared.tile_queue, taken)  # now, so that its bounds come while the gradients leave
+        place = pop_tile(shared.tile_queue, taken)  # now: its bounds load while the gradients are stored
         first, stop = _seen_by(C, place, bounds, gradients, kind)
         pass_gradients(C, dk * gradients.softmax_scale, dv, done, begin, gradients, shared.parts, kind)
     tma.store_wait(0)
@@ -405,8 +414,8 @@ def _backward_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
     parts = make_parts(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
-    # A half of dq has one buffer, but two pairs of barriers: of two warps that add, each awaits its own tiles, and a
-    # barrier's parity tells no more than two uses apart.
+    # Each half of dq has one buffer but two pairs of barriers, one pair for each warp that adds. A warp waits for every
+    # other tile only, and a barrier's parity is the same for completions two apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
     tile_queue = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
@@ -441,7 +450,7 @@ def backward(
     accumulate: bool,
     dq: DqSum,
 ) -> None:
-    """One hop's dk, dv and share of dq; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    """Launches the backward of one hop; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
     assert isinstance(dq, DqAccumulator)
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
@@ -454,7 +463,7 @@ def backward(
     )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group
-    waves = min(known.skew, 2.0)  # with more heads mixed what they read and add to leaves L2
+    waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E

@@ -1,4 +1,7 @@
-"""Tiles, stages and registers of the Hopper kernels, by headdim: what 227 KiB and 64k registers hold."""
+"""Tile sizes, stages and registers of the Hopper kernels, by headdim.
+
+They fit 227 KiB of shared memory and 64k registers.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,27 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ROWS = 64  # of a warpgroup's matmul
-KEYS = 2 * ROWS  # that a program of the backward owns
+ROWS = 64  # rows of a warpgroup's matmul
+KEYS = 2 * ROWS  # keys of a tile that a program of the backward owns
 
 
 def padded_rows(seqlen: int) -> int:
-    """Rows of what the backward has of a sequence of queries: of whole tiles, which also aligns each of them."""
+    """Returns `seqlen` of queries rounded up to whole tiles, which the backward needs; it also aligns each sequence."""
     return -(-seqlen // KEYS) * KEYS
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How the forward is tiled.
+    """Tile sizes of the forward.
 
     Args:
         block_d: headdim rounded up to a tile's.
         block_n: rows of keys in a tile.
-        stages: tiles of keys, and of values, in flight.
-        consumers: warpgroups, of 64 queries each.
-        registers: of a consumer's thread.
-        out_in_q: whether the result leaves through the buffers of q, for want of others.
-        turns: whether consumers take turns at issuing matmuls.
+        stages: stages of the rings of k and v: tiles of each in flight.
+        consumers: consumer warpgroups, with 64 queries each.
+        registers: registers of each thread of a consumer.
+        out_in_q: whether the result is staged in the buffers of q, because shared memory has no room for others.
+        turns: whether consumers issue their matmuls in a fixed cyclic order (ping-pong).
     """
 
     block_d: int
@@ -45,18 +48,18 @@ _FORWARD = {
 }
 
 
-# A third warpgroup keeps the tensor cores busier; but the tile is longer, and of short spans more is wasted.
+# A third consumer keeps the tensor cores busier, but its longer tile wastes more where rows see short spans.
 _FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160, turns=True)}
 LONG_VISITS = 12
 
 
 def forward_config(headdim: int, *, masked: bool, visits: float) -> ForwardConfig:
-    """For any headdim up to 256.
+    """Returns the tile sizes of the forward for any headdim up to 256.
 
     Args:
-        headdim: of queries, keys and values.
-        masked: whether any tile of keys that is visited needs a mask.
-        visits: tiles of keys that a tile of queries visits, on average, with the tiles for no visits.
+        headdim: headdim of queries, keys and values.
+        masked: whether any processed tile of keys needs a mask.
+        visits: tiles of keys that a tile of queries processes, on average, under the tile sizes for `visits` 0.
     """
     table = _FORWARD_LONG if not masked or visits >= LONG_VISITS else _FORWARD
     return table[next(block for block in _FORWARD if headdim <= block)]
@@ -64,18 +67,18 @@ def forward_config(headdim: int, *, masked: bool, visits: float) -> ForwardConfi
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How the backward is tiled.
+    """Tile sizes of the backward.
 
     Args:
         block_d: headdim rounded up to a tile's.
         block_m: rows of queries in a tile.
-        ds_stages: tiles of dS, for dq: one being written, one being read and one between, at the least; one more where
-            half of one is no larger than a part of dk (`gradients.py`).
-        descending: whether tiles are visited from the last to the first, of all heads of a group in turn, rather than
-            first those that need a mask, where dQ is not added in turns.
-        preloaded: whether matmuls of scores begin with lse and delta, rather than these be added to them. That takes
-            fewer registers, but the matmuls begin later.
-        preloaded_masked: the same where some tiles need a mask.
+        ds_stages: stages of the ring of dS, at least three: one being written, one being read and one between. A fourth
+            is needed where half of a stage is no larger than a part of dk (`dkdv_store.py`).
+        descending: whether tiles of queries are processed from the last to the first, each for all heads of a group,
+            rather than masked tiles first. If dQ is added in a fixed order, tiles are always processed this way.
+        preloaded: whether lse and delta initialise the accumulators of the matmuls, rather than being added to their
+            results. This takes fewer registers, but the matmuls begin later.
+        preloaded_masked: the same for launches in which some tiles need a mask.
     """
 
     block_d: int
@@ -90,19 +93,20 @@ _BACKWARD = {64: BackwardConfig(64, 128, 3, True, True, False), 128: BackwardCon
 
 
 def backward_config(headdim: int) -> BackwardConfig:
-    """For any headdim up to 128."""
+    """Returns the tile sizes of the backward for any headdim up to 128."""
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
-# Both by sweeps on an H200, of one hop: causal, one sequence, 8 and 8192 rows in all, 16:16 and 32:8 heads.
-LITTLE, LITTLE_ROWS = 600 * 64, 1024  # the first in pairs of tiles, of one query head for each KV head, times headdim
-SHORT_NARROW, SHORT, SHORT_SHARED = 768, 1024, 2048  # rows up to which the default mode takes turns
+# Both lines are from sweeps on an H200 over one hop: causal; one sequence, 8 sequences, and 8192 rows in all; 16:16 and
+# 32:8 heads.
+LITTLE, LITTLE_ROWS = 600 * 64, 1024  # LITTLE: pairs of tiles of all KV heads, one query head each, times headdim
+SHORT_NARROW, SHORT, SHORT_SHARED = 768, 1024, 2048  # rows up to which the default mode adds in order
 
 
 def prefer_triton_backward(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: int, headdim: int) -> bool:
-    """Whether a backward is of so little work, or so much of that padding, that it is Triton's.
+    """Returns whether a backward has so little work, or so much padding, that the Triton kernels are faster.
 
-    Programs of 128 keys are then too few, and a kernel that makes dQ of its sum takes as long as what it saves.
+    Programs of 128 keys are then too few, and the extra kernel that converts the sum of dQ costs as much as is saved.
     """
     config, rows = backward_config(headdim), max(seqlen_q, seqlen_k)
     tiles_q, tiles_k = (padded_rows(seqlen) // KEYS for seqlen in (seqlen_q, seqlen_k))
@@ -111,16 +115,19 @@ def prefer_triton_backward(batch: int, seqlen_q: int, seqlen_k: int, nheads_kv: 
 
 
 def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
-    """Whether dQ is added in order in the default mode too, with so many rows of queries and keys, the more counted.
+    """Returns whether dQ is added in order in the default mode too; `rows` is the larger of seqlen_q and seqlen_k.
 
-    That needs no zeros, which take longer than turns do as long as there are few. In further hops of a ring turns would
-    only cost.
+    Ordered addition needs no zeros in the sum. For short sequences, writing zeros takes longer than keeping the order.
+    In a ring of several hops the order would only cost time.
     """
     unshared = SHORT_NARROW if headdim <= 64 else SHORT
     return rows <= (SHORT_SHARED if nheads > nheads_kv else unshared)
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
-    """Of the sum of gradients of q (batch, seqlen_q, nheads, headdim): (batch, nheads, rows, columns), whole tiles."""
+    """Returns the shape of the sum of dQ for `q` (batch, seqlen_q, nheads, headdim), padded to whole tiles.
+
+    It is (batch, nheads, rows, columns).
+    """
     batch, seqlen, nheads, headdim = q.shape
     return batch, nheads, padded_rows(seqlen), backward_config(headdim).block_d

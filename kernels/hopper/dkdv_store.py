@@ -1,9 +1,10 @@
-"""dK and dV of a tile of keys on their way to memory: by way of shared memory, and by the copy engine.
+"""Store of dK and dV of a tile of keys: from registers to shared memory, and from there to global memory by TMA.
 
-After a matmul a thread has two numbers of a row at a time: threads that write these to memory themselves take long.
-When a tile ends, buffers of dS that nobody reads have room for two parts of each warpgroup, 128 bytes of all its rows.
+After a matmul, a thread holds two adjacent numbers of a row at a time, which are slow to write to global memory
+directly. When a tile of keys ends, the free buffers of dS have room for two parts of each consumer warpgroup. A part is
+128 bytes of each of the 64 rows.
 
-Shapes: dk, dv (batch, seqlen_k, nheads_kv, headdim), as views in tiles of (64, 128 bytes).
+Shapes: dk, dv (batch, seqlen_k, nheads_kv, headdim), as TMA descriptors with tiles of (64, 128 bytes).
 """
 
 # Gluon's DSL is not Python to a type checker.
@@ -21,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringflash.kernels.hopper.pipeline import slot_of
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add, reinterpret
 
-PART_BYTES = 128  # of a row
+PART_BYTES = 128  # bytes of a row in a part
 
 
 class Gradients(NamedTuple):
-    """Views of both, how many rows a sequence has, and the scores' scales: in base 2, and as it is."""
+    """TMA descriptors of dk and dv, rows of a sequence, and the scales of the scores: for base 2, and softmax_scale."""
 
     dk: Any
     dv: Any
@@ -36,7 +37,7 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The buffers of dS, each of two halves of 64 keys, as parts of a gradient."""
+    """Returns the memory of the dS ring, in which each stage has two halves of 64 keys, as parts of a gradient."""
     ROWS: gl.constexpr = gradient.block_shape[1]
     NEEDED: gl.constexpr = 3 if BLOCK_M == 2 * ROWS else 4
     gl.static_assert(NEEDED <= STAGES, "too few buffers for two free parts")
@@ -46,9 +47,10 @@ def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _free_part(C: gl.constexpr, WHICH: gl.constexpr, parts, use, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """One of two of warpgroup `C` that nobody reads, once `C` knows that both have written the dS before `use`.
+    """Returns free part `WHICH` (0 or 1) of warpgroup `C`. Both warpgroups must have written the dS before `use`.
 
-    They lie in its half of the buffer of `use`, or if that is as small as a part, the other in that of the next.
+    Both parts lie in `C`'s half of the stage of `use`. If a half is only as large as a part, part 1 lies in `C`'s half
+    of the next stage.
     """
     ROWS: gl.constexpr = parts.shape[2]
     two = (slot_of(use, STAGES) * 2 + C) * 2 + WHICH
@@ -58,7 +60,7 @@ def _free_part(C: gl.constexpr, WHICH: gl.constexpr, parts, use, STAGES: gl.cons
 
 @gluon.jit
 def _columns(x, PART: gl.constexpr, PARTS: gl.constexpr):
-    """One of so many parts of `x`, side by side."""
+    """Returns part number `PART` of `x`, whose columns are cut into `PARTS` equal parts."""
     if PARTS > 1:
         ROWS: gl.constexpr = x.shape[0]
         HALF: gl.constexpr = x.shape[1] // 2
@@ -69,14 +71,14 @@ def _columns(x, PART: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _put(buffer, dk, dv, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Writes one of the parts of both to shared memory; the first so many are dv's."""
+    """Writes part `PART` to shared memory: parts below `PARTS` belong to dv, the others to dk."""
     x = _columns(dv if PART < PARTS else dk, PART % PARTS, PARTS)
     buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(buffer.dtype))
 
 
 @gluon.jit
 def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr, ACCUMULATE: gl.constexpr):
-    """Starts the copy of that part, or its addition, to the rows from `row` on."""
+    """Starts the TMA store of part `PART`, or with `ACCUMULATE` its addition, to the rows from `row` on."""
     target = gradients.dv if PART < PARTS else gradients.dk
     at = [place.batch, row, place.head, PART % PARTS * target.block_shape[3]]
     if ACCUMULATE:
@@ -87,9 +89,10 @@ def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr
 
 @gluon.jit
 def pass_gradients(C: gl.constexpr, dk, dv, place, use, gradients, parts, kind):
-    """A warpgroup's 64 rows of both, two parts at a time; `use` is the number of the next dS, not yet written.
+    """Stores warpgroup `C`'s 64 rows of dk and dv, two parts at a time.
 
-    Who writes that waits with `tma.store_wait` until these have left, and whoever ends.
+    `use` is the next use of the dS ring, not yet written. The last two stores may still read their buffers on return.
+    The warpgroup therefore calls `tma.store_wait` before it writes that dS, and before it ends.
     """
     PARTS: gl.constexpr = kind.BLOCK_D // gradients.dk.block_shape[3]
     row = (place.tile * 2 + C) * kind.ROWS

@@ -1,19 +1,22 @@
-"""dQ while it is summed on sm_90: float32, in the order in which a warpgroup has the tiles that it adds.
+"""Float32 sum of dQ on sm_90, stored in the register order of the warpgroups that compute its tiles.
 
-After a matmul each thread has numbers of two rows, two at a time. Written as rows, those of neighbouring rows go to the
-same banks of shared memory, and half of the writes wait for the other half. Here a thread's four numbers lie side by
-side, and then the next thread's: it writes 16 bytes at a time and waits for nobody, and what the copy engine adds is
-consecutive in memory. In the end another kernel puts the sum into rows.
+After a matmul, each thread holds numbers of two rows, two adjacent numbers at a time. In row order, writes of
+neighbouring rows would use the same banks of shared memory, and half of them would wait for the other half. In register
+order, four numbers of a thread are adjacent, followed by those of the next thread. So a thread writes 16 bytes at a
+time without bank conflicts, and TMA adds to consecutive memory. At the end another kernel converts the sum to rows.
 
 The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64 or 128. A tile
-of queries is two halves of 64 by 64, one after the other: its columns with heads of more than 64, else its rows.
+of queries has two consecutive halves of 64 by 64: halves of its columns if headdim is above 64, else of its rows.
 
-Where every run is to give the same bits, or sequences are short, programs add to a tile in the order of their tiles of
-keys. Each tile has a counter: whose turn it is, plus one. A program waits for its own, adds, waits until that is in
-memory, and passes the turn on; the last leaves 1 for the next launch. At 0 nobody has come yet, and memory holds
-anything: the first stores in place of adding. Tiles of keys are drawn in that order too, so that whose turn it is runs
-or has run, however few programs the GPU runs at a time. And all visit queries from the last to the first: who began
-with the next tile of keys follows at the heels, and waits for no more than what an addition takes.
+In deterministic mode, and for short sequences, programs add to a tile in the order of their tiles of keys. Each tile of
+dQ has a counter as semaphore. The tiles of keys that add to a tile are ranked, and its counter is the rank that may add
+next, plus one. A program waits for its own rank, adds, waits until the addition is in memory, and then advances the
+counter. The last program sets it to 1 for the next launch. 0 means that nothing was added yet and that the memory is
+uninitialised. The first program then stores instead of adding.
+
+The scheduler also takes tiles of keys in this order. So the tile that may add next is running or done, however few
+programs the GPU runs at a time. All programs process queries from the last to the first. The program of the next tile
+of keys then follows closely, and waits no longer than one addition takes.
 """
 
 # Triton's DSL is not Python to a type checker.
@@ -39,19 +42,19 @@ from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.triton.dq_accumulator import DqSum
 
-HALF = (16, 256)  # of a tile, as the copy engine takes it
+HALF = (16, 256)  # shape of half a tile, as TMA copies it
 TILE = 2 * HALF[0] * HALF[1]
 
 
 @gluon.jit
 def arranged(x):
-    """A half, (64, 64) as a matmul of four warps leaves it, in the order of memory."""
-    x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, one of two rows, eight threads; group of columns, four threads, two
+    """Returns half a tile, (64, 64) in the layout of a four-warp matmul, reordered as memory stores it."""
+    x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, row of two, thread of eight; column group, thread of four, column of two
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([16, 256])
 
 
 class SemaphoreOrder(NamedTuple):
-    """Whose turn it is to add to each tile of dq; `Intervals.turns`, its stride, and how many tiles keys have."""
+    """Order of the additions to dq: semaphores, `Intervals.turns` with its stride, and the number of tiles of keys."""
 
     counters: Any
     table: Any
@@ -61,7 +64,10 @@ class SemaphoreOrder(NamedTuple):
 
 @gluon.jit
 def _turn_of(turns, place, n):
-    """What the `n`-th tile's counter is when the tile of keys at `place` may add to that, and what it is to be then."""
+    """Returns two counter values for tile `n` of queries and the tile of keys `place`.
+
+    The first value allows `place` to add; the second is written after its addition.
+    """
     of_sequence = turns.table + place.batch * turns.stride
     entry = of_sequence + turns.ntiles + n * 2
     turn = gl.load(of_sequence + place.tile) - gl.load(entry) + 1
@@ -70,7 +76,7 @@ def _turn_of(turns, place, n):
 
 @gluon.jit
 def _await_turn(counter, turn):
-    """Holds a warp until those before it have added theirs; 0 if there was nobody, in this launch or one before."""
+    """Waits until the counter allows `turn`, and returns its value: 0 if no launch has added to the tile yet."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred early; .reg .b32 now; again: ld.relaxed.gpu.global.b32 $0, [$1]; max.s32 now, $0, 1; "
         "setp.ne.s32 early, now, $2; @early bra again; fence.acq_rel.gpu; fence.proxy.async.global; }",
@@ -80,7 +86,10 @@ def _await_turn(counter, turn):
 
 @gluon.jit
 def _pass_turn(counter, following):
-    """Tells the next one, when all that this warp has added is in memory; one of its threads began the additions."""
+    """Sets the counter to `following` once this warp's additions are in memory.
+
+    One thread of the warp issued these and waits for them. A warp barrier follows before lane 0 writes the counter.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred one; .reg .b32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
         "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; "
@@ -91,12 +100,13 @@ def _pass_turn(counter, following):
 
 @gluon.jit
 def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
-    """One warp's: adds uses `use` and `use + 1` of a ring, which are two halves, to a tile of the sum and leaves them.
+    """Adds uses `use` and `use + 1` of `ring`, the halves of a tile of dq, to the sum, and releases them.
 
-    With `ORDERED` when it is the turn of the tile of keys at `place`; the tile is the `n`-th of queries of its head.
+    One warp runs this. `tile` counts over the whole sum, `n` over the queries of the tile's head. With `ORDERED` the
+    warp first waits until the tile of keys `place` may add.
     """
     ROWS: gl.constexpr = view.block_type.shape[0]
-    before = 1  # 0 if there is nothing yet to add to
+    before = 1  # 0 if the tile is not initialised: store instead of adding
     if ORDERED:
         turn, following = _turn_of(turns, place, n)
         before = _await_turn(turns.counters + tile, turn)
@@ -115,9 +125,9 @@ def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
 
 
 class DqAccumulator(DqSum):
-    """A sum of arranged tiles of `hops`, which `finish` multiplies by `scale`, and of rows that other kernels add.
+    """Sum of dq over `hops`: arranged tiles, which `finish` multiplies by a scale, plus rows that other kernels add.
 
-    Where there are `counters` tiles are added in the order of their keys, and these tell whose turn it is at each.
+    If `counters` is a tensor, tiles are added in the order of their keys. Each counter is the semaphore of one tile.
     """
 
     def __init__(self, q: Tensor, *, hops: int, ordered: bool) -> None:
@@ -128,9 +138,10 @@ class DqAccumulator(DqSum):
         self._scale = 1.0
 
     def tiles(self, scale: float, *, in_turns: bool) -> Tensor:
-        """What to add tiles to: zeros at first, unless there are `counters`. `finish` multiplies it by `scale`.
+        """Returns the tensor to which tiles are added; `finish` multiplies it by `scale`.
 
-        These there are `in_turns`, and always when `ordered`; the first hop decides for all.
+        `in_turns`, or `ordered`, makes the counters; without counters the tensor begins as zeros. The first hop decides
+        for all.
         """
         total = self._arranged
         if total is None:
@@ -143,7 +154,7 @@ class DqAccumulator(DqSum):
         return total
 
     def finish(self) -> Tensor:
-        """See `DqSum.finish`."""
+        """Returns dq; see `DqSum.finish`."""
         total, counters = self._arranged, self.counters
         self._arranged = self.counters = None
         if total is None:
@@ -166,7 +177,7 @@ class DqAccumulator(DqSum):
 
 @triton.jit(do_not_specialize=["ntiles", "seqlen", "nheads"])
 def _finish_kernel(total, counters, dq, scale, ntiles, seqlen, nheads, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program writes a tile of queries of one head: zeros where turns were taken, but by nobody."""
+    """Converts one tile of queries of a head to rows of dq: zeros if its counter shows that nothing was added."""
     SIZE: tl.constexpr = 64 * 64
     BLOCK_M: tl.constexpr = 2 * SIZE // BLOCK_D
     program = tl.program_id(0).to(tl.int64)

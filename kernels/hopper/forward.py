@@ -1,13 +1,15 @@
-"""Forward of one hop for sm_90: two or three warpgroups of 64 queries each, fed by a warp that copies tiles.
+"""Forward of one hop for sm_90: two or three consumer warpgroups of 64 queries each, and one TMA producer warp.
 
 Shapes: q (batch, seqlen_q, nheads, headdim); k, v (batch, seqlen_k, nheads_kv, headdim); out as q; m, l of the state
 and lse (batch, nheads, seqlen_q); o of the state as q, float32. A program owns a tile of queries of one head at a
-time, and visits the tiles of keys that it sees: those that need a mask before those that do not.
+time, 64 queries for each consumer. It processes the tiles of keys that these queries see: tiles that need a mask come
+before tiles that need none.
 
-A consumer issues S(i) = q k^T and P(i-1) v, waits for S(i), makes P(i) of it, and only then waits for the output: the
-softmax runs while the tensor cores do. Three consumers also take turns at issuing matmuls, so that one's softmax runs
-while another's do. Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2, where the online softmax
-is as in `ringflash.kernels.triton.forward`.
+In step i a consumer issues S(i) = q k(i)^T and O += P(i-1) v(i-1). It waits for S(i) and computes P(i) from it. Only
+then does it wait for O, so that the softmax overlaps the second matmul. Three consumers also issue their matmuls in a
+fixed cyclic order, ping-pong by named barriers. So the softmax of one overlaps the matmuls of another.
+Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2. The online softmax is the one of
+`ringflash.kernels.triton.forward`.
 """
 
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -65,9 +67,10 @@ from ringflash.state import AttentionState
 
 
 class Tiles(NamedTuple):
-    """What is copied tile by tile, in memory as views, in shared memory as rings.
+    """Tensors that are copied tile by tile: as TMA descriptors (`views`), or as shared-memory rings (`rings`).
 
-    `out` holds the state's o, where there is one, and then the result; where there is no room for it, it is `q`.
+    The ring `out` has one buffer for each consumer, which holds the o of the incoming state, if any, and then the
+    result. With `OUT_IN_Q` there is no room for these buffers, and `out` is the ring `q`.
     """
 
     q: Any
@@ -77,7 +80,7 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Vectors of a number a row, contiguous: the state's, and lse."""
+    """Contiguous vectors with one number for each row: m and l of the state, and lse."""
 
     m: Any
     l: Any  # noqa: E741
@@ -87,7 +90,19 @@ class Rows(NamedTuple):
 
 
 class Constexprs(NamedTuple):
-    """What the kernel is compiled for, all constexpr."""
+    """Compile-time parameters of the kernel, all constexpr.
+
+    Args:
+        FIRST: the hop has no incoming state.
+        LAST: the hop writes out and lse; any other hop writes the state.
+        MASKED: some processed tile needs a mask.
+        LOOPS: loops of `_attend` over steps, 2 if MASKED else 1.
+        BELOW, ABOVE: as in `Intervals`.
+        GROUP: query heads of one KV head.
+        BLOCK_D, BLOCK_N, STAGES, CONSUMERS, REGISTERS, OUT_IN_Q, TURNS: as in `ForwardConfig`.
+        PASS_OVER: consumers skip the first tiles of keys if none of their queries sees them.
+        ROWS: queries of a consumer.
+    """
 
     FIRST: Any
     LAST: Any
@@ -107,14 +122,15 @@ class Constexprs(NamedTuple):
     ROWS: Any
 
 
-AHEAD = gl.constexpr(8)  # tiles of keys: what is left to copy when the next tile of queries is drawn
+AHEAD = gl.constexpr(8)  # tiles of keys left to copy when the producer asks for the next tile
 
 
 @gluon.jit
 def _copy_state(state, rings, place, taken, kind):
-    """The state's o, once the results before it have left its buffers: tiles of keys need not wait for that.
+    """Copies the o of the incoming state to the ring `out`, once the previous results have left its buffers.
 
-    After the first two tiles: a second one that had no buffer would wait for the first to be multiplied, which takes o.
+    The producer calls this after the first two tiles of keys, which need not wait for these buffers. A later call would
+    deadlock: a tile of V without a free stage waits for the first P v, which needs o.
     """
     for c in gl.static_range(kind.CONSUMERS):
         at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
@@ -123,8 +139,8 @@ def _copy_state(state, rings, place, taken, kind):
 
 @gluon.jit
 def load_warp(views, state, rings, tile_queue, pace, kind):
-    """One warp's role: copies what the consumers need."""
-    keys = 0  # tiles of them so far
+    """Runs the producer warp: copies q, k, v and the o of the state of each tile of queries to shared memory."""
+    keys = 0  # tiles of keys so far: uses of the rings k and v
     taken = 0
     place = pop_tile(tile_queue, 0)
     while place.tile >= 0:
@@ -132,7 +148,7 @@ def load_warp(views, state, rings, tile_queue, pace, kind):
         signal_prefetch(pace, taken, 0, total, AHEAD)
         head = place.head // kind.GROUP
         n, _ = tile_at(place, 0)
-        if total > 0:  # before the queries, for whose buffers the consumers' last tile is waited for
+        if total > 0:  # before q, since the buffers of q are free only when the consumers finish the previous tile
             fill(rings.k, keys, views.k, [place.batch, n * kind.BLOCK_N, head, 0])
         for c in gl.static_range(kind.CONSUMERS):
             at = [place.batch, (place.tile * kind.CONSUMERS + c) * kind.ROWS, place.head, 0]
@@ -157,7 +173,11 @@ def load_warp(views, state, rings, tile_queue, pace, kind):
 
 @gluon.jit
 def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # noqa: E741
-    """Probabilities, ready for the tensor cores, of scores of the keys from `row` on; (m, l) with them, and rescale."""
+    """Computes the probabilities of the scores `s` of the keys from `row` on, and updates the online softmax.
+
+    Returns:
+        p in float32, the new m and l, and the factor for the rows of O, in the layout of O.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     if MASKED:
@@ -165,7 +185,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
         s = where_seen(s, keys, first, stop, float("-inf"), kind.BELOW, kind.ABOVE)
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     origin = m_new
-    if MASKED:  # a row that has seen nothing: -inf minus -inf is NaN
+    if MASKED:  # for rows that saw no key yet: -inf minus -inf is NaN
         origin = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale - origin[:, None])
     rescale = gl.exp2(m - origin)
@@ -175,7 +195,10 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
 
 @gluon.jit
 def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.constexpr, kind):  # noqa: E741
-    """Scores of the tile that is number `keys`, and the output of the one before: see above."""
+    """Computes the scores of tile `keys`, adds P v of tile `keys` - 1 to `acc`, and returns the new P.
+
+    `keys` is a use of the rings k and v, and `row` the first key of its tile. The file's docstring gives the order.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
@@ -198,8 +221,8 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
 
 @gluon.jit
 def _pass_over(C: gl.constexpr, keys, rings, kind):
-    """Takes nothing of the tile that is number `keys`, but its turn."""
-    wait_full(rings.k, keys)  # else who left the buffer's last tile might be counted twice
+    """Releases tile `keys` of k and v unread, and takes part in the issue order as `_step` does."""
+    wait_full(rings.k, keys)  # an earlier arrival could count for the previous use of the stage
     release(rings.k, keys)
     wait_full(rings.v, keys)
     release(rings.v, keys)
@@ -209,7 +232,10 @@ def _pass_over(C: gl.constexpr, keys, rings, kind):
 
 @gluon.jit
 def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind):  # noqa: E741
-    """Takes all tiles of keys that are visited, but the first `unseen`, into (acc, m, l)."""
+    """Accumulates the processed tiles of keys, except the first `unseen`, into (acc, m, l).
+
+    `keys` is the use of the rings k and v at the first tile. `use` is this consumer's use of the rings q and out.
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
@@ -223,7 +249,7 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     release(rings.k, keys + begin)
-    n, _ = tile_at(place, begin)  # it may be one that every row sees whole
+    n, _ = tile_at(place, begin)  # masked even if every row sees all of this tile
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, n * kind.BLOCK_N, kind.MASKED, kind)  # noqa: E741
     p = pack_operand(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
@@ -251,34 +277,36 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
 
 @gluon.jit
 def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
-    """A warpgroup's queries of a tile: the first, all, and of each the first key it sees and the one after the last.
+    """Locates the queries of consumer `C` in a tile, and the keys that they see.
 
-    And how many of the tiles of keys that are visited first none of them sees: of a diagonal's, which are visited from
-    the last on, the first warpgroups' queries see fewer.
+    Returns:
+        The first query, all queries, and for each query the first key that it sees and one past the last key. The last
+        number counts the tiles of keys, from the first processed one on, that none of these queries sees. Tiles on a
+        diagonal are processed from the last to the first, and the queries of the first consumers see fewer of them.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
     queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
-    first, stop = queries, queries  # not read
+    first, stop = queries, queries  # not read without a mask
     unseen = 0
     if kind.MASKED:
         first, stop = bounds_of(bounds, place.batch, queries, queries < rows.seqlen)
     if kind.PASS_OVER:
         last = gl.minimum(row + kind.ROWS, rows.seqlen) - 1
-        _, end = bounds_of(bounds, place.batch, last, last < rows.seqlen)  # ends never fall
+        _, end = bounds_of(bounds, place.batch, last, last < rows.seqlen)  # the largest: ends never fall
         unseen = gl.minimum(gl.maximum(place.end - gl.cdiv(end, kind.BLOCK_N), 0), place.end - place.full_end)
     return row, queries, first, stop, unseen
 
 
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, scale, kind):
-    """A warpgroup's role: the attention of 64 queries of each tile."""
+    """Runs consumer `C`: the attention of 64 queries of each tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     keys = 0
     taken = 0
     if kind.TURNS and C == kind.CONSUMERS - 1:
-        scheduler_barrier_arrive(C, kind.CONSUMERS)  # to the first, whom nobody has come before
+        scheduler_barrier_arrive(C, kind.CONSUMERS)  # lets consumer 0 issue first: no consumer is before it
     place = pop_tile(tile_queue, 0)
     row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
     while place.tile >= 0:
@@ -291,7 +319,7 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
         else:
             m = gl.load(rows.m + vector, mask=inside, other=float("-inf"))
             l = gl.load(rows.l + vector, mask=inside, other=0.0)  # noqa: E741
-        acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)  # of the state when the first tile's scores are there
+        acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)  # `_attend` loads o of the state later
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
             acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind)  # noqa: E741
@@ -301,7 +329,7 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             if not kind.OUT_IN_Q:
                 release(rings.q, use)
 
-        if not kind.FIRST:  # these again, rather than keep them all the while: registers are few
+        if not kind.FIRST:  # computed again, since registers are too few to keep these
             place = pop_tile(tile_queue, taken)
             row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
             queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
@@ -310,10 +338,10 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
         at = [place.batch, row, place.head, 0]
         release(tile_queue, taken)
         taken += 1
-        place = pop_tile(tile_queue, taken)  # now, so that its bounds come while the results leave
+        place = pop_tile(tile_queue, taken)  # now: its bounds load while the results are stored
         row, queries, first, stop, unseen = _rows_of(C, place, rows, bounds, kind)
         buffer = buffer_of(rings.out, C)
-        if kind.FIRST and not kind.OUT_IN_Q:  # nobody waited for the last tile's store to have read the buffer
+        if kind.FIRST and not kind.OUT_IN_Q:  # the previous tile's store may still read the buffer
             tma.store_wait(0)
         if kind.LAST:
             fully_masked = l == 0.0
@@ -391,7 +419,10 @@ def _forward_kernel(
 
 
 def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
-    """How the forward is tiled, which depends on how many tiles are visited, and the tables of that."""
+    """Chooses the tiling of the forward, and makes its mask tables.
+
+    The tiling depends on the number of processed tiles, which is counted with the tiling for short spans.
+    """
 
     def tables(config: ForwardConfig) -> Intervals:
         own = config.consumers * ROWS
@@ -400,7 +431,7 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     short = forward_config(headdim, masked=True, visits=0)
     known = tables(short)
     config = forward_config(headdim, masked=known.masked, visits=known.visits)
-    longer = tables(config)  # with which a tile may need a mask that did not
+    longer = tables(config)  # under longer tiles more of them may need a mask
     if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
         return short, known
     return config, longer
@@ -418,14 +449,14 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """One hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    """Launches the forward of one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config, known = tiling(problem, headdim, q.device)
-    group = nheads // k.shape[2]  # whose heads stream the same
+    group = nheads // k.shape[2]  # query heads that stream the same keys and values
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
-    waves = 1.5 * known.skew  # with just as many as the skew the last heads' longest tiles still begin late
+    waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
     tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
-    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not touched then
+    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not accessed then
     kind = Constexprs(
         FIRST=first,
         LAST=last,
@@ -441,7 +472,7 @@ def forward(
         REGISTERS=config.registers,
         OUT_IN_Q=config.out_in_q,
         TURNS=config.turns,
-        PASS_OVER=config.turns and known.above and not known.below,  # for both, registers do not suffice
+        PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
         ROWS=ROWS,
     )
     _forward_kernel[(programs,)](

@@ -1,4 +1,4 @@
-"""What a launch of a Hopper kernel is told beside its tensors: its tiles, and how programs share them out."""
+"""Launch arguments of a Hopper kernel besides its inputs and outputs: tile tables, and the order of the tiles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
 
-TOGETHER_BYTES = 16 * 2**20  # of what the heads stream whose tiles are mixed: it stays in L2
-TOGETHER_TILES = 6  # of keys of one head at a time, at the most, where each waits for the one before it
+TOGETHER_BYTES = 16 * 2**20  # bytes that the heads of a wave stream: these stay in L2
+TOGETHER_TILES = 6  # tiles of keys of a head at a time, at most, when each waits for the one before it
 
 
 class Tables(NamedTuple):
-    """The tensors of `Bounds` and `Work`, as a kernel takes them."""
+    """Tensors of `Bounds` and `Work`, as arguments of a kernel."""
 
     bounds: Any
     tiles: Any
@@ -28,7 +28,7 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers of both: arguments of their own, since those of a tuple would be compiled for."""
+    """Integers of `Bounds` and `Work`: separate arguments, since Triton would compile for their values in a tuple."""
 
     bounds_stride: int
     tiles_stride: int
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=1024, typed=True)
 def constants(kind: K) -> K:
-    """What a kernel is compiled for, as it takes it: the same objects again, which Triton then finds sooner."""
+    """Returns the fields of `kind` as constexprs; cached, because Triton finds identical objects faster."""
     return type(kind)(*map(gl.constexpr, kind))
 
 
@@ -54,9 +54,16 @@ def work_arguments(
     *,
     in_order: bool = False,
 ) -> tuple[Tables, Sizes, int]:
-    """A launch as a kernel takes it, and on how many programs.
+    """Returns the tables and sizes of a launch, and its number of programs.
 
-    `streamed_bytes` are a head's, of what is visited; `waves` as for `choose_heads_per_wave`.
+    Args:
+        known: mask tables of the launch.
+        batch: number of sequences.
+        heads: heads of a sequence.
+        streamed_bytes: bytes that a head streams from the other side.
+        waves: as for `choose_heads_per_wave`.
+        device: the GPU.
+        in_order: whether programs take tiles strictly in the order of their numbers.
     """
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
@@ -76,10 +83,10 @@ def work_arguments(
 def choose_heads_per_wave(
     ntiles: int, heads: int, streamed_bytes: int, programs: int, waves: float, *, in_order: bool = False
 ) -> int:
-    """Heads whose tiles are mixed, so many that the last of such groups has about as many as the others.
+    """Returns how many heads share a wave, such that the last wave has about as many heads as the others.
 
-    At least `waves` tiles for each program: one that visits so many times the average takes as long as that many, and
-    with fewer, of the last heads, a program would still be at it when all others are through.
+    A wave has at least `waves` tiles for each program. A tile that processes `waves` times the average takes as long as
+    `waves` average tiles. With fewer tiles in the last wave, its program would still run when all others have ended.
     """
     least = max(TOGETHER_BYTES // max(streamed_bytes, 1), ceil(waves * programs / ntiles))
     if in_order:

@@ -1,8 +1,8 @@
-"""What the programs of a Hopper kernel are told of a mask: rows of storage, an interval of them for each row.
+"""Mask tables of the Hopper kernels: for each row of storage, an interval of rows of storage that it sees.
 
-Every interval mask shows a query consecutive keys, and a key consecutive queries, because neither bound ever falls. As
-long as chunks lie in storage in the order of their positions, the rows of storage that are seen are consecutive too,
-whatever the layout: these kernels know neither chunks nor positions, and their tiles may cross a chunk's border.
+Under every interval mask a query sees consecutive keys, and a key is seen by consecutive queries, because neither bound
+ever falls. If chunks lie in storage in the order of their positions, the rows of storage are consecutive too, under any
+layout. So the kernels know neither chunks nor positions, and their tiles may cross the border of a chunk.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from ringflash.masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """The tables of one launch. Its programs own tiles of one side's rows, and visit tiles of the other's.
+    """Tables of one launch. Its programs own tiles of one side's rows and process tiles of the other side.
 
     Args:
-        below: whether a row does not see the beginning of a tile that is visited.
-        above: whether a row does not see the end of one.
-        bounds: int32 (batch or 1, rows, 2), contiguous: a row sees the other side's rows from the first to before the
-            second.
-        bounds_stride: elements from one sequence's bounds to the next's, 0 when they are all alike.
-        tiles: int32 (batch or 1, ntiles, 4): [first, third of these) some row of the tile sees; of [first, second) and
-            [third, fourth) some rows see only some; [second, third) every row sees whole. Counted in tiles.
+        below: whether some row does not see the beginning of a tile that its owned tile processes.
+        above: whether some row does not see the end of such a tile.
+        bounds: int32 (batch or 1, rows, 2), contiguous: the first row of the other side that a row sees, and one past
+            the last.
+        bounds_stride: elements from the bounds of a sequence to the next sequence, 0 if all sequences share them.
+        tiles: int32 (batch or 1, ntiles, 4): begin, full_begin, full_end, end of each owned tile, in tiles of the other
+            side. Some row of the owned tile sees some of [begin, end). Every row sees all of [full_begin, full_end). In
+            the rest some rows see only a part.
         tiles_stride: as `bounds_stride`.
-        order: int32 (ntiles,): the tiles, those that visit most first, so that none begins late; or as they lie.
-        visits: how many of the other side's tiles one visits, on average.
-        skew: the most that one visits over the average, in the sequence that visits most: 1 without a mask, about 2
-            under the causal one.
-        turns: int32, `_turns`, where tiles are in the order in which they lie.
+        order: int32 (ntiles,): tiles with the most processed tiles first, so that no long one begins late; or storage
+            order if `ordered`.
+        visits: tiles of the other side that an owned tile processes, on average.
+        skew: the largest number of processed tiles over the average, in the sequence with the most: 1 without a mask,
+            about 2 under the causal mask.
+        turns: int32, `_turns`, or None unless `ordered`.
         turns_stride: as `bounds_stride`.
     """
 
@@ -55,21 +57,21 @@ class Intervals:
 
     @property
     def masked(self) -> bool:
-        """Whether any tile that is visited needs a mask."""
+        """True if any processed tile needs a mask."""
         return self.below or self.above
 
     @property
     def shifted(self) -> bool:
-        """Whether tiles see about as much as each other, but elsewhere: windows of less than half, and little else."""
+        """True if owned tiles process about equally many tiles, but different ones: mostly windows below half."""
         return self.below and self.above and self.skew < 4 / 3
 
 
 def are_ascending(chunks: Sequence[Chunk]) -> bool:
-    """Whether positions rise through storage, as intervals of storage need."""
+    """Returns whether positions rise through storage; the tables require this."""
     return all(before.stop <= after.start for before, after in pairwise(chunks))
 
 
-@device_tables(maxsize=256)  # of a ring, three tables a hop
+@device_tables(maxsize=256)  # a ring has three tables a hop
 def intervals(
     mask: Mask,
     q_chunks: Sequence[Chunk],
@@ -80,9 +82,10 @@ def intervals(
     by_keys: bool,
     ordered: bool = False,
 ) -> Intervals:
-    """The tables for tiles of `own_block` rows that visit tiles of `block` rows; with `by_keys` keys own.
+    """Returns the tables for owned tiles of `own_block` rows that process tiles of `block` rows.
 
-    `ordered` has owned tiles as they lie, and their turns at those that they visit.
+    `by_keys` makes tiles of keys the owned ones, rather than tiles of queries. `ordered` keeps owned tiles in storage
+    order and adds the table `turns`.
     """
     first, stop = _seen(mask, q_chunks, k_chunks)
     if by_keys:
@@ -128,9 +131,9 @@ def _stride(table: Tensor) -> int:
 
 
 def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-    """int64 (batch or 1, seqlen_q) each: the rows of keys that a query sees, from the first to before the second.
+    """Returns the first row of keys that each query sees, and one past the last, int64 (batch or 1, seqlen_q) each.
 
-    Neither ever falls; where the second is not the larger nothing is seen.
+    Neither bound ever falls. A query sees nothing if its second bound is not larger than its first.
     """
     lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
     held = positions(k_chunks, "cpu")
@@ -139,10 +142,10 @@ def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> t
 
 
 def _tiles(first: Tensor, stop: Tensor, own_block: int, block: int, by_keys: bool) -> Tensor:
-    """int64 (batch or 1, ntiles, 4): `Intervals.tiles`.
+    """Returns `Intervals.tiles` as int64 (batch or 1, ntiles, 4).
 
-    Rows past the end count as seeing all when they are queries, whose results nobody keeps. Keys there see nothing: dq
-    is a sum over all rows of a tile.
+    Rows past the end of the sequence count as seeing all keys if they are queries, because their results are dropped.
+    Keys past the end see no query, because dq is a sum over all rows of a tile.
     """
     live = stop > first
     last = 2**31
@@ -162,18 +165,20 @@ def _tiles(first: Tensor, stop: Tensor, own_block: int, block: int, by_keys: boo
 
 
 def _turns(begin: Tensor, end: Tensor, nothers: int) -> Tensor:
-    """In which order owned tiles do something to a tile that they visit, of [begin, end), where they take turns.
+    """Returns the table of the order in which owned tiles add to each tile of the other side in [begin, end).
 
-    Neither bound ever falls from one tile that visits any to the next, so that those that visit a tile are consecutive.
+    Neither bound ever falls from one owned tile to the next, apart from owned tiles that process nothing. So the owned
+    tiles that add to a given tile are consecutive among the tiles that process any.
 
     Args:
-        begin: int64 (batch or 1, ntiles).
-        end: the same.
+        begin: int64 (batch or 1, ntiles), the first tile that each owned tile processes.
+        end: the same shape, one past the last tile.
         nothers: tiles of the other side.
 
     Returns:
-        int64 (batch or 1, ntiles + 2 nothers): how many tiles before an owned one visit any; then for each tile of the
-        other side that number of the first that visits it, and how many do.
+        int64 (batch or 1, ntiles + 2 nothers): for each owned tile, its rank, which is the number of earlier owned
+        tiles that process any tile. Then for each tile of the other side, two numbers: the rank of the first owned tile
+        that processes it, and how many owned tiles do.
     """
     visits = (end > begin).long()
     opened, closed = (torch.zeros(len(begin), nothers + 1, dtype=torch.int64, device="cpu") for _ in range(2))

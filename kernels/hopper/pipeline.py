@@ -1,11 +1,20 @@
-"""What the roles of a Hopper kernel share: buffers that pass between them, and the tiles that they take one by one.
+"""Pipeline of the warp-specialised Hopper kernels: rings of shared-memory buffers, and the tile scheduler.
 
-A `Ring` is a few buffers of shared memory with two barriers each. The producer waits for `empty` and starts a copy that
-completes `full`; consumers wait for `full` and arrive at `empty`. Use i of a ring is of buffer i % stages, whose
-barriers then complete for the (i // stages)-th time.
+The warps of a program have roles. One producer warp (`load_warp`) copies tiles by TMA. Two or three consumer
+warpgroups (`mma_warpgroup`) multiply them. One warp (`scheduler_warp`) decides which tile the program owns next. In the
+backward two more warps add dQ to global memory.
 
-Programs stay on their multiprocessor and take tiles until there are none, so that copies for the next tile begin while
-this one ends. A warp of its own draws the numbers of tiles from a counter in memory and tells the others.
+A `Ring` has two to four stages, each a buffer of shared memory with two mbarriers, full and empty. The producer waits
+for empty and starts a copy that completes full. Consumers wait for full, read the buffer and arrive at empty. Use i of
+a ring is the i-th fill, counted from 0 over all tiles of the program. It has stage i % STAGES, and the parity of
+i // STAGES is its phase. No barrier is ever reset.
+
+Programs are persistent: each stays on its multiprocessor until no tile is left. So copies for the next tile begin while
+the current tile ends. The scheduler warp takes tile numbers from a counter in global memory and pushes each tile into a
+queue, which all other roles read.
+
+A program owns a tile of one side and processes tiles of the other side. The forward owns queries and processes keys,
+the backward owns keys and processes queries.
 """
 
 # Gluon's DSL is not Python to a type checker.
@@ -26,17 +35,19 @@ from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 
 
 class Bounds(NamedTuple):
-    """Which rows of the other side each row sees: `Intervals.bounds`."""
+    """Table of the rows of the other side that each row sees (`Intervals.bounds`), and its stride over sequences."""
 
     base: Any
     batch: Any
 
 
 class Ring(NamedTuple):
-    """Some buffers of an allocation, and of another the barriers that they are full, followed by those that are empty.
+    """A ring of buffers: STAGES buffers from index BUFFER on, and their barriers from index BARRIER on.
 
-    Rings share allocations because a warpgroup keeps the address of each in a register. Barriers of their own would
-    also save the compiler's synchronisation of a warpgroup before each wait, but the forward is slower without it.
+    STAGES full barriers come first, then STAGES empty barriers. Rings share the allocations `buffers` and `barriers`,
+    because a warpgroup keeps the address of each allocation in a register. If each ring allocated its own barriers, the
+    compiler would also omit a synchronisation of the warpgroup before each wait. The forward is slower without this
+    synchronisation.
     """
 
     buffers: Any
@@ -47,7 +58,11 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of a launch: those of `Intervals`, for `heads` of each sequence in turn."""
+    """Tiles of a launch: `tiles` and `order` of `Intervals`, for each of `heads` heads of each sequence.
+
+    `counter` holds the next tile number in global memory. `ntiles` counts the tiles of a head and `all_heads` the heads
+    of all sequences. `heads_per_wave` counts the heads that share a wave (see `_place_of`).
+    """
 
     tiles: Any
     tiles_stride: Any
@@ -60,7 +75,10 @@ class Work(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile, and the tiles of the other side that it visits; `tile` is -1 when there are no more."""
+    """A tile that the program owns, and the tiles [begin, end) of the other side that it processes.
+
+    Tiles [full_begin, full_end) need no mask. `tile` is -1 when no tile is left.
+    """
 
     tile: Any
     batch: Any
@@ -73,13 +91,13 @@ class Place(NamedTuple):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr):
-    """Barriers, for `make_ring` to start."""
+    """Allocates `COUNT` mbarriers, which `make_ring` initialises."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def make_tiles(descriptor, COUNT: gl.constexpr):
-    """Buffers, for `COUNT` tiles of a view."""
+    """Allocates shared-memory buffers for `COUNT` tiles of a TMA descriptor."""
     shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 - Gluon unpacks no lists
     return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
 
@@ -94,7 +112,10 @@ def make_ring(
     READERS: gl.constexpr,
     WRITERS: gl.constexpr = 1,
 ):
-    """A ring of two to four buffers, each filled by `WRITERS` roles, and empty when `READERS` have left it."""
+    """Makes a ring of two to four stages and initialises its barriers.
+
+    A full barrier completes after `WRITERS` arrivals and an empty barrier after `READERS` arrivals, one from each role.
+    """
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(BARRIER + i), WRITERS)
         mbarrier.init(barriers.index(BARRIER + STAGES + i), READERS)
@@ -103,16 +124,16 @@ def make_ring(
 
 @gluon.jit
 def slot_of(i, STAGES: gl.constexpr):
-    """Which of the stages use `i` is of."""
+    """Returns the stage of use `i`: i % STAGES."""
     slot = i % STAGES
-    if STAGES != 3:  # a power of two; that `i` is not negative is not known to the compiler
+    if STAGES != 3:  # a power of two; the compiler does not know that `i` is not negative
         slot = i & (STAGES - 1)
     return slot
 
 
 @gluon.jit
 def phase_of(i, STAGES: gl.constexpr):
-    """The parity of how often that stage was used before."""
+    """Returns the phase of use `i`: the parity of i // STAGES, the number of earlier uses of its stage."""
     uses = i // STAGES
     if STAGES != 3:
         uses = i >> (STAGES // 2)
@@ -121,43 +142,43 @@ def phase_of(i, STAGES: gl.constexpr):
 
 @gluon.jit
 def buffer_of(ring, i):
-    """The buffer of use `i`."""
+    """Returns the buffer of use `i`."""
     return ring.buffers.index(ring.BUFFER + slot_of(i, ring.STAGES))
 
 
 @gluon.jit
 def full_barrier(ring, i):
-    """That which use `i` completes."""
+    """Returns the barrier that completes when use `i` has filled its buffer."""
     return ring.barriers.index(ring.BARRIER + slot_of(i, ring.STAGES))
 
 
 @gluon.jit
 def empty_barrier(ring, i):
-    """That which completes when the buffer of use `i` has been left."""
+    """Returns the barrier that completes when all readers have released the buffer of use `i`."""
     return ring.barriers.index(ring.BARRIER + ring.STAGES + slot_of(i, ring.STAGES))
 
 
 @gluon.jit
 def wait_full(ring, i):
-    """Returns when use `i` is full."""
+    """Waits until the buffer of use `i` is full."""
     mbarrier.wait(full_barrier(ring, i), phase_of(i, ring.STAGES))
 
 
 @gluon.jit
 def wait_empty(ring, i):
-    """Returns when the buffer of use `i` has been left."""
+    """Waits until use i - STAGES, which had the same buffer, is released. The first STAGES uses do not wait."""
     mbarrier.wait(empty_barrier(ring, i), phase_of(i, ring.STAGES) ^ 1)
 
 
 @gluon.jit
 def release(ring, i):
-    """This role has read use `i`."""
+    """Arrives at the empty barrier of use `i`: this role has read the buffer."""
     mbarrier.arrive(empty_barrier(ring, i), count=1)
 
 
 @gluon.jit
 def fill(ring, i, descriptor, place):
-    """Starts the copy of the tile at `place` as use `i`, once the buffer is empty."""
+    """Waits until the buffer of use `i` is empty, then starts the TMA copy of the tile at `place` into it."""
     wait_empty(ring, i)
     mbarrier.expect(full_barrier(ring, i), nbytes(descriptor))
     copy_to_shared(descriptor, place, full_barrier(ring, i), buffer_of(ring, i))
@@ -165,27 +186,33 @@ def fill(ring, i, descriptor, place):
 
 @gluon.jit
 def filled(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Use `i` as a (ROWS, COLUMNS) matrix, once it is full."""
+    """Waits until the buffer of use `i` is full, and returns it as a (ROWS, COLUMNS) matrix."""
     wait_full(ring, i)
     return buffer_of(ring, i).reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
 def make_mailbox(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
-    """A ring of two places, for `READERS` roles that each read all."""
+    """Makes the tile queue: a ring of two stages, each of which holds one `Place` that `READERS` roles read.
+
+    A stage is eight int32, the last of them unused.
+    """
     numbers = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return make_ring(numbers, barriers, 0, BARRIER, 2, READERS)
 
 
 @gluon.jit
 def make_pace(barriers, BARRIER: gl.constexpr):
-    """A ring of signals, with no buffers."""
+    """Makes the ring of prefetch signals from the producer to the scheduler: full barriers only, no buffers."""
     return make_ring(barriers, barriers, 0, BARRIER, 2, 1)
 
 
 @gluon.jit
 def signal_prefetch(pace, taken, i, total, AHEAD: gl.constexpr):
-    """The producer's, before it copies the `i`-th of `total`: when few are left, the next tile is to be drawn."""
+    """Asks the scheduler for the next tile when only `AHEAD` of `total` copies are left.
+
+    The producer calls this before copy `i` of the owned tile number `taken`. It arrives once for each owned tile.
+    """
     mbarrier.arrive(full_barrier(pace, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
 
 
@@ -197,7 +224,7 @@ def _put(tile_queue, at, number):
 
 @gluon.jit
 def push_tile(tile_queue, i, place):
-    """One warp's: the `i`-th place."""
+    """Writes `place` to the tile queue as use `i`, once its stage is empty. Only the scheduler warp calls this."""
     wait_empty(tile_queue, i)
     slot = slot_of(i, 2)
     _put(tile_queue, slot * 8, place.tile)
@@ -218,7 +245,11 @@ def _get(tile_queue, at):
 
 @gluon.jit
 def pop_tile(tile_queue, i):
-    """The `i`-th place. Who reads leaves it when done: to hear it again is cheaper than to keep it in registers."""
+    """Waits for use `i` of the tile queue and returns its `Place`, without releasing the stage.
+
+    The caller releases the stage when it has finished the tile. Until then it may call this again, which is cheaper
+    than keeping the `Place` in registers.
+    """
     wait_full(tile_queue, i)
     slot = slot_of(i, 2)
     return Place(
@@ -234,7 +265,11 @@ def pop_tile(tile_queue, i):
 
 @gluon.jit
 def _place_of(work, number):
-    """The tile with a number: `heads_per_wave` heads at a time, of them the tiles that visit most first."""
+    """Returns the `Place` of a tile number.
+
+    Numbers run through waves of `heads_per_wave` heads; the last wave may have fewer. Within a wave they run through
+    the tiles as `Intervals.order` lists them, and for each tile through the heads of the wave.
+    """
     group = number // (work.ntiles * work.heads_per_wave)
     within = number - group * work.ntiles * work.heads_per_wave
     size = gl.minimum(work.heads_per_wave, work.all_heads - group * work.heads_per_wave)
@@ -249,9 +284,13 @@ def _place_of(work, number):
 
 @gluon.jit
 def scheduler_warp(work, tile_queue, pace, IN_ORDER: gl.constexpr = False):
-    """One warp's role: draws tiles and tells the others which: no sooner than needed, so that none waits at the end.
+    """Runs the scheduler warp: takes tile numbers from the counter and pushes their tiles into the queue.
 
-    With `IN_ORDER` no tile is drawn before those with lower numbers: programs need not start in the order of theirs.
+    It takes the next number only when the producer signals that few copies are left. Taken earlier, the last tiles of
+    the launch would wait in busy programs while other programs are idle. A `Place` with tile -1 ends the queue.
+
+    The first number is the program's own id. With `IN_ORDER` the counter gives the first number too, because programs
+    may start in any order. A tile is then taken only after all tiles with lower numbers.
     """
     total = work.ntiles * work.all_heads
     drawn = 0
@@ -268,15 +307,16 @@ def scheduler_warp(work, tile_queue, pace, IN_ORDER: gl.constexpr = False):
 
 @gluon.jit
 def masked_visits(place):
-    """How many visited tiles need a mask: these come first."""
+    """Returns the number of processed tiles that need a mask. `tile_at` returns these first."""
     return place.full_begin - place.begin + place.end - place.full_end
 
 
 @gluon.jit
 def tile_at(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
-    """The `i`-th tile that is visited, and of which of `GROUP` heads: those that need a mask come first.
+    """Returns the `i`-th tile to process and its head among `GROUP` heads: tiles that need a mask come first.
 
-    Of these the last is the first. With `FROM_END` the others too are visited from the last to the first.
+    For each head these are [full_end, end) in descending order, then [begin, full_begin) in ascending order. The tiles
+    without a mask follow, again head by head, ascending or with `FROM_END` descending.
     """
     high = place.end - place.full_end
     masked = high + place.full_begin - place.begin
@@ -296,9 +336,10 @@ def tile_at(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
 
 @gluon.jit
 def visit_from_end(place, i, GROUP: gl.constexpr, BY_HEADS: gl.constexpr):
-    """The `i`-th tile that is visited, and of which of `GROUP` heads: from the last tile on, of all heads in turn.
+    """Returns the `i`-th tile to process and its head among `GROUP` heads, from the last tile to the first.
 
-    With `BY_HEADS` all tiles of one head come before those of the next.
+    Each tile is processed for all heads before the next tile. With `BY_HEADS`, all tiles of one head come before the
+    tiles of the next head.
     """
     before, member = i // GROUP, i % GROUP
     if BY_HEADS:
@@ -309,17 +350,21 @@ def visit_from_end(place, i, GROUP: gl.constexpr, BY_HEADS: gl.constexpr):
 
 @gluon.jit
 def bounds_of(bounds, batch, rows, inside):
-    """First row of the other side that each of `rows` sees, and the one after the last."""
+    """Returns the first row of the other side that each of `rows` sees, and one past the last row.
+
+    Rows outside `inside` see nothing.
+    """
     entry = bounds.base + batch * bounds.batch + rows * 2
-    inside &= rows >= 0  # where there are no more tiles
+    inside &= rows >= 0  # rows are negative when no tile is left
     return gl.load(entry, mask=inside, other=2**30), gl.load(entry + 1, mask=inside, other=0)
 
 
 @gluon.jit
 def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.constexpr, ABOVE: gl.constexpr):
-    """`x` where its row sees that of the other side, else -inf or 0; only the first, the last or both may lie here.
+    """Returns `x` where its row sees the row of the other side, else `OTHERWISE` (-inf or 0).
 
-    In assembly, since comparisons that the compiler makes ahead of `x` are kept as bits and taken apart again.
+    `BELOW` compares with `first`, `ABOVE` with `stop`; at least one of them is set. The comparison is in assembly,
+    because the compiler would compare before `x` is known, pack the results as bits and unpack them again.
     """
     FILLING: gl.constexpr = "0f00000000" if OTHERWISE == 0.0 else "0fFF800000"
     KEPT: gl.constexpr = "selp.f32 $0, $1, " + FILLING + ", seen; }"
@@ -343,26 +388,31 @@ def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.conste
 
 @gluon.jit
 def apply_mask(i):
-    """`i`, where the compiler does not know it.
+    """Returns `i` through a volatile move, so that the compiler does not know its value.
 
-    A matmul's operand has a descriptor for every 16 columns. Those of a buffer whose number is known are made before
-    the loop, in more registers than there are.
+    It applies no mask. A matmul's operand in shared memory has a descriptor for every 16 columns. If the compiler knows
+    the index of the buffer, it makes all descriptors before the loop, and they do not fit in the registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def fixed(x):
-    """`x`, where the compiler does not know it: it would fill a second accumulator while the first is in use."""
+    """Returns `x` through a volatile move, so that the compiler does not know its value.
+
+    It initialises the second of two accumulators. Without the move, the compiler would fill this accumulator while the
+    first matmul is in flight, which serialises the matmuls (ptxas C7517).
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constexpr):
-    """Float32 numbers as the operand of `DTYPE` that a later step multiplies, on its way there through `LOOPS` loops.
+    """Converts float32 numbers to `DTYPE`, for a later step that multiplies them as a register operand.
 
-    Through two they go as pairs, an int32 each: numbers of 16 bits would be taken out of their registers between the
-    loops, and each register put together again in every step.
+    `LOOPS` counts the loops through which they are carried until then. For one loop the result is the operand. For two
+    loops it is pairs of numbers, each packed in an int32. The compiler would unpack 16-bit numbers from their registers
+    between the two loops, and pack each register again in every step.
     """
     if LOOPS == 1:
         x = gl.convert_layout(x.to(DTYPE), LAYOUT)
@@ -377,14 +427,14 @@ def pack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constex
 
 @builtin
 def _halves(pairs, dtype, _semantic=None):
-    types = (gl.constexpr(dtype).value,) * 2  # which a kernel could not write
+    types = (gl.constexpr(dtype).value,) * 2  # a kernel itself cannot write this tuple
     asm = "mov.b32 {$0, $1}, $2;"
     return gl.inline_asm_elementwise(asm, "=h,=h,r", [pairs], types, is_pure=True, pack=1, _semantic=_semantic)
 
 
 @gluon.jit
 def unpack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """What was `pack_operand`, as the matmul takes it from registers."""
+    """Returns the result of `pack_operand` as a register operand of a matmul."""
     if x.dtype == gl.int32:
         ROWS: gl.constexpr = x.shape[0]
         COLUMNS: gl.constexpr = x.shape[1] * 2
@@ -393,18 +443,18 @@ def unpack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return x
 
 
-TURN = gl.constexpr(9)  # the first of three named barriers: Gluon takes 0, 1, and from 2 on one for each role's warps
+TURN = gl.constexpr(9)  # the first of three named barriers; Gluon uses 0 and 1, and from 2 on one for each role
 
 
 @gluon.jit
 def scheduler_barrier_wait(C: gl.constexpr):
-    """Holds consumer `C` until the one before it has passed its turn."""
-    ASM: gl.constexpr = f"bar.sync {TURN + C}, 256; mov.b32 $0, $1;"  # 256: the threads of both
+    """Blocks consumer `C` until the consumer before it has called `scheduler_barrier_arrive`."""
+    ASM: gl.constexpr = f"bar.sync {TURN + C}, 256; mov.b32 $0, $1;"  # 256: the threads of both consumers
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def scheduler_barrier_arrive(C: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The next consumer's turn begins; `C` does not wait for it."""
+    """Lets the consumer after `C` issue its matmuls; `C` itself does not wait."""
     ASM: gl.constexpr = f"bar.arrive {TURN + (C + 1) % CONSUMERS}, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [C], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,6 +1,6 @@
-"""Versions of Triton that the Hopper kernels run under, checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `versions.py`.
+"""Versions of Triton that the Hopper kernels support, checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `versions.py`.
 
-This file imports no Gluon, so that a machine with another Triton can ask first.
+This file imports no Gluon, so that it also loads under other versions of Triton.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ SUPPORTED = ((3, 6), (3, 7), (3, 8), (3, 9))  # Gluon is experimental: each rele
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor of a version such as "3.9.0" or "3.8.0+git1"."""
+    """Returns the major and minor number of a version such as "3.9.0" or "3.8.0+git1"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def refusal(version: str) -> str | None:
-    """Reason why the kernels do not run under this version of Triton, or None."""
+    """Returns why the kernels do not run under this version of Triton, or None if they run."""
     if release_of(version) in SUPPORTED:
         return None
     names = [f"{major}.{minor}" for major, minor in SUPPORTED]

@@ -1,4 +1,4 @@
-"""What the backward takes of each row of queries: lse and delta, as its matmuls and exponentials begin with them.
+"""Row vectors of the Hopper backward: lse and delta, scaled, negated and padded to whole tiles.
 
 Shapes: lse, delta (batch, nheads, seqlen_q).
 """
@@ -30,9 +30,10 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, 
 
 
 def vectors(lse: Tensor, delta: Tensor, factor: float, cache: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-    """lse * factor and -delta, of rows enough for whole tiles, where those past the end have no probability.
+    """Returns lse * factor and -delta, each (batch, nheads, padded rows).
 
-    Hops of a pass with the same factor have the same.
+    Rows past the end have lse inf and so probability 0. Hops of a pass with the same factor share the vectors through
+    `cache`.
     """
     name = f"vectors of {factor}"
     if cache is not None and name in cache:

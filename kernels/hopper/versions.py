@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between versions of Triton, and the private parts that the Hopper kernels use.
+"""Gluon functions whose names differ between versions of Triton, and the private ones that the Hopper kernels use.
 
 Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
 other code is the same under every version. `support.py` lists the versions that they were checked with.
@@ -25,19 +25,19 @@ copy_from_shared = tma.async_store if hasattr(tma, "async_store") else tma.async
 
 @builtin
 def nbytes(descriptor, _semantic=None):
-    """Bytes of a tile of a tensor descriptor."""
+    """Returns the bytes of a tile of a tensor descriptor."""
     return descriptor.nbytes_per_cta if hasattr(descriptor, "nbytes_per_cta") else descriptor.block_type.nbytes
 
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """A buffer of shared memory as one of another dtype, shape and layout."""
+    """Returns a buffer of shared memory reinterpreted with another dtype, shape and layout."""
     method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def reduce_add(descriptor, place, source, _semantic=None):
-    """Adds a tile of shared memory to memory, asynchronously as a store; Triton names this from 3.9 on."""
+    """Adds a tile of shared memory to global memory, asynchronously by TMA; Triton 3.9 has a public name for this."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, source.handle)
