@@ -47,7 +47,6 @@ from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     Work,
-    apply_mask,
     bounds_of,
     buffer_of,
     fill,
@@ -55,11 +54,12 @@ from ringflash.kernels.hopper.pipeline import (
     fixed,
     full_barrier,
     make_barriers,
-    make_mailbox,
-    make_pace,
+    make_prefetch_ring,
     make_ring,
+    make_tile_queue,
     make_tiles,
     masked_visits,
+    opaque_index,
     pop_tile,
     release,
     scheduler_warp,
@@ -178,14 +178,14 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
 
 
 @gluon.jit
-def load_warp(inputs, shared, pace, heads, kind):
+def load_warp(inputs, shared, prefetch, heads, kind):
     """Runs the producer warp: copies k and v of each tile of keys, and the queries that see them, to shared memory."""
     queries = 0  # tiles of queries so far: uses of the rings q and dout
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        signal_prefetch(pace, taken, 0, total, AHEAD)
+        signal_prefetch(prefetch, taken, 0, total, AHEAD)
         if total > 0:  # before k and v, since their buffers are free only when the consumers finish the previous tile
             _copy_queries(inputs, shared, place, 0, queries, heads, kind)
         for c in gl.static_range(2):
@@ -193,7 +193,7 @@ def load_warp(inputs, shared, pace, heads, kind):
             fill(shared.v, taken * 2 + c, inputs.v, at)
             fill(shared.k, taken * 2 + c, inputs.k, at)
         for i in range(1, total):
-            signal_prefetch(pace, taken, i, total, AHEAD)
+            signal_prefetch(prefetch, taken, i, total, AHEAD)
             _copy_queries(inputs, shared, place, i, queries + i, heads, kind)
         queries += total
         release(shared.tile_queue, taken)
@@ -226,7 +226,7 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
     dq = gl.zeros([64, 64], gl.float32, Q)
     for c in gl.static_range(2):
         ds = shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + c)
-        k = buffer_of(shared.k, apply_mask(c)).reshape([kind.ROWS, kind.BLOCK_D])
+        k = buffer_of(shared.k, opaque_index(c)).reshape([kind.ROWS, kind.BLOCK_D])
         if kind.BLOCK_D == 64:
             ds = ds.slice(C * 64, 64, 1)
         else:
@@ -263,8 +263,8 @@ def _step(
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
-    k = buffer_of(shared.k, apply_mask(C)).reshape([kind.ROWS, kind.BLOCK_D])
-    v = buffer_of(shared.v, apply_mask(C)).reshape([kind.ROWS, kind.BLOCK_D])
+    k = buffer_of(shared.k, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
+    v = buffer_of(shared.v, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
     dout = filled(shared.dout, i, kind.BLOCK_M, kind.BLOCK_D)
     if kind.PRELOADED:
@@ -279,14 +279,14 @@ def _step(
         s = warpgroup_mma(k, q.permute((1, 0)), shape, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, dout.permute((1, 0)), shape, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        p = gl.exp2(s * gradients.scale + _numbers_of(shared, apply_mask(i), 0, S)[None, :])
+        p = gl.exp2(s * gradients.scale + _numbers_of(shared, opaque_index(i), 0, S)[None, :])
     if MASKED:
         queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
         p = where_seen(p, queries, first, stop, 0.0, kind.BELOW, kind.ABOVE)
     p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=[dp])
     if not kind.PRELOADED:
-        dp = dp + _numbers_of(shared, apply_mask(i), STAGES, S)[None, :]
+        dp = dp + _numbers_of(shared, opaque_index(i), STAGES, S)[None, :]
     ds = p * dp
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
@@ -410,7 +410,7 @@ def _backward_kernel(
     dout_ring = make_ring(queries, barriers, STAGES, 2 * STAGES, STAGES, 2)
     k_ring = make_ring(keys, barriers, 0, 4 * STAGES, 2, 2)
     v_ring = make_ring(keys, barriers, 2, 4 * STAGES + 4, 2, 2)
-    pace = make_pace(barriers, 4 * STAGES + 8)
+    prefetch = make_prefetch_ring(barriers, 4 * STAGES + 8)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
     parts = make_parts(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
@@ -418,7 +418,7 @@ def _backward_kernel(
     # other tile only, and a barrier's parity is the same for completions two apart.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
-    tile_queue = make_mailbox(barriers, 4 * STAGES + 12, 3 + ADDERS)
+    tile_queue = make_tile_queue(barriers, 4 * STAGES + 12, 3 + ADDERS)
     shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, ds_ring, parts, dq_ring, tile_queue)
     fence_async_shared()
     turns = SemaphoreOrder(counters, turns, turns_stride, ntiles)
@@ -426,8 +426,8 @@ def _backward_kernel(
         [
             (mma_warpgroup, (0, shared, gradients, bounds, kind)),
             (mma_warpgroup, (1, shared, gradients, bounds, kind)),
-            (load_warp, (inputs, shared, pace, heads, kind)),
-            (scheduler_warp, (work, tile_queue, pace, kind.ORDERED)),
+            (load_warp, (inputs, shared, prefetch, heads, kind)),
+            (scheduler_warp, (work, tile_queue, prefetch, kind.ORDERED)),
             (_add, (0, dq, turns, shared, heads, padded, kind)),
             (_add, (1, dq, turns, shared, heads, padded, kind)),
         ],

@@ -43,9 +43,9 @@ from ringflash.kernels.hopper.pipeline import (
     fill,
     filled,
     make_barriers,
-    make_mailbox,
-    make_pace,
+    make_prefetch_ring,
     make_ring,
+    make_tile_queue,
     make_tiles,
     masked_visits,
     pack_operand,
@@ -138,14 +138,14 @@ def _copy_state(state, rings, place, taken, kind):
 
 
 @gluon.jit
-def load_warp(views, state, rings, tile_queue, pace, kind):
+def load_warp(views, state, rings, tile_queue, prefetch, kind):
     """Runs the producer warp: copies q, k, v and the o of the state of each tile of queries to shared memory."""
     keys = 0  # tiles of keys so far: uses of the rings k and v
     taken = 0
     place = pop_tile(tile_queue, 0)
     while place.tile >= 0:
         total = place.end - place.begin
-        signal_prefetch(pace, taken, 0, total, AHEAD)
+        signal_prefetch(prefetch, taken, 0, total, AHEAD)
         head = place.head // kind.GROUP
         n, _ = tile_at(place, 0)
         if total > 0:  # before q, since the buffers of q are free only when the consumers finish the previous tile
@@ -158,7 +158,7 @@ def load_warp(views, state, rings, tile_queue, pace, kind):
         if not kind.FIRST and total < 2:
             _copy_state(state, rings, place, taken, kind)
         for i in range(1, total):
-            signal_prefetch(pace, taken, i, total, AHEAD)
+            signal_prefetch(prefetch, taken, i, total, AHEAD)
             n, _ = tile_at(place, i)
             at = [place.batch, n * kind.BLOCK_N, head, 0]
             fill(rings.k, keys + i, views.k, at)
@@ -390,16 +390,16 @@ def _forward_kernel(
     v_ring = make_ring(keys, barriers, kind.STAGES, 4 * kind.CONSUMERS + 2 * kind.STAGES, kind.STAGES, kind.CONSUMERS)
     rings = Tiles(q_ring, k_ring, v_ring, out_ring)
     rows = Rows(m, l, lse, heads, seqlen_q)
-    tile_queue = make_mailbox(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
-    pace = make_pace(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES + 4)
+    tile_queue = make_tile_queue(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
+    prefetch = make_prefetch_ring(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES + 4)
     fence_async_shared()
     if kind.CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
-                (load_warp, (views, state, rings, tile_queue, pace, kind)),
-                (scheduler_warp, (work, tile_queue, pace)),
+                (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
+                (scheduler_warp, (work, tile_queue, prefetch)),
             ],
             [4, 1, 1],
             [kind.REGISTERS, 24, 24],
@@ -410,8 +410,8 @@ def _forward_kernel(
                 (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (mma_warpgroup, (2, views, state, rings, rows, bounds, tile_queue, scale, kind)),
-                (load_warp, (views, state, rings, tile_queue, pace, kind)),
-                (scheduler_warp, (work, tile_queue, pace)),
+                (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
+                (scheduler_warp, (work, tile_queue, prefetch)),
             ],
             [4, 4, 1, 1],
             [kind.REGISTERS, kind.REGISTERS, 24, 24],

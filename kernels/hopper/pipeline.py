@@ -192,7 +192,7 @@ def filled(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def make_mailbox(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
+def make_tile_queue(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
     """Makes the tile queue: a ring of two stages, each of which holds one `Place` that `READERS` roles read.
 
     A stage is eight int32, the last of them unused.
@@ -202,18 +202,18 @@ def make_mailbox(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def make_pace(barriers, BARRIER: gl.constexpr):
+def make_prefetch_ring(barriers, BARRIER: gl.constexpr):
     """Makes the ring of prefetch signals from the producer to the scheduler: full barriers only, no buffers."""
     return make_ring(barriers, barriers, 0, BARRIER, 2, 1)
 
 
 @gluon.jit
-def signal_prefetch(pace, taken, i, total, AHEAD: gl.constexpr):
+def signal_prefetch(prefetch, taken, i, total, AHEAD: gl.constexpr):
     """Asks the scheduler for the next tile when only `AHEAD` of `total` copies are left.
 
     The producer calls this before copy `i` of the owned tile number `taken`. It arrives once for each owned tile.
     """
-    mbarrier.arrive(full_barrier(pace, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
+    mbarrier.arrive(full_barrier(prefetch, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def _place_of(work, number):
 
 
 @gluon.jit
-def scheduler_warp(work, tile_queue, pace, IN_ORDER: gl.constexpr = False):
+def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False):
     """Runs the scheduler warp: takes tile numbers from the counter and pushes their tiles into the queue.
 
     It takes the next number only when the producer signals that few copies are left. Taken earlier, the last tiles of
@@ -299,7 +299,7 @@ def scheduler_warp(work, tile_queue, pace, IN_ORDER: gl.constexpr = False):
         number = gl.atomic_add(work.counter, 1)
     while number < total:
         push_tile(tile_queue, drawn, _place_of(work, number))
-        wait_full(pace, drawn)
+        wait_full(prefetch, drawn)
         drawn += 1
         number = gl.atomic_add(work.counter, 1)
     push_tile(tile_queue, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
@@ -387,10 +387,10 @@ def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.conste
 
 
 @gluon.jit
-def apply_mask(i):
+def opaque_index(i):
     """Returns `i` through a volatile move, so that the compiler does not know its value.
 
-    It applies no mask. A matmul's operand in shared memory has a descriptor for every 16 columns. If the compiler knows
+    A matmul's operand in shared memory has a descriptor for every 16 columns. If the compiler knows
     the index of the buffer, it makes all descriptors before the loop, and they do not fit in the registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
