@@ -1,4 +1,4 @@
-"""Decoding in blocked PyTorch: the same contract as the Triton kernels, on any device and in float64 too.
+"""Decoding in blocked PyTorch, with the contract of the Triton kernels, on any device and in float64 too.
 
 Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, capacity, nheads_kv, headdim); v (batch, capacity, nheads_kv,
 headdim_v); lengths (batch,). Half precisions are computed in float32, float32 in float64.
@@ -22,17 +22,17 @@ __all__ = ["attend", "combine", "partial"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
+    """Returns out (batch, seqlen_q, nheads, headdim_v), lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
     return _finished(_state(q, k, v, lengths, step), step.score_config, q.dtype)
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
-    """One state over the first `lengths` keys, without sinks."""
+    """Returns one state over the first `lengths` keys, without sinks."""
     return Partials.of([_state(q, k, v, lengths, step)])
 
 
 def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out in `dtype` and lse over the keys of all states."""
+    """Returns out in `dtype` and lse over the keys of all states."""
     return _finished(merge_tree(partials.states()), score_config, dtype)
 
 
@@ -42,7 +42,7 @@ def _finished(state: AttentionState, score_config: ScoreConfig, dtype: torch.dty
 
 
 def _state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> AttentionState:
-    # Where lengths live on a GPU, reading them would wait for it: there every block of the cache is gone through.
+    # Reading lengths from a GPU would wait for the GPU, so there every block of the cache is processed.
     stop = k.shape[1] if lengths.is_cuda else max(1, int(lengths.max()))
     splits = min(step.splits or 1, stop)
     edges = [stop * split // splits for split in range(splits + 1)]
@@ -51,14 +51,14 @@ def _state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Atte
 
 
 def _block_state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, begin: int, end: int) -> AttentionState:
-    """The state over the keys [begin, end)."""
+    """Returns the state over the keys [begin, end)."""
     batch, seqlen_q, nheads, _ = q.shape
     nheads_kv, headdim_v = v.shape[2:]
     score_config, dtype = step.score_config, state_dtype(q.dtype)
     grouped = (batch, nheads_kv, nheads // nheads_kv, seqlen_q)
     rows = q.transpose(1, 2).to(dtype).reshape(batch, nheads_kv, -1, q.shape[3])
     keys = torch.arange(begin, end, device=q.device)
-    invalid = (keys >= lengths[:, None])[:, None, :, None]  # what the cache holds there may be anything, NaN too
+    invalid = (keys >= lengths[:, None])[:, None, :, None]  # the cache may hold anything there, NaN included
     k_rows, v_rows = (x[:, begin:end].transpose(1, 2).to(dtype).masked_fill(invalid, 0.0) for x in (k, v))
     scores = (rows @ k_rows.transpose(-1, -2)).view(*grouped, end - begin)
     if score_config.softcap:
@@ -72,7 +72,7 @@ def _block_state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, b
     scores = scores.masked_fill(~visible, -math.inf)
     m = scores.amax(-1)
     weights = torch.exp2(scores - m.masked_fill(m == -math.inf, 0.0)[..., None])
-    # On a GPU the check for finite values would wait for it: there the values are taken to hold anything.
+    # On a GPU the check for finite values would wait for the GPU, so there the values count as not finite.
     finite = not v_rows.is_cuda and is_finite(v_rows)
     seen = lambda: visible.expand(*grouped, -1).flatten(2, 3)  # noqa: E731
     o = (
@@ -84,7 +84,7 @@ def _block_state(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, b
 
 
 def _visible(positions: Tensor, keys: Tensor, lengths: Tensor, sight: Sight) -> Tensor:
-    """Which keys each query sees: (batch, seqlen_q, keys) from positions (batch, seqlen_q) and keys (keys,)."""
+    """Returns the keys each query sees, (batch, seqlen_q, keys), from positions (batch, seqlen_q) and keys (keys,)."""
     p, valid = positions[..., None], lengths[:, None, None]
     visible = (keys >= p - sight.left) & (keys <= p + sight.right) & (keys < valid)
     if sight.tree:

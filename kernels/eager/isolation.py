@@ -1,7 +1,7 @@
-"""Products of tiles in which hidden pairs contribute nothing, whatever the storage of hidden rows holds.
+"""Matrix products in which masked pairs contribute nothing, whatever the storage of masked rows holds.
 
-A hidden pair has weight 0, but 0 * NaN and 0 * Inf are NaN. Tiles without a hidden pair need no care, and neither do
-finite operands: for both the product is the plain one, bit for bit.
+A masked pair has weight 0, but 0 * NaN and 0 * Inf are NaN. Tiles without a masked pair need no care, and neither do
+finite operands: for both, the product is the plain matmul, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def is_finite(x: Tensor) -> bool:
 
 
 def isolated_matmul(weights: Tensor, x: Tensor, seen: Callable[[], Tensor], *, finite: bool) -> Tensor:
-    """weights @ x over the pairs that are seen.
+    """Returns weights @ x over the pairs that are seen.
 
     Infinite and undefined elements of `x` are taken out of the matmul and counted instead: a positive weight on Inf
     gives Inf, a weight of 0 on Inf gives NaN, any weight on NaN gives NaN. All other elements keep their bits.
 
     Args:
-        weights: (..., rows, columns), exactly 0 where a pair is hidden; a row that is NaN gives NaN.
+        weights: (..., rows, columns), exactly 0 where a pair is masked; a NaN row gives NaN.
         x: (..., columns, headdim).
-        seen: gives bool (..., rows, columns), broadcast to `weights`; only called for an `x` that is not finite.
+        seen: returns bool (..., rows, columns), broadcast to `weights`; called only if not `finite`.
         finite: whether `x` is known to be finite.
     """
     if finite:

@@ -1,4 +1,4 @@
-"""What the eager kernels read of a mask: blocks of rows, which of them meet, and the mask inside a block."""
+"""Blocks of rows for the eager kernels, the pairs of blocks to process, and the mask inside a pair."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BLOCK_K = 1024
 
 @dataclass(frozen=True)
 class Block:
-    """Rows `[begin, end)` of storage, the first at global position `position`."""
+    """Rows `[begin, end)` of storage; the first row is at global position `position`."""
 
     begin: int
     end: int
     position: int
 
     def positions(self, device: torch.device) -> Tensor:
-        """Global positions of the rows."""
+        """Returns the global positions of the rows."""
         return torch.arange(self.position, self.position + self.end - self.begin, device=device)
 
 
@@ -40,22 +40,22 @@ def blocks(chunks: Sequence[Chunk], size: int) -> Iterator[Block]:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The next precision, which is also what is computed in: the result's own rounding is all that remains."""
+    """Returns the next precision (float64 stays), in which these kernels also compute: only results are rounded."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def key_rows(x: Tensor, block: Block) -> Tensor:
-    """Rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in the dtype computed in."""
+    """Returns rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in `state_dtype`."""
     return dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` contiguous in `dtype`: the order of a matmul's sums, and so its last bits, may depend on strides."""
-    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` leaves a tensor of that dtype alone
+    """Returns `x` contiguous in `dtype`: the order of a matmul's sums, and so its last bits, may depend on strides."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` does not copy a tensor of that dtype
 
 
 class Visibility:
-    """What the rows of one block of queries see."""
+    """Keys that the rows of one block of queries see."""
 
     def __init__(self, mask: Mask, block: Block, group: int, device: torch.device) -> None:
         rows = block.positions(device)
@@ -67,12 +67,12 @@ class Visibility:
         self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
         self._bitmap, self._positions, self._group = mask.bitmap(), rows, group
         self._bounds = lo, hi
-        # For each sequence, between which keys any of its rows sees one: what lies outside may hold anything.
+        # The hull of the keys that the rows of each sequence see; storage outside may hold anything.
         self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
         self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
 
     def of(self, keys: Block) -> Block | None:
-        """The keys of a block that any row may see, None when there are none; the rest is never read."""
+        """Returns the keys of a block that any row may see, or None if there are none; other keys are never read."""
         skip = max(self._lo_min - keys.position, 0)
         length = min(keys.end - keys.begin, self._hi_max - keys.position)
         if self._none or length <= skip:
@@ -81,13 +81,13 @@ class Visibility:
         return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
 
     def _shown(self, keys: Block, bitmap: Bitmap) -> bool:
-        """Whether the bitmap shows any of the keys of a block to a row whose interval they are in."""
+        """Returns whether the bitmap shows any row a key of the block that is in the row's interval."""
         lo, hi = self._bounds
         first, last = lo.clamp(min=keys.position), hi.clamp(max=keys.position + keys.end - keys.begin)
         return bool(bitmap.sees_any(self._positions, first, last).any())
 
     def rows(self, x: Tensor, keys: Block) -> Tensor:
-        """Rows of a KV-side tensor as `key_rows` gives them, zeros where a sequence's rows see none of them."""
+        """Returns `key_rows` of a KV-side tensor, with zeros outside the hull of a sequence's seen keys."""
         rows = key_rows(x, keys)
         if self._first is None or self._last is None:
             return rows
@@ -95,14 +95,14 @@ class Visibility:
         return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
 
     def _bounds_cut(self, keys: Block) -> bool:
-        """Returns True if the intervals hide a key of the block from some row."""
+        """Returns True if the intervals mask a key of the block for some row."""
         return self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min
 
     def over_keys(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
-        """weights @ x over a block of keys, without what hidden pairs would add where `x` is not finite.
+        """Returns weights @ x over a block of keys; masked pairs add nothing, even where `x` is not finite.
 
         Args:
-            weights: (batch, nheads_kv, group * rows, keys), 0 where the key is hidden.
+            weights: (batch, nheads_kv, group * rows, keys), 0 where the key is masked.
             x: (batch, nheads_kv, keys, headdim).
             keys: the block.
         """
@@ -111,7 +111,7 @@ class Visibility:
         return isolated_matmul(weights, x, lambda: self._seen(keys, x.device), finite=is_finite(x))
 
     def over_rows(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
-        """weights^T @ x over the rows, likewise; x (batch, nheads_kv, group * rows, headdim)."""
+        """Returns weights^T @ x over the rows, likewise; x (batch, nheads_kv, group * rows, headdim)."""
         weights = weights.transpose(-1, -2)
         if not self._hides(keys):
             return weights @ x
@@ -123,12 +123,12 @@ class Visibility:
         return self._bitmap is not None or self._bounds_cut(keys)
 
     def _seen(self, keys: Block, device: torch.device) -> Tensor:
-        """The mask inside a block: bool (batch or 1, 1, group * rows, keys), True where the key is seen."""
+        """Returns the mask inside a block: bool (batch or 1, 1, group * rows, keys), True where the key is seen."""
         shape = (*self._lo.shape[:3], keys.end - keys.begin)
         return self.hide(torch.ones(shape, dtype=torch.bool, device=device), keys, False)
 
     def hide(self, x: Tensor, keys: Block, value: float) -> Tensor:
-        """`x` (batch, nheads_kv, group * rows, keys) with `value` where the key is not seen, in place."""
+        """Writes `value` to `x` (batch, nheads_kv, group * rows, keys) where the key is not seen; returns `x`."""
         columns = keys.positions(x.device)
         if self._bounds_cut(keys):
             x.masked_fill_((columns < self._lo) | (columns >= self._hi), value)
@@ -137,7 +137,7 @@ class Visibility:
         return x
 
     def over(self, chunks: Sequence[Chunk]) -> list[Block]:
-        """Blocks of the keys of `chunks` that any row may see."""
+        """Returns blocks of the keys of `chunks` that any row may see."""
         return [seen for keys in blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
 
 
@@ -145,5 +145,8 @@ _kept_visibility = lru_cache(maxsize=64)(Visibility)
 
 
 def visibility(mask: Mask, block: Block, group: int, device: torch.device) -> Visibility:
-    """That of a block; on the CPU kept for the next hop or pass. On a GPU it would be another stream's, too."""
+    """Returns the visibility of a block.
+
+    On the CPU it is cached for the next hop or pass. On a GPU other streams would read the cached one too.
+    """
     return (_kept_visibility if device.type == "cpu" else Visibility)(mask, block, group, device)

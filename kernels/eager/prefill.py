@@ -1,9 +1,9 @@
-"""The tile kernels in blocked PyTorch: the same contract on any device, in float64 too, and in O(seqlen) memory.
+"""Tile kernels in blocked PyTorch, with the same contract on any device, in float64 too, and in O(seqlen) memory.
 
 Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv, out, dout likewise
 with headdim_v; lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows,
-headdim), so that every query head of a group meets its KV head in one matmul and KV is not repeated. Half precisions
-are computed in float32, float32 in float64: these kernels are what the others are judged by.
+headdim). One matmul then multiplies all query heads of a group with their KV head, and KV is not repeated. Half
+precisions are computed in float32, float32 in float64, because the other kernels are judged by these.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from ringflash.state import LOG2E, AttentionState
 
 
 def _fold(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
-    """Rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in the dtype computed in."""
+    """Returns rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in `state_dtype`."""
     batch, _, nheads, headdim = x.shape
     rows = dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
     return rows.view(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
 
 
 def _fold_rows(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
-    """A number a row, from (batch, nheads, seqlen_q) to (batch, nheads_kv, group * rows)."""
+    """Folds one number a row from (batch, nheads, seqlen_q) to (batch, nheads_kv, group * rows)."""
     return x[:, :, block.begin : block.end].reshape(x.shape[0], nheads_kv, -1)
 
 
 def _unfold(x: Tensor, block: Block, nheads: int) -> Tensor:
-    """Inverse of `_fold`: (batch, rows, nheads, headdim)."""
+    """Inverts `_fold`: returns (batch, rows, nheads, headdim)."""
     return x.reshape(x.shape[0], nheads, block.end - block.begin, x.shape[-1]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class _Scorer:
-    """The scoring of one block of queries against blocks of keys, tensors (batch, nheads_kv, group * rows, keys)."""
+    """Scores of one block of queries against blocks of keys; tensors are (batch, nheads_kv, group * rows, keys)."""
 
     score_config: ScoreConfig
     queries: Block
@@ -59,15 +59,15 @@ class _Scorer:
     nheads_kv: int
 
     def _folded(self, x: Tensor) -> Tensor:
-        """From (batch or 1, nheads, rows, keys)."""
+        """Folds (batch or 1, nheads, rows, keys) to (batch or 1, nheads_kv, group * rows, keys)."""
         return x.reshape(x.shape[0], self.nheads_kv, -1, x.shape[-1])
 
     def capped(self, product: Tensor) -> Tensor:
-        """tanh of the scaled product where there is a softcap, in place; else the product as it is."""
+        """Returns tanh of the scaled product, in place, if there is a softcap, else the unchanged product."""
         return product.mul_(self.score_config.before_tanh).tanh_() if self.score_config.softcap else product
 
     def scores(self, capped: Tensor, keys: Block) -> Tensor:
-        """Scores in base 2."""
+        """Returns scores in base 2."""
         scores = capped * self.score_config.to_base2
         if self.score_config.alibi_slopes is not None:
             rows, columns = self.queries.positions(capped.device), keys.positions(capped.device)
@@ -76,7 +76,7 @@ class _Scorer:
         return scores
 
     def drop(self, x: Tensor, keys: Block) -> Tensor:
-        """`x` where dropout keeps a weight, scaled, and zeros elsewhere."""
+        """Returns `x`, scaled where dropout keeps a weight and zero elsewhere."""
         if not self.score_config.dropout_p:
             return x
         rows, columns = self.queries.positions(x.device), keys.positions(x.device)
@@ -101,9 +101,9 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """One hop: continues the online softmax of `state` over these keys, in place.
+    """Runs one hop: continues the online softmax of `state` over these keys, in place.
 
-    `first` starts from the identity without reading the state; `last` writes `out` and `lse` instead of it.
+    `first` starts from the identity without reading the state; `last` writes `out` and `lse` instead of the state.
     With both, no state is needed.
     """
     batch, _, nheads, _ = q.shape
@@ -144,8 +144,8 @@ def forward(
 
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse: what the softmax's backward subtracts; (batch, nheads, seqlen_q)."""
-    product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # float64: what is left after cancellation
+    """Returns rowsum(dout * out) - dlse, which the softmax's backward subtracts: (batch, nheads, seqlen_q)."""
+    product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # in float64, because the terms cancel
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
@@ -155,31 +155,34 @@ def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
 
 
 def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """Where it need not be deterministic, though here it is: so that without a GPU both ways are taken."""
+    """Returns `not deterministic`, so that both backwards run without a GPU; both are deterministic here."""
     return not deterministic
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """One block of queries as the backward needs it; scores as in the forward, so that they round alike."""
+    """Inputs of the backward for one block of queries; scores are computed as in the forward, so they round alike."""
 
     sees: Visibility
     q: Tensor
     dout: Tensor
-    lse: Tensor  # in base 2; +inf for rows that saw nothing, so that their probabilities come out 0
+    lse: Tensor  # in base 2; +inf for fully masked rows, so that their probabilities are 0
     delta: Tensor
     scorer: _Scorer
 
     def probabilities_and_gradient(self, keys: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """P = 2^(s - lse), less what dropout drops, and dS = P * (dout v^T - delta) over one block of keys."""
+        """Computes P and dS over one block of keys.
+
+        P = 2^(s - lse), dS = P * (dropout(dout v^T) - delta). The returned P has dropout applied.
+        """
         capped = self.scorer.capped(self.q @ self.sees.rows(k, keys).transpose(-1, -2))
         p = self.scorer.scores(capped, keys).sub_(self.lse[..., None]).exp2_()
-        p = self.sees.hide(p, keys, 0.0)  # after the exponential: a row whose lse is NaN must not reach hidden keys
+        p = self.sees.hide(p, keys, 0.0)  # after the exponential: the NaN lse of a row must not reach masked keys
         dp = self.scorer.drop(self.dout @ self.sees.rows(v, keys).transpose(-1, -2), keys)
         ds = dp.sub_(self.delta[..., None]).mul_(p)
         if self.scorer.score_config.softcap:
             ds.mul_(1.0 - capped.square())
-        # rows that see nothing may hold anything, NaN too
+        # fully masked rows may hold anything, NaN included
         return self.scorer.drop(p, keys), self.sees.hide(ds, keys, 0.0)
 
 
@@ -218,7 +221,7 @@ def backward_dq(
     *,
     accumulate: bool,
 ) -> None:
-    """dq = softmax_scale * dS k over these keys, added to `dq` when `accumulate`, else written over it."""
+    """Computes dq = softmax_scale * dS k over these keys; adds it to `dq` when `accumulate`, else overwrites `dq`."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in blocks(problem.q_chunks, BLOCK_Q):
         sees = visibility(problem.mask, queries, nheads // nheads_kv, q.device)
@@ -246,9 +249,9 @@ def backward_dkdv(
     accumulate: bool,
     dq: DqSum | None = None,
 ) -> None:
-    """dk = softmax_scale * dS^T q and dv = P^T dout over these queries, added when `accumulate`, else written.
+    """Computes dk = softmax_scale * dS^T q and dv = P^T dout over these queries; adds them when `accumulate`.
 
-    With `dq`, its share softmax_scale * dS k is added to it, in one order here.
+    With `dq`, also adds the share softmax_scale * dS k of these keys to that sum, in a fixed order.
     """
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
