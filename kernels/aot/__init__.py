@@ -1,1 +1,1 @@
-"""Compiles every shipped kernel ahead of time, on a machine with no GPU, and holds it to what is recorded."""
+"""Compiles every shipped kernel ahead of time, without a GPU, and compares each with its recorded allowance."""

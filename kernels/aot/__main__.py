@@ -1,12 +1,12 @@
-"""The gate without a GPU: compiles every shipped kernel for its targets and fails where one got worse.
+"""The compile gate: compiles every shipped kernel for its targets without a GPU, and fails where one got worse.
 
-python -m ringflash.kernels.aot            compare with the recorded allowance; a kernel whose IR is the recorded one is
-                                           taken to compile as it did then
-python -m ringflash.kernels.aot --all      compile those to the end too
-python -m ringflash.kernels.aot --record   make what is found now the allowance
+python -m ringflash.kernels.aot            compares with the recorded allowances. A kernel with the recorded IR is not
+                                           compiled to the end: the gate takes its recorded usage.
+python -m ringflash.kernels.aot --all      compiles every kernel to the end.
+python -m ringflash.kernels.aot --record   makes the usage of this run the allowance.
 
-Each version of Triton has a record of its own. Another version than the installed one runs where a folder with it comes
-first in PYTHONPATH; `make aot TRITON=3.9.0` makes such a folder.
+Each version of Triton has a record of its own. To run another version than the installed one, put a folder with that
+version first in PYTHONPATH; `make aot TRITON=3.9.0` makes such a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, prints a table, and returns 1 where a kernel does not compile, does not fit, or got worse."""
+    """Compiles, prints a table, and returns 1 if a kernel does not compile, does not fit, or got worse."""
     parser = _parser()
     options = parser.parse_args(argv)
     chosen = [case for case in cases() if all(word in case.name.split() for word in options.only)]
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(measured)} kernels in {seconds:.0f} s by {options.jobs} processes, triton {triton.__version__}:")
     print(f"{anew} compiled, {len(measured) - anew} with the IR of the record, taken to compile as they did then")
     remarks = spilling(measured)
-    if options.record:  # what this run did not reach stays as it was
+    if options.record:  # kernels that this run did not compile keep their usage
         stays = record.kernels if options.only or options.hopper or failures else {}
-        if record.triton != triton.__version__:  # what another one made of a source says nothing of this one
+        if record.triton != triton.__version__:  # usage by source is valid for one version of Triton
             stays = {name: replace(usage, source="") for name, usage in stays.items()}
         write(Record(triton.__version__, {**stays, **measured}))
     else:
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compile(chosen: Sequence[Case], jobs: int, known: Mapping[str, Usage]) -> tuple[dict[str, Usage], list[str]]:
-    """Usage by name of what compiles, and what to say of what does not."""
-    os.environ.pop("TRITON_INTERPRET", None)  # before the processes start: they would interpret instead of compiling
+    """Returns the usage, by name, of the kernels that compile, and messages about the cases that do not."""
+    os.environ.pop("TRITON_INTERPRET", None)  # before the processes start, which would else interpret the kernels
     measured: dict[str, Usage] = {}
     failures: list[str] = []
     context = multiprocessing.get_context("spawn")

@@ -1,7 +1,8 @@
-"""Which kernels are compiled ahead of time, and the call of its launcher that makes Triton compile each.
+"""Kernels that are compiled ahead of time, each by a call of its launcher.
 
-A case calls the launcher that attention calls, with small tensors of the right dtypes and strides, so that arguments
-and what Triton makes of their values are those of a GPU. A new case is a line of `_cases`.
+A case calls the same launcher as attention does, with small tensors of the right dtypes and strides. The arguments, and
+the specializations that Triton derives from their values, therefore equal those on a GPU. To add a case, add a line to
+`_cases`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ MASKS: dict[str, Mask] = {
     "causal": Causal(),
     "table": Causal() & SlidingWindow(64, 64),
     "window": Causal() & SlidingWindow(LONG_SEQLEN // 2, 0),
-    "packed": Causal() & Documents([0, SEQLEN // 2 + 72, SEQLEN]),  # bounds on both sides, as a window's, but no window
-    "band": SlidingWindow(SEQLEN - 56, SEQLEN - 56),  # for tiles of 128 a window; "table" is one for those of 64
-    "documents": Causal() & Documents([0, SEQLEN // 2, SEQLEN]),  # of whole tiles: the causal rule, in spans
+    "packed": Causal() & Documents([0, SEQLEN // 2 + 72, SEQLEN]),  # bounds on both sides, like a window, but no window
+    "band": SlidingWindow(SEQLEN - 56, SEQLEN - 56),  # a window for tiles of 128; "table" is one for tiles of 64
+    "documents": Causal() & Documents([0, SEQLEN // 2, SEQLEN]),  # of whole tiles: the causal rule within spans
     "listed": Causal() & BlockSparse(torch.ones(2, 2, dtype=torch.bool), 128),
     "tree": Tree([-1, 0, 0, 1, 1, 2, 2, 3]),
 }
 
-# What a mode changes in the scoring. Beside these, "carried" is a ring's hop between others (two chunks, state in and
-# out, gradients added to), of which "first", "middle" and "last" are forwards, those with "long" have LONG_SEQLEN rows,
-# "mha" has as many heads of keys as of queries, "dlse" has a gradient of lse, "split" cuts the keys of a decoding step.
+# Changes of the score config in each mode. Some modes change other things:
+# "carried" is a ring's hop between others: two chunks, a state in and out, and gradients that are added to.
+# "first", "middle" and "last" are the forwards of a ring's hops. Modes with "long" have LONG_SEQLEN rows.
+# "mha" has equal numbers of query and KV heads. "dlse" has a gradient of lse. "split" cuts the keys of a decoding step.
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
     "carried": {},
@@ -56,7 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "mha": {},
     "dlse": {},
     "split": {},
-    "ragged": {},  # a length that is no multiple of a tile: loads have bounds
+    "ragged": {},  # a length that is no multiple of a tile, so loads check bounds
     "softcap": {"softcap": 20.0},
     "alibi": {"alibi_slopes": torch.ones(1, NHEADS)},
     "sinks": {"sinks": torch.zeros(NHEADS)},
@@ -70,11 +72,11 @@ class Case:
 
     Args:
         kernel: a key of `LAUNCHES`.
-        dtype: of q, k and v, a key of `DTYPES`.
-        headdim: of q and k.
+        dtype: dtype of q, k and v, a key of `DTYPES`.
+        headdim: width of q and k.
         mask: a key of `MASKS`.
         mode: a key of `MODES`.
-        headdim_v: of v; None is headdim.
+        headdim_v: width of v; None means headdim.
         arch: compute capability to compile for, 90 for sm_90.
     """
 
@@ -88,7 +90,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the record calls it."""
+        """Name of the case in the record."""
         headdim = f"d{self.headdim}" + (f"/{self.headdim_v}" if self.headdim_v else "")
         return f"sm_{self.arch} {self.kernel} {self.dtype} {headdim} {self.mask} {self.mode}"
 
@@ -98,7 +100,7 @@ HOPPER_BACKWARDS = ("hopper_backward", "hopper_ordered")
 
 
 def cases() -> list[Case]:
-    """Every case, those that compile longest first."""
+    """Returns every case, the slowest to compile first."""
     shipped = [case for case in _cases() if case.kernel != "single_pass" or _has_single_pass(case)]
     return sorted(dict.fromkeys(shipped), key=lambda case: (case.dtype != "float32", -case.headdim))
 
@@ -117,7 +119,7 @@ def _cases() -> Iterator[Case]:
         yield Case(kernel, "float16", headdim, "table")
         yield Case(kernel, "float32", headdim, "table")
     for kernel in TILE_KERNELS:
-        yield Case(kernel, "bfloat16", 96, "causal")  # tiles of 128, loads masked past 96
+        yield Case(kernel, "bfloat16", 96, "causal")  # tiles of 128 columns, loads masked past 96
         yield Case(kernel, "bfloat16", 192, "causal", headdim_v=128)
         yield Case(kernel, "bfloat16", 128, "causal", "carried", arch=80)
         yield Case(kernel, "float32", 128, "causal", "carried")
@@ -158,7 +160,7 @@ def _hopper_cases() -> Iterator[Case]:
     for headdim, mask, mode in product((64, 128), ("full", "causal", "table"), ("first", "middle", "last")):
         yield Case("hopper_forward", "bfloat16", headdim, mask, mode)
     yield Case("hopper_forward", "float16", 128, "causal")
-    for mode in ("long", "long first", "long middle", "long last"):  # tiled for many visits
+    for mode in ("long", "long first", "long middle", "long last"):  # tile sizes for many tiles of keys
         yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
     for mode in ("long", "long middle"):
         yield Case("hopper_forward", "bfloat16", 64, "window", mode)
@@ -178,7 +180,7 @@ def launch(case: Case) -> None:
 
 
 class _Inputs:
-    """Tensors of one case."""
+    """Arguments of one case's launcher."""
 
     def __init__(self, case: Case) -> None:
         self.mask, self.mode = MASKS[case.mask], case.mode
@@ -215,7 +217,7 @@ class _Inputs:
 
     @property
     def gradients(self) -> torch.dtype | None:
-        """A ring's gradients pass from hop to hop in float32; a single device's are rounded by their kernel."""
+        """Dtype of gradients: float32 if they pass from hop to hop, else None, because the kernel rounds them."""
         return torch.float32 if self.carried else None
 
     @property
@@ -255,7 +257,7 @@ def _decode(x: _Inputs) -> None:
 
 
 def _hopper_forward(x: _Inputs) -> None:
-    from ringflash.kernels.hopper.forward import forward  # here: the other cases do not need Gluon
+    from ringflash.kernels.hopper.forward import forward  # imported here, because the other cases do not need Gluon
 
     first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
     state = None if first and last else x.state
@@ -266,7 +268,7 @@ def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     from ringflash.kernels.hopper.backward import backward
     from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
-    total = DqAccumulator(x.q, hops=2, ordered=ordered)  # in turns only if ordered, however short
+    total = DqAccumulator(x.q, hops=2, ordered=ordered)  # two hops: added in order only if `ordered`, however short
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
     backward(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=total)
     total.finish()

@@ -1,7 +1,8 @@
-"""Triton without a GPU: launches compile for a named target and run nothing; ptxas tells what each kernel takes.
+"""Triton without a GPU: launches compile for a named target and run nothing; ptxas reports each kernel's resources.
 
-A kernel's IR before any pass decides what one Triton version with one ptxas, the same options and environment, makes of
-it. Where all are those of a known usage, that is what it takes, and only Triton's front end runs: a sixth of the time.
+The same version of Triton and ptxas, with the same options and environment, always compiles the same IR to the same
+code. If a known usage has the same IR, options and environment, the gate takes that usage. Only Triton's front end then
+runs, which takes a sixth of the time.
 """
 
 # Triton's base class says that its drivers return None.
@@ -37,16 +38,17 @@ ADVICE = re.compile(r"\((C\d+)\)(.*)")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes of an SM, and what ptxas says of it.
+    """Resources that one kernel takes on an SM, and the remarks of ptxas.
 
     Args:
-        registers: of a thread.
-        spills: bytes a thread stores to and loads from local memory for want of registers.
+        registers: registers of a thread.
+        spills: bytes that a thread stores to and loads from local memory for want of registers.
         shared: bytes of shared memory of a program.
-        matmul: "wgmma", "mma", or "" where neither instruction is used.
+        matmul: "wgmma", "mma", or "" if the kernel uses neither instruction.
         serialised: codes of the warnings that its WGMMAs wait for each other.
         advice: codes of ptxas's other remarks.
-        source: digest of the kernel's IR before any pass, and of what else decides on the rest but Triton's version.
+        source: digest of the kernel's IR before any pass and of everything else that decides the code, except Triton's
+            version.
     """
 
     registers: int
@@ -59,10 +61,10 @@ class Usage:
 
 
 def parse_ptxas(log: str) -> dict[str, Any]:
-    """Registers, spills, serialised and advice of one kernel, as `Usage` names them, from the log of `ptxas -v`.
+    """Reads the registers, spills, serialised and advice of `Usage` from the log of `ptxas -v` for one kernel.
 
     Raises:
-        ValueError: a log without registers.
+        ValueError: if the log has no registers.
     """
     registers, remarks = REGISTERS.findall(log), ADVICE.findall(log)
     if not registers:
@@ -77,58 +79,58 @@ def parse_ptxas(log: str) -> dict[str, Any]:
 
 
 class TargetDriver(DriverBase):
-    """What Triton asks a driver before it compiles, answered for a GPU that is not there."""
+    """Driver that answers for an absent GPU what Triton asks before it compiles."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
 
     @classmethod
     def is_active(cls) -> bool:
-        """Never by itself."""
+        """Returns False: Triton must never choose this driver by itself."""
         return False
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU to compile for."""
+        """Returns the GPU to compile for."""
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Returns the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """The default one."""
+        """Returns the default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors of a case are."""
+        """Returns the device of a case's tensors."""
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, ty: str) -> NoReturn:
-        """Of the code that launches."""
+        """Raises, because only code that launches needs this."""
         raise NotImplementedError("nothing is launched")
 
     def get_benchmarker(self) -> NoReturn:
-        """Of autotuning."""
+        """Raises, because only autotuning needs this."""
         raise NotImplementedError("nothing is launched")
 
 
 class _Known(Exception):
-    """No error: ends a compile whose result is known, and carries it."""
+    """Ends a compilation with a known result, which this carries; no error."""
 
     def __init__(self, usage: Usage) -> None:
         super().__init__()
         self.usage = usage
 
 
-_MODULE = re.compile(r"ringflash\.(?:\w+\.)*")  # before a device function's name: a file may move and stay the same
+_MODULE = re.compile(r"ringflash\.(?:\w+\.)*")  # module paths in the IR: moving a file must not change digests
 
 
 def prepare(cache: str, known: Mapping[str, Usage]) -> None:
-    """Sets this process up to compile.
+    """Prepares this process for compilation.
 
     Args:
-        cache: folder to compile into, always anew, since only a compile has a log.
-        known: by `Usage.source`, what need not be compiled.
+        cache: folder for compiled kernels; every kernel is compiled again, because only a compilation writes a log.
+        known: usage of kernels that need no compilation, by `Usage.source`.
     """
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1: nothing would be compiled"
     knobs.cache.dir = cache
@@ -143,17 +145,17 @@ _known: dict[str, Usage] = {}  # of this process; see `prepare`
 
 
 def compile_case(case: Case) -> dict[str, Usage] | str:
-    """Usage by name of every kernel that `case` launches, or the error that compiling ended with.
+    """Returns the usage, by name, of every kernel that `case` launches, or the error that ended compilation.
 
-    The name is the case's; where it launches several kernels, theirs follows.
+    The name is the case's; if the case launches several kernels, the name of the kernel follows.
     """
     driver.set_active(TargetDriver(case.arch))
     try:
         with _launches_compiled() as compiled:
             launch(case)
-    except Exception as error:  # of any kind: Triton's, LLVM's, ptxas's, a launcher's
+    except Exception as error:  # from Triton, LLVM, ptxas or a launcher
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
-        return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))[:400]  # between them, Triton quotes the kernel
+        return " ".join(dict.fromkeys((lines[0], lines[-1].strip())))[:400]  # the lines between quote the kernel
     if not compiled:
         return "it launches no kernel"
     return {case.name + (f" {kernel}" if len(compiled) > 1 else ""): usage for kernel, usage in compiled.items()}
@@ -161,7 +163,7 @@ def compile_case(case: Case) -> dict[str, Usage] | str:
 
 @contextlib.contextmanager
 def _launches_compiled() -> Iterator[dict[str, Usage]]:
-    """Makes launches of Triton kernels compile only; yields the usage of each, by the kernel's name."""
+    """Makes launches of Triton kernels only compile; yields a dict of usages by the kernel's name."""
     compiled: dict[str, Usage] = {}
     run, add_stages = JITFunction.run, CUDABackend.add_stages
     sources: list[str] = []
@@ -184,7 +186,7 @@ def _launches_compiled() -> Iterator[dict[str, Usage]]:
         stages[first] = lower_unless_known
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        self.device_caches.clear()  # what an earlier case compiled has no log any more
+        self.device_caches.clear()  # a kernel cached by an earlier case would write no log
         log = io.StringIO()
         try:
             with contextlib.redirect_stdout(log):

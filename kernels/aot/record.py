@@ -11,21 +11,21 @@ import triton
 
 from ringflash.kernels.aot.compiler import Usage
 
-RECORDS = Path(__file__).with_name("allowances")  # a file for each version of Triton
+RECORDS = Path(__file__).with_name("allowances")  # one file for each version of Triton
 
 # Shared memory of one program, in bytes: CUDA C++ programming guide, table of technical specifications.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 
-HOPPER_SPILLS = 16  # bytes: these kernels are tiled so that what their loops use stays in registers
-MUCH_BETTER = 64  # bytes of spills under the allowance from which on it should be recorded anew
+HOPPER_SPILLS = 16  # bytes; tile sizes are chosen to keep the values that loops use in registers
+MUCH_BETTER = 64  # bytes of spills below the allowance from which on it should be recorded again
 
 
 @dataclass(frozen=True)
 class Record:
-    """What kernels took when they were last recorded.
+    """Usage of kernels when they were last recorded.
 
     Args:
-        triton: version that compiled them.
+        triton: version of Triton that compiled them.
         kernels: usage by name.
     """
 
@@ -35,19 +35,19 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Failures and remarks, a line each."""
+    """Failures and remarks, one line each."""
 
     failures: list[str]
     remarks: list[str]
 
 
 def path_of(version: str) -> Path:
-    """File of the record of one version of Triton; "3.8.0+git1" has the same as "3.8.0"."""
+    """Returns the file of the record for one version of Triton; "3.8.0+git1" shares the file of "3.8.0"."""
     return RECORDS / f"{version.partition('+')[0]}.json"
 
 
 def nearest(version: str) -> Path:
-    """File of this version's record, or of the newest other version's where this one has none yet."""
+    """Returns the file of this version's record, or of the newest version with a record if this one has none."""
     own = path_of(version)
     if own.exists():
         return own
@@ -55,7 +55,7 @@ def nearest(version: str) -> Path:
 
 
 def read(path: Path | None = None) -> Record:
-    """The record at `path`, by default the nearest to the Triton that runs; an empty one where there is none."""
+    """Reads the record at `path`, by default `nearest` of the running Triton; returns an empty one if there is none."""
     path = path or nearest(triton.__version__)
     if not path.exists():
         return Record("", {})
@@ -68,7 +68,7 @@ def read(path: Path | None = None) -> Record:
 
 
 def write(record: Record, path: Path | None = None) -> None:
-    """Writes one line a kernel, sorted, so that a change is a change of lines."""
+    """Writes one line for each kernel, sorted, so that a diff shows the changed kernels."""
     path = path or path_of(record.triton)
     path.parent.mkdir(exist_ok=True)
     lines = [f"    {json.dumps(name)}: {json.dumps(asdict(usage))}" for name, usage in sorted(record.kernels.items())]
@@ -77,7 +77,7 @@ def write(record: Record, path: Path | None = None) -> None:
 
 
 def over_limit(measured: Mapping[str, Usage]) -> list[str]:
-    """Failures of kernels that need more shared memory than their target has: they would not launch."""
+    """Returns failures of kernels that need more shared memory than their target has and so would not launch."""
     failures = []
     for name, usage in measured.items():
         limit = SHARED_LIMIT[int(name.split()[0].removeprefix("sm_"))]
@@ -87,14 +87,14 @@ def over_limit(measured: Mapping[str, Usage]) -> list[str]:
 
 
 def spilling(measured: Mapping[str, Usage]) -> list[str]:
-    """Remarks on the kernels of `kernels/hopper` that spill, whatever the record allows them."""
+    """Returns remarks on the kernels of `kernels/hopper` that spill, even if the record allows that."""
     hopper = {name: usage for name, usage in measured.items() if name.split()[1].startswith("hopper_")}
     many = {name: usage.spills for name, usage in hopper.items() if usage.spills > HOPPER_SPILLS}
     return [f"{name}: spills {spills} bytes, a Hopper kernel should not" for name, spills in many.items()]
 
 
 def compare(measured: Mapping[str, Usage], record: Record) -> Verdict:
-    """Holds `measured` to the record: more spills, WGMMAs newly serialised or lost, and unknown kernels fail."""
+    """Compares `measured` with the record: more spills, newly serialised or lost WGMMAs, and unknown kernels fail."""
     failures, remarks = [], []
     for name, now in measured.items():
         allowed = record.kernels.get(name)
@@ -115,5 +115,5 @@ def compare(measured: Mapping[str, Usage], record: Record) -> Verdict:
 
 
 def forgotten(measured: Mapping[str, Usage], record: Record) -> list[str]:
-    """Names in the record that nothing compiles any more."""
+    """Returns the names in the record that no case compiles any more."""
     return sorted({*record.kernels} - {*measured})

@@ -1,11 +1,11 @@
-"""Search of machine code for uniform registers that are read before anything wrote them: a fault of the assembler.
+"""Search of machine code for uniform registers that are read before they are written, a fault of the assembler.
 
 ptxas 12.8 compiles some kernels for sm_90 so that the descriptor of a matmul's shared memory is computed from a uniform
-register without a value. The kernel then multiplies whatever lies at a random address, or faults. Such code gives no
-warning, and memcheck does not see every case.
+register without a value. The kernel then multiplies data from a random address, or faults. ptxas gives no warning about
+such code, and memcheck does not find every case.
 
-The search follows the definitions that reach each instruction (a forward data-flow analysis over basic blocks). It
-assumes every edge after an indirect branch, and so reports only registers that no path writes.
+The search follows the definitions that reach each instruction (a forward data-flow analysis over basic blocks). After
+an indirect branch it assumes an edge to every label, and so it reports only registers that no path writes.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _Block:
 
 
 def undefined_uniform_reads(sass: str) -> list[str]:
-    """Instructions of one kernel that read a uniform register which nothing wrote before, on any path.
+    """Returns the instructions of one kernel that read a uniform register which no path has written before.
 
     Args:
         sass: the kernel's code as `nvdisasm -c` prints it.
     """
     blocks = _blocks(sass)
-    written: list[frozenset[int] | None] = [None] * len(blocks)  # on entry, by some path; None is not reached
+    written: list[frozenset[int] | None] = [None] * len(blocks)  # by some path to a block; None: not reached
     if blocks:
         written[0] = frozenset()
     pending = deque([0] if blocks else [])
@@ -80,7 +80,7 @@ def undefined_uniform_reads(sass: str) -> list[str]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """Machine code of a cubin, as `nvdisasm -c` of this Triton prints it."""
+    """Returns the machine code of a cubin, as `nvdisasm -c` of this Triton prints it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -102,14 +102,14 @@ def _blocks(sass: str) -> list[_Block]:
                 targets.append((len(blocks) - 1, match["operands"]))
                 blocks.append(_Block())
     for index, block in enumerate(blocks):
-        if index + 1 < len(blocks):  # also after a branch that is always taken: one edge too many reports less
+        if index + 1 < len(blocks):  # also after an unconditional branch: a superfluous edge only hides reports
             block.successors.append(index + 1)
     for index, operands in targets:
         named = _TARGET.findall(operands)
         last = blocks[index].instructions[-1]
         if named:
             blocks[index].successors += [labels[name] for name in named if name in labels]
-        elif not last.op.startswith(("EXIT", "WARPSYNC", "BREAK")):  # indirect: to any label
+        elif not last.op.startswith(("EXIT", "WARPSYNC", "BREAK")):  # an indirect branch, to any label
             blocks[index].successors += labels.values()
     return blocks
 
