@@ -197,9 +197,9 @@ def visits(
 ) -> Visits:
     """Lists for each tile of `block_m` queries the tiles of `block_n` keys to process, or the reverse with `by_keys`.
 
-    A pair of tiles is left out if the hull of its rows' intervals holds none of its keys, or if the bitmap shows none
-    of them. A tile of queries that all see nothing has no pairs. A listed tile that is short always counts as one that
-    needs a mask, so tiles without a mask need no bounds checks.
+    A pair of tiles is left out if the hull of its rows' intervals holds none of its keys. The same holds if the bitmap
+    shows none of its keys. A tile of queries that all see nothing has no pairs. A listed tile that is short always
+    counts as one that needs a mask, so tiles without a mask need no bounds checks.
     """
     bitmap = mask.bitmap()
     assert bitmap is not None

@@ -213,5 +213,5 @@ def single_pass_config(call: Call) -> TileConfig:
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Returns the multiprocessors of a GPU, else 1: the interpreter runs programs one by one, the gate runs none."""
+    """Number of multiprocessors of a GPU, else 1: the interpreter runs programs one by one, the gate runs none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -110,7 +110,7 @@ def operand(x: Tensor) -> Strided:
 
 
 def loaded_width(headdim: int, itemsize: int) -> int:
-    """Returns the columns that a load of an `operand` covers: whole vectors of 16-bit numbers, padded with zeros."""
+    """Number of columns that a load of an `operand` covers: whole vectors of 16-bit numbers, padded with zeros."""
     return -(-headdim // VECTOR) * VECTOR if itemsize == 2 else headdim
 
 
