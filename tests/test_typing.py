@@ -12,7 +12,10 @@ from tests.patience import PATIENCE
 
 ROOT = Path(ringflash.__file__).parents[1]
 
-# The names that README's snippets take as given.
+# Pages whose snippets are checked: each page alone, as one program.
+PAGES = ("README.md", "docs/attention.md", "docs/training.md")
+
+# The names that the snippets of a page take as given.
 PRELUDE = """
 from typing import assert_type
 
@@ -20,11 +23,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import ringflash as rf
+
 q, k, v, k_cache, v_cache, lengths, logits, slopes, tokens, positions, token_losses, labels = [torch.zeros(1)] * 12
 parents, seqlen, folder = (-1, 0), 4096, "folder"
+context = rf.ContextParallel.local(2)
 """
 
 RETURNS = """
+from ringflash.train import LanguageModel
+
 options = rf.AttentionOptions(return_lse=True)
 assert_type(rf.flash_attention(q, k, v), Tensor)
 assert_type(rf.flash_attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
@@ -39,9 +47,10 @@ assert_type(rf.train.LanguageModel, type[LanguageModel])
 
 
 def test_examples_and_snippets_pass_a_type_checker(tmp_path: Path) -> None:
-    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert snippets
-    (tmp_path / "readme.py").write_text("\n".join([PRELUDE, *snippets, RETURNS]))
+    for page in PAGES:
+        snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+        assert snippets
+        (tmp_path / f"{Path(page).stem.lower()}.py").write_text("\n".join([PRELUDE, *snippets, RETURNS]))
     shutil.copytree(ROOT / "docs" / "examples", tmp_path / "examples")
     (tmp_path / "pyrightconfig.json").write_text(
         json.dumps({"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"})

@@ -18,7 +18,7 @@ from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 from ringflash.kernels.hopper import backend as hopper
 
-PAGE = Path(__file__).parents[2] / "docs" / "tiles.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance" / "tiles.md"
 CPU = torch.device("cpu")
 CELL = "--seqlens 40 --headdims 16 --nheads 2 --tokens 80 --dtype float32 --rounds 2"
 
@@ -281,7 +281,7 @@ def test_blocks_of_the_papers_formula(headdim: int, blocks: tuple[int, int]) -> 
 
 def test_the_page_on_tiles_is_that_of_the_shipped_configuration() -> None:
     page = PAGE.read_text()
-    assert tiles.renewed(page) == page, "run python -m ringflash.bench.attention.tiles docs/tiles.md"
+    assert tiles.renewed(page) == page, "run python -m ringflash.bench.attention.tiles docs/performance/tiles.md"
 
 
 def test_flex_sees_causal_blocks() -> None:

@@ -236,7 +236,7 @@ def test_symmetric_memory_ends_with_the_host(tmp_path: Path) -> None:
 
 def test_the_page_has_what_the_command_says(tmp_path: Path) -> None:
     """Of one host; more take long."""
-    path, page = tmp_path / "model.json", Path(__file__).parents[2] / "docs" / "model.md"
+    path, page = tmp_path / "model.json", Path(__file__).parents[2] / "docs" / "performance" / "cost-model.md"
     assert main(["bench", "model", "--seqlens", "8192", "--world-sizes", "4", "8", "--json", str(path)]) == 0
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
     written = [(row[0], *row[2:7]) for row in table if len(row) == 11 and row[0] in ("4", "8")]

@@ -1,6 +1,6 @@
 """Arithmetic of tile sizes: the papers' formula, the shipped tiles, and the registers and shared memory they take.
 
-    python -m ringflash.bench.attention.tiles docs/tiles.md
+    python -m ringflash.bench.attention.tiles docs/performance/tiles.md
 
 This command renews the tables of the portable kernels in the page. Each table stands between two marks with the name of
 a function of this file.

@@ -2,7 +2,7 @@
 
     ringflash bench model --world-sizes 4 --seqlens 65536 131072 --measured ring.json --json model.json
 
-Nothing is run. docs/model.md has the formulas, and says which figures are measured, fitted or assumed.
+Nothing is run. docs/performance/cost-model.md has the formulas, and says which figures are measured, fitted or assumed.
 """
 
 from __future__ import annotations

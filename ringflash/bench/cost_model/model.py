@@ -6,7 +6,7 @@ A hop computes for
 
 with the pairs of whole tiles. `waves` is tiles / SMs rounded up, over tiles / SMs. A message takes latency + bytes /
 bandwidth of its link. Kernels that run during a message lose a share of its time. `walk` computes the time of the whole
-ring. docs/model.md says from which measurements each figure was taken or fitted.
+ring. docs/performance/cost-model.md says from which measurements each figure was taken or fitted.
 """
 
 from __future__ import annotations

@@ -1,0 +1,206 @@
+"""The pages on performance: their figures are those of the records, and their pictures are drawn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringflash
+from ringflash.bench.common import pictures
+
+DOCS = Path(ringflash.__file__).parents[1] / "docs"
+PAGES, RECORDS = DOCS / "performance", DOCS / "benchmarks"
+RECORD = re.compile(
+    r"^\| \[[^]]*\]\(\.\./benchmarks/([^)]*\.json)\) \| `(.*)` \| (\S+) \| (.*) \| (.*) \|$", re.MULTILINE
+)
+Cells = list[list[str]]
+
+
+def rows(*names: str) -> list[dict[str, Any]]:
+    """Returns the rows of records of H200s."""
+    return [row for name in names for row in json.loads((RECORDS / "h200" / f"{name}.json").read_text())["rows"]]
+
+
+def table(page: str, name: str) -> Cells:
+    """Returns the cells below the header of the table between two comments with its name."""
+    mark = f"<!-- {name}_table -->"
+    lines = (PAGES / f"{page}.md").read_text().split(mark)[1].strip().splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def assert_rounded(cell: str, *exact: float) -> None:
+    """Checks that a cell has these values, each to the digits that it shows."""
+    shown = [part.replace(",", "").rstrip("%") for part in cell.split(" / ")] if cell else []
+    assert len(shown) == len(exact), (cell, exact)
+    for text, value in zip(shown, exact, strict=True):
+        unit = 10.0 ** -len(text.partition(".")[2])
+        assert abs(float(text) - value) <= 0.501 * unit, (cell, exact)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_pages_say_what_their_records_say(page: Path) -> None:
+    for name, command, date, device, versions in RECORD.findall(page.read_text()):
+        record = json.loads((RECORDS / name).read_text())
+        assert (command, date, device) == (record["command"], record["date"], record["device"])
+        for package, version in record["versions"].items():
+            told = " and ".join(version) if isinstance(version, list) else version
+            assert package == "ringflash" or f"{package} {told}" in versions
+
+
+def test_every_record_is_named() -> None:
+    named = {
+        name for page in PAGES.glob("*.md") for name in re.findall(r"benchmarks/([\w/-]*\.json)", page.read_text())
+    }
+    elsewhere = re.findall(r"benchmarks/([\w/-]*\.json)", (DOCS / "retrieval.md").read_text())
+    assert {str(path.relative_to(RECORDS)) for path in RECORDS.rglob("*.json")} == named | set(elsewhere)
+
+
+def test_kernels() -> None:
+    names = "ringflash fast", "ringflash deterministic", "FlashAttention-4", "SDPA cuDNN"
+    of = {
+        (row["headdim"], row["nheads"], row["nheads_kv"], row["seqlen"], row["causal"], row["name"]): row
+        for row in rows("kernels", "kernels-gqa")
+    }
+    for headdim, heads, tokens, causal, *cells in table("kernels", "kernels"):
+        nheads, nheads_kv = map(int, heads.split(":"))
+        cell = int(headdim), nheads, nheads_kv, int(tokens), causal == "yes"
+        ours, deterministic, fa4, cudnn = (of[*cell, name] for name in names)
+        assert_rounded(cells[1], deterministic["backward_tflops"])
+        for text, row in ((cells[0], ours), (cells[2], fa4), (cells[3], cudnn)):
+            assert_rounded(text, row["forward_tflops"], row["backward_tflops"])
+
+
+def test_claims_about_kernels() -> None:
+    of: dict[str, dict[tuple[Any, ...], Any]] = {}
+    for row in rows("kernels", "kernels-gqa"):
+        cell = tuple(row[key] for key in ("headdim", "nheads", "seqlen", "causal"))
+        of.setdefault(row["name"], {})[cell] = row
+    ours, fa4, cudnn = (of[name] for name in ("ringflash fast", "FlashAttention-4", "SDPA cuDNN"))
+    assert len(ours) == 32
+    for part, least, most, median in (("forward", 0.96, 1.07, 1.00), ("backward", 0.93, 1.11, 1.02)):
+        key = f"{part}_tflops"
+        assert all(ours[cell][key] > cudnn[cell][key] for cell in ours)
+        ratios = [ours[cell][key] / fa4[cell][key] for cell in ours]
+        assert (min(ratios), max(ratios)) == pytest.approx((least, most), abs=0.0051)
+        assert statistics.median(ratios) == pytest.approx(median, abs=0.0051)
+
+
+def test_the_triton_kernels() -> None:
+    of = {(row["headdim"], row["seqlen"], row["causal"], row["name"]): row for row in rows("portable-flex")}
+    for headdim, tokens, causal, ours, flex in table("kernels", "flex"):
+        cell = int(headdim), int(tokens), causal == "yes"
+        for text, name in ((ours, "ringflash deterministic, portable"), (flex, "FlexAttention")):
+            assert_rounded(text, *(of[*cell, name][f"{part}_tflops"] for part in ("forward", "backward")))
+    for part, least, most in (("forward", 1.10, 1.37), ("backward", 1.08, 1.50)):
+        key = f"{part}_tflops"
+        cells = [cell[:3] for cell in of if cell[3] == "FlexAttention"]
+        ratios = [
+            of[*cell, "ringflash deterministic, portable"][key] / of[*cell, "FlexAttention"][key] for cell in cells
+        ]
+        assert (min(ratios), max(ratios)) == pytest.approx((least, most), abs=0.0051)
+
+
+def test_masks() -> None:
+    of = {(row["name"], row.get("by", "Triton"), row["headdim"]): row for row in rows("masks", "masks-portable")}
+    names = {"a window of 4096": "window of 4096", "a quarter of the blocks of 128": "25% of blocks of 128"}
+    by = {"for sm_90": "ringflash"}
+    mask = ""
+    for name, kernels, *cells in table("masks", "masks"):
+        mask = names.get(name, name) or mask
+        found = [of[mask, by.get(kernels, kernels), headdim] for headdim in (64, 128)]
+        for cell, part in zip(cells, ("forward", "backward_fast", "backward_deterministic"), strict=True):
+            assert_rounded(cell, *(row[f"{part}_cost"] for row in found if f"{part}_cost" in row))
+    for name, kernels, *cells in table("masks", "masks_ms"):
+        mask = name or mask
+        wanted = [
+            of[mask, kernels, headdim][f"{part}_ms"] for headdim in (64, 128) for part in ("forward", "backward_fast")
+        ]
+        for cell, value in zip(cells, wanted, strict=True):
+            assert_rounded(cell, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [("ring", ("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m")), ("ring2", ("ring-2gpu", "ring-2gpu-128k"))],
+)
+def test_rings(name: str, records: tuple[str, ...]) -> None:
+    keys = "forward_ms", "forward_backward_ms"
+    of: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in reversed(rows(*records)):  # where two records have a length, the first counts
+        of[row["seqlen"], row["name"]] = row
+    ours = [f"ringflash zigzag{variant}" for variant in ("", ", fixed-lengths", ", graphs", ", graph")]
+    for tokens, *cells in table("ring", name):
+        length = int(tokens)
+        torch = [row for (seqlen, by), row in of.items() if seqlen == length and by.startswith("torch")]
+        for cell, by in zip(cells, [*ours, "ring-flash-attn zigzag, FA4"], strict=False):
+            row = of.get((length, by))
+            assert_rounded(cell, *(row[key] for key in keys) if row else ())
+        assert_rounded(cells[-1], *(min(row[key] for row in torch) for key in keys if torch))
+
+
+def test_decode() -> None:
+    keys = "graph_us", "gb_s", "queued_us", "host_us"
+    for cells, row in zip(table("decode", "decode"), rows("decode"), strict=True):
+        assert cells[0].strip("*") == row["name"]
+        for cell, key in zip(cells[1:], keys, strict=True):
+            assert_rounded(cell, row[key])
+
+
+def test_memory() -> None:
+    of: dict[tuple[int, str], list[float]] = {}
+    for row in rows("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m"):
+        name = "torch" if row["name"].startswith("torch") else row["name"]
+        of.setdefault((row["seqlen"], name), []).append(row["gib"])
+    for tokens, ours, peer, torch in table("memory", "memory"):
+        assert_rounded(ours, *of[int(tokens), "ringflash zigzag"])
+        assert_rounded(peer, *of.get((int(tokens), "ring-flash-attn zigzag, FA4"), ()))
+        found = of.get((int(tokens), "torch"), [])
+        assert_rounded(torch.replace(" to ", " / "), *(f(found) for f in (min, max) if found))
+
+
+def test_training() -> None:
+    of: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for path in sorted((RECORDS / "h200").glob("training-4gpu-[18]b*.json")):
+        for row in rows(path.stem):
+            if "name" in row and not path.stem.endswith("-kept"):
+                of[row["shape"], row["context"], row["name"]] = row
+    listed = table("training", "training")
+    assert len(listed) == 8
+    for shape, context, *cells in listed:
+        cell = shape.lower(), int(context.partition(",")[0])
+        ours, torch = of[*cell, "ringflash"], of[*cell, "torch context_parallel"]
+        assert ("offloaded" in context, "graphs" in context) == (ours.get("offload", False), ours["cuda_graphs"])
+        for texts, row in ((cells[:3], ours), (cells[3:6], torch)):
+            exact = row["tokens_per_second_per_gpu"], 100 * row["mfu"], row["gib"]
+            for text, value in zip(texts, exact, strict=True):
+                assert_rounded(text, value)
+        assert_rounded(cells[6], ours["over_peer"])
+
+
+def test_claims_of_the_readme() -> None:
+    of: dict[int, dict[str, float]] = {}
+    memory: dict[str, list[float]] = {}
+    for row in rows("ring-4gpu", "ring-4gpu-long"):
+        of.setdefault(row["seqlen"], {})[row["name"]] = row["forward_backward_ms"]
+        if row["seqlen"] == 262144:
+            memory.setdefault(row["name"].split()[0], []).append(row["gib"])
+        if row["name"] == "ringflash zigzag" and row["seqlen"] >= 131072:
+            assert row["forward_backward_of_one_kernel"] >= 0.975
+    peers = [min(ms for name, ms in by.items() if not name.startswith("ringflash")) for by in of.values()]
+    ratios = [peer / by["ringflash zigzag"] for peer, by in zip(peers, of.values(), strict=True)]
+    assert (min(ratios), max(ratios)) == pytest.approx((1.02, 1.43), abs=0.0051)
+    assert [round(min(gib), 1) for gib in memory.values()] == [4.3, 15.8, 6.0]
+    (ours, _) = rows("training-4gpu-8b-256k")
+    assert (round(ours["mfu"], 2), round(ours["over_peer"], 2)) == (0.52, 1.42)
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_drawn_from_records(name: str, tmp_path: Path) -> None:
+    path = pictures.draw(name, RECORDS / "h200", tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (DOCS / "images" / path.name).exists()

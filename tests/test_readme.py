@@ -1,0 +1,97 @@
+"""The README's programs run, every link of the documentation leads somewhere, and the first page stays short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringflash
+from tests.patience import PATIENCE
+
+ROOT = Path(ringflash.__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def run(tmp_path: Path, block: str, *launcher: str) -> str:
+    """Returns what a program of the README prints on a CPU."""
+    (tmp_path / "program.py").write_text(block)
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks() -> tuple[str, str]:
+    """Returns the two programs of the README: attention, and a ring with its loss."""
+    attention, ring = BLOCK.findall(README.read_text())
+    return attention, ring
+
+
+def test_the_lines_of_attention_run(tmp_path: Path) -> None:
+    attention, _ = blocks()
+    shown = "\nprint(*out.shape, *newest.shape, q.grad.shape == q.shape)"
+    assert run(tmp_path, attention + shown).split() == ["2", "1000", "8", "64", "2", "1", "8", "64", "True"]
+
+
+@pytest.mark.timeout(800)
+def test_the_lines_of_a_ring_give_the_same_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
+    _, ring = blocks()
+    printed = []
+    for ranks in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        losses = re.findall(r"loss (\d\.\d{4})", run(tmp_path, ring, *launcher))
+        assert len(losses) == ranks
+        printed += map(float, losses)
+    assert printed == pytest.approx([printed[0]] * 3, abs=1.1e-4)
+
+
+def test_the_commands_of_make_are_those_of_the_makefile() -> None:
+    told = re.findall(r"^    (make \w+) ", README.read_text(), re.MULTILINE)
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert told == ["make train", "make test"]
+    assert {command.split()[1] for command in told} <= set(targets)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 1000
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT.resolve()), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_and_picture_is_linked() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in LINK.findall(page.read_text())
+        if "://" not in link
+    }
+    pictures = [*(ROOT / "docs").rglob("*.png"), *(ROOT / "docs").rglob("*.svg")]
+    assert {path.resolve() for path in (*PAGES[1:], *pictures)} <= linked
