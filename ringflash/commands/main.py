@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import shlex
 import sys
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     name = args[0] if args else "--help"
     if name in commands:
+        _show_messages()
         try:
             return commands[name][0](args[1:])
         except RingflashError as error:
@@ -54,6 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint = f"Did you mean {near[0]}?" if near else f"Commands are {', '.join(commands)}."
     print(f"ringflash: no command {name!r}. {hint}", file=sys.stderr)
     return EXIT_USAGE
+
+
+def _show_messages() -> None:
+    """Shows the library's log on stderr, as the command's own messages: "ringflash: ..."."""
+    log = logging.getLogger("ringflash")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ringflash: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
 
 
 def _train(args: list[str]) -> int:

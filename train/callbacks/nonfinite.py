@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from ringflash.errors import ConfigError, RingflashError
+
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RingflashError, ArithmeticError):
@@ -39,7 +41,7 @@ class NonFinite:
         Args:
             error: error of this step.
             before: number of steps skipped directly before this one.
-            speak: print the skipped step on stderr.
+            speak: log the skipped step.
 
         Raises:
             NonFiniteError: `error`, if the step must not be skipped.
@@ -47,5 +49,5 @@ class NonFinite:
         if self.action == "stop" or before == self.max_consecutive:
             raise error
         if speak:
-            print(f"ringflash: skipped {error}", file=sys.stderr, flush=True)
+            log.warning("skipped %s", error)
         return before + 1

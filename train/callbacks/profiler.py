@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from ringflash.errors import ConfigError
 from ringflash.train.callbacks.checkpointing import run_dir
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.callbacks.trace import Cost, Timeline, costliest, timeline
+
+log = logging.getLogger(__name__)
 
 ROWS = 20  # kernels in the table
 LONGEST_NAME = 100  # characters of a kernel's name
@@ -114,7 +116,7 @@ class Profile(Callback):
             with trace.open("rb") as stream, gzip.open(f"{trace}.gz", "wb", compresslevel=3) as packed:
                 shutil.copyfileobj(stream, packed)  # torch compresses line by line, which takes minutes for long traces
         except (OSError, ValueError) as error:  # a full disk ends the trace, not the training
-            print(f"ringflash: no trace of rank {rank}: {error}", file=sys.stderr)
+            log.warning("no trace of rank %d: %s", rank, error)
         trace.unlink(missing_ok=True)
         figures = _figures(seen) if seen is not None else [math.nan] * 5
         ranks: list[list[float]] = gathered(trainer, torch.tensor(figures, dtype=torch.float64, device=device)).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -32,6 +32,8 @@ from ringflash.train.checkpoint.save import named_tensors, optimizer_tensors
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 
+log = logging.getLogger(__name__)
+
 FOLDER = "checkpoint_folder"  # key under which `load` returns the path of the checkpoint that it loaded
 
 
@@ -60,7 +62,7 @@ def load(
             if index + 1 == len(paths):
                 raise
             if dist.get_rank() == 0:
-                print(f"ringflash: {error}\nringflash: going on from {paths[index + 1]}", file=sys.stderr, flush=True)
+                log.warning("%s\ngoing on from %s", error, paths[index + 1])
     raise AssertionError("there is always a candidate")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import re
 import shutil
-import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ from ringflash.errors import CheckpointError
 from ringflash.train.checkpoint.collective import among_ranks, failed, on_every_rank
 from ringflash.train.checkpoint.manifest import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
 from ringflash.train.checkpoint.tensor_index import to_json
+
+log = logging.getLogger(__name__)
 
 # Key in a checkpoint for further sharded tensors: {prefix: {name: tensor}}.
 SHARDED = "sharded_tensors"
@@ -142,15 +144,15 @@ class Saver:
             writing.result()
 
     def give_up(self, patience: float) -> None:
-        """Waits up to `patience` seconds for a save under way. Prints a message if it is lost; raises nothing."""
+        """Waits up to `patience` seconds for a save under way. Logs a warning if it is lost; raises nothing."""
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
                 writing.result(patience)
             except TimeoutError:
-                print(f"ringflash: a checkpoint was not complete after {patience:g} s, and is lost", file=sys.stderr)
+                log.warning("a checkpoint was not complete after %g s, and is lost", patience)
             except Exception as error:  # another error is being raised already
-                print(f"ringflash: a checkpoint is lost: {error}", file=sys.stderr)
+                log.warning("a checkpoint is lost: %s", error)
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor]) -> torch.device | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import threading
 from typing import Any
 
@@ -13,6 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
 from ringflash.train.lightning.sharded import ShardedStrategy
+
+log = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -88,5 +90,5 @@ class Preemption(Callback):
                 callback.save(trainer)
                 text += f", saved as {callback.path}"
         if trainer.is_global_zero:
-            print(f"ringflash: {text}", file=sys.stderr, flush=True)
+            log.warning(text)
         raise Preempted(text)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +41,8 @@ from ringflash.train.models.memory import (
     estimate_memory,
     host_memory,
 )
+
+log = logging.getLogger(__name__)
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -294,7 +296,7 @@ class RingModule(pl.LightningModule, ABC):
             )
 
     def _check_context_length(self) -> None:
-        """Warns on stderr if the data module's sequences are longer than the model's max_position_embeddings."""
+        """Logs a warning if the data module's sequences are longer than the model's max_position_embeddings."""
         config, data = self.estimated_config, getattr(self.trainer, "datamodule", None)
         longest = None if config is None or config.rope_scaling is not None else config.max_position_embeddings
         length = getattr(data, "context_length", None) or 0
@@ -305,10 +307,10 @@ class RingModule(pl.LightningModule, ABC):
         text += (
             "rope_scaling: set that, or a larger rope_theta, with max_position_embeddings, for the model to reach it"
         )
-        print(f"ringflash: {text}", file=sys.stderr, flush=True)
+        log.warning(text)
 
     def _check_memory(self) -> None:
-        """Prints the least memory of a GPU and its host for training; raises ConfigError when there is less."""
+        """Logs the least memory of a GPU and its host for training; raises ConfigError when there is less."""
         device = self.trainer.strategy.root_device
         if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -320,7 +322,7 @@ class RingModule(pl.LightningModule, ABC):
                 if estimate.host:
                     needed = ranks * estimate.host / GIB
                     text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
-                print(text, flush=True)
+                log.info(text)
             check_memory(estimate, available)
             check_host_memory(estimate, ranks, host)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,8 @@ from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
 from ringflash.train.lightning import random_state
 from ringflash.train.lightning.batch import all_ranks
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # After an error, a run waits this long for a checkpoint that is being written.
@@ -108,9 +111,9 @@ class ShardedStrategy(ModelParallelStrategy):
             )
         if (error := self._failure()) is not None:
             self._is_save_skipped = True
-            text = f"ringflash: no checkpoint is saved after {type(error).__name__} on rank {self.global_rank}, since "
+            text = f"no checkpoint is saved after {type(error).__name__} on rank {self.global_rank}, since "
             text += f"other ranks may be at another step; resume from an earlier one. The error: {error}"
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
             return
         path = local_path(self.broadcast(str(filepath)), "filepath")
         checkpoint["random"] = random_state.collect(self.root_device, self.control)

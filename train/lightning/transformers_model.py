@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from ringflash.train.models.activations import ActivationCheckpointing, HostMemo
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.huggingface import from_transformers
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -107,7 +110,7 @@ class TransformersModel(RingModule):
         if (why := why_whole_logits(model)) is None:
             setattr(model, CHUNKED_LOSS, partial(states_loss, model))
         elif self.trainer.is_global_zero:
-            print(f"Loss: of whole logits, since {type(model).__name__} {why}", flush=True)
+            log.warning("Loss: of whole logits, since %s %s", type(model).__name__, why)
         layers = layers_of(model)
         self._prepare(layers)
         if isinstance(strategy, RingAttentionStrategy):
