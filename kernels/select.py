@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.fallback import report_device
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
 

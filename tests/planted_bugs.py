@@ -192,7 +192,7 @@ PLANTS = (
     Plant(
         "bfloat16-gradient-for-float16",
         "a kernel wrapper that ends in dq.to(bfloat16): three bits of a float16 gradient are lost",
-        "kernels/triton/dq_accumulator.py",
+        "kernels/contract.py",
         "else total.to(self.q.dtype)",
         "else total.to(torch.bfloat16)",
         ("tests/ring/test_schedule.py::test_accuracy[dtype3-2-zigzag-None]",),

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.triton import backend, decode
 from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
 from ringflash.state import AttentionState, lse_dtype

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.dropout import kept
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.eager.mask_blocks import (
     BLOCK_K,
     BLOCK_Q,
@@ -26,7 +26,6 @@ from ringflash.kernels.eager.mask_blocks import (
     state_dtype,
     visibility,
 )
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.masks import Mask
 from ringflash.state import LOG2E, AttentionState
 

@@ -14,16 +14,14 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.mask_tables import are_ascending
-from ringflash.kernels.hopper.storage import ALIGNMENT, is_viewable
-from ringflash.kernels.hopper.support import refusal
+from ringflash.kernels.hopper.support import ALIGNMENT, is_viewable, refusal
 from ringflash.kernels.mask_tables import row_bounds
 from ringflash.kernels.triton import backend
 from ringflash.kernels.triton.backend import backward_dq, delta, state_dtype
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.masks import KeyPadding, Mask
 from ringflash.state import AttentionState
 

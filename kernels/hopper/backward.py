@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.contract import DqSum, TileProblem
 from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
 from ringflash.kernels.hopper.dkdv_store import PART_BYTES, Gradients, make_parts, pass_gradients
 from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator, SemaphoreOrder, add_tile, arranged
@@ -75,7 +75,6 @@ from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.triton.config import FUSED
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.state import LOG2E
 
 

@@ -36,11 +36,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ringflash.kernels.contract import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape
 from ringflash.kernels.hopper.pipeline import release, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.triton.config import FUSED
-from ringflash.kernels.triton.dq_accumulator import DqSum
 
 HALF = (16, 256)  # shape of half a tile, as TMA copies it
 TILE = 2 * HALF[0] * HALF[1]

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import ScoreConfig
+from ringflash.kernels.contract import DqSum, ScoreConfig
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.backward_dkdv import backward_dkdv
 from ringflash.kernels.triton.backward_dq import backward_dq
 from ringflash.kernels.triton.delta import delta
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.kernels.triton.forward import forward
 from ringflash.masks import Mask
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import

@@ -21,9 +21,8 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.contract import DqSum, TileProblem
 from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.select import TileKernels
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.ring.double_ring import FarGradients
 from ringflash.ring.plan import Hop, Plan
 from ringflash.state import AttentionState, lse_dtype

@@ -26,7 +26,7 @@ from ringflash.kernels.hopper.config import (
     forward_config,
     prefer_triton_backward,
 )
-from ringflash.kernels.hopper.storage import ALIGNMENT
+from ringflash.kernels.hopper.support import ALIGNMENT
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.config import TileConfig
 

@@ -14,7 +14,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend
-from ringflash.kernels.hopper.storage import is_viewable
+from ringflash.kernels.hopper.support import is_viewable
 from ringflash.kernels.select import choose
 from ringflash.kernels.triton import backend as portable
 from ringflash.layouts.layout import Chunk

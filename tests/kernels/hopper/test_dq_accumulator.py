@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.hopper import backend
 from ringflash.kernels.hopper.dq_accumulator import TILE, DqAccumulator
-from ringflash.kernels.triton.dq_accumulator import DqSum
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full
 from tests.accuracy import Problem
