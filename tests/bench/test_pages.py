@@ -12,6 +12,7 @@ import pytest
 
 import ringflash
 from ringflash.bench.common import pictures
+from ringflash.commands.main import main
 
 DOCS = Path(ringflash.__file__).parents[1] / "docs"
 PAGES, RECORDS = DOCS / "performance", DOCS / "benchmarks"
@@ -141,6 +142,23 @@ def test_rings(name: str, records: tuple[str, ...]) -> None:
             row = of.get((length, by))
             assert_rounded(cell, *(row[key] for key in keys) if row else ())
         assert_rounded(cells[-1], *(min(row[key] for row in torch) for key in keys if torch))
+
+
+def test_predictions(tmp_path: Path) -> None:
+    found: dict[int, dict[str, Any]] = {}
+    rates = "--tflops-forward 639 --tflops-backward 592 --issue-us 500 --seqlens 8192 --world-sizes 4 --choose-at"
+    for name in ("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m"):
+        written, measured = tmp_path / "model.json", RECORDS / "h200" / f"{name}.json"
+        assert main(["bench", "model", *rates.split(), "--measured", str(measured), "--json", str(written)]) == 0
+        found |= {row["seqlen"]: row for row in json.loads(written.read_text())["measured"]}
+    listed = table("cost-model", "predicted")
+    assert [int(cells[0]) for cells in listed] == sorted(found)
+    for tokens, *cells in listed:
+        row = found[int(tokens)]
+        for texts, part in ((cells[:3], "forward"), (cells[3:], "forward_backward")):
+            measured, predicted = row[f"{part}_ms"], row[f"{part}_predicted_ms"]
+            for text, value in zip(texts, (measured, predicted, 100 * (predicted / measured - 1)), strict=True):
+                assert_rounded(text, value)
 
 
 def test_decode() -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringflash.bench.attention.traffic import Shape
 from ringflash.bench.common.plot import short
+from ringflash.bench.cost_model.model import Machine, Split, predict
 
 Row = dict[str, Any]
 Curve = list[tuple[int, float]]
@@ -140,12 +142,56 @@ def decode(axes: Sequence[Any], records: Records) -> None:
     axes[0].grid(alpha=0.3, axis="x")
 
 
+def cost_model(axes: Sequence[Any], records: Records) -> None:
+    """Draws the predicted rates of rings, with one kernel's rates at 131072 tokens, beside the measured ones."""
+    machine = Machine(tflops_forward=639.0, tflops_backward=592.0, issue_us=500.0)
+    graphs = Machine(tflops_forward=639.0, tflops_backward=592.0, issue_us=0.0)
+    lengths = [2**n for n in range(13, 21)]
+    for name, options, style in (("predicted", machine, "-"), ("predicted, CUDA graphs", graphs, "--")):
+        rates = []
+        for length in lengths:
+            shape = Shape(1, length, 32, 8, 128, causal=True)
+            seconds = predict(shape, Split(4), "zigzag", options).seconds
+            rates.append(7 * length**2 * 32 * 128 / 4 / seconds / 1e12)
+        axes[0].plot(lengths, rates, style, color="gray", label=name)
+    for name, variant, colour in (("measured", ", ring", "C0"), ("measured, captured", ", graph", "C9")):
+        found = {row["seqlen"]: row for row in records.rows(*RINGS) if row["name"] == f"ringflash zigzag{variant}"}
+        if variant == ", ring":
+            found |= {row["seqlen"]: row for row in records.rows(*RINGS[1:]) if row["name"] == "ringflash zigzag"}
+        values = [row["forward_backward_tflops_per_gpu"] for row in found.values()]
+        axes[0].plot(list(found), values, "o", color=colour, label=name)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
+    axes[0].set_xlabel("tokens over all GPUs")
+    axes[0].set_ylabel("TFLOP/s a GPU")
+    axes[0].set_ylim(bottom=0)
+    axes[0].grid(alpha=0.3)
+
+
+def traffic(axes: Sequence[Any], records: Records) -> None:
+    """Draws counted and measured bytes of a forward and of the default backward."""
+    labels = ["compulsory", "measured", "tiled", "standard"]
+    for row, width in zip(records.rows("traffic"), (-0.4, 0.4), strict=True):
+        for ax, part in zip(axes, ("forward", "backward"), strict=True):
+            key = "forward" if part == "forward" else "backward fast"
+            sizes = [row["compulsory"][part], row["measured"][key], row["tiled"][key], row["standard"][part]]
+            label = "causal" if row["causal"] else "full"
+            ax.bar(range(4), [size / 2**20 for size in sizes], width, align="edge", label=label)
+            ax.set_xticks(range(4), labels, fontsize=8)
+            ax.set_yscale("log", base=2)
+            ax.set_ylabel("MiB")
+            ax.set_title(part, fontsize=10)
+            ax.grid(alpha=0.3, axis="y")
+
+
 # Of each picture: the function, the number of panels, the title, and whether one legend serves all panels.
 PICTURES: dict[str, tuple[Callable[[Sequence[Any], Records], None], int, str, bool]] = {
     "overview": (overview, 3, "Four H200, causal, bfloat16", True),
     "ring": (ring, 2, "Ring attention on four H200, causal, 32:8 heads, headdim 128, bfloat16", True),
     "memory": (memory, 1, "Ring attention on four H200, 32:8 heads, headdim 128", True),
     "masks": (masks, 2, "One H200, 32768 tokens, 16 heads, headdim 128, bfloat16", True),
+    "cost-model": (cost_model, 1, "Forward and backward on four H200, 32:8 heads of 128", True),
+    "traffic": (traffic, 2, "HBM traffic of 2 sequences of 8192 tokens, 16 heads of 128, on one H200", True),
     "decode": (decode, 1, "One token for 8 sequences of 131072 on one H200", False),
 }
 
@@ -163,7 +209,7 @@ def draw(name: str, records: Path, to: Path) -> Path:
     figure.suptitle(title, fontsize=11)
     if has_legend:
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * panels), fontsize=9)
     to.mkdir(parents=True, exist_ok=True)
     path = to / f"{name}.png"
     figure.savefig(path, dpi=110)
