@@ -1,4 +1,4 @@
-"""How accurate attention must be: one table of bars, one comparison with float64."""
+"""Accuracy that attention must have: one table of bars, and one comparison with float64."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAMES = ("out", "dq", "dk", "dv", "dsinks")
 
 @dataclass(frozen=True)
 class Bar:
-    """Most that an error may be.
+    """Upper limits of an error.
 
     Args:
-        max_absolute: absolute, for results of size 1 (in proportion for larger ones: they have larger ulps).
-        max_ratio: as a multiple of plain attention's largest error in the same dtype.
-        rms_ratio: the same of RMS errors.
+        max_absolute: limit for results of size 1. It grows in proportion for larger results, which have larger ulps.
+        max_ratio: limit as a multiple of plain attention's largest error in the same dtype.
+        rms_ratio: limit of the RMS error as a multiple of plain attention's RMS error.
     """
 
     max_absolute: float = math.inf
@@ -43,7 +43,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Random q, k, v and dout, and how attention is computed of them."""
+    """Random q, k, v and dout, and the options of the attention over them."""
 
     q: Tensor
     k: Tensor
@@ -73,10 +73,12 @@ class Problem:
         device: str = "cpu",
         seed: int = 0,
     ) -> Problem:
-        """Normal inputs.
+        """Draws inputs from a normal distribution.
 
-        `seqlen` is (seqlen_q, seqlen_k) or both, `headdim` (of q and k, of v) or both; `alibi` is the number of
-        dimensions of the slopes, (nheads,) or (batch, nheads), 0 for none.
+        Args:
+            seqlen: (seqlen_q, seqlen_k), or one length for both.
+            headdim: (headdim of q and k, headdim of v), or one width for both.
+            alibi: number of dimensions of the slopes: 1 for (nheads,), 2 for (batch, nheads), 0 for no slopes.
         """
         seqlen_q, seqlen_k = (seqlen, seqlen) if isinstance(seqlen, int) else seqlen
         generator = torch.Generator().manual_seed(seed)
@@ -92,11 +94,11 @@ class Problem:
         return Problem(q, k, v, dout, mask, softmax_scale, softcap, dropout, slopes, logits)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """The problem with `change` made to q, k, v and dout."""
+        """Returns a copy of the problem with `change` applied to q, k, v and dout."""
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), dout=change(self.dout))
 
     def run(self, attention: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """out, dq, dk, dv, and dsinks where there are any, of `attention`, on these inputs or on a copy in `dtype`."""
+        """Returns out, dq, dk, dv and any dsinks of `attention` on these inputs, or on a copy in `dtype`."""
         given = [self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks])]
         inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in given]
         out = attention(*inputs)
@@ -104,25 +106,25 @@ class Problem:
 
     @cached_property
     def exact(self) -> list[Tensor]:
-        """`run` in float64."""
+        """Returns the results of the plain formula in float64."""
         return self.run(self._reference, torch.float64)
 
     @cached_property
     def plain(self) -> list[Tensor]:
-        """`run` by the plain formula in the inputs' dtype."""
+        """Returns the results of the plain formula in the inputs' dtype."""
         return self.run(self._reference)
 
     def _reference(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return reference.attention(q, k, v, **self._modes, alibi_slopes=self.alibi_slopes, sinks=sinks)[0]
 
     def flash(self, **options: Any) -> list[Tensor]:
-        """`run` by flash_attention."""
+        """Returns the results of flash_attention."""
         return self.run(
             lambda q, k, v, sinks=None: as_tensor(rf.flash_attention(q, k, v, **self._rest(sinks, options)))
         )
 
     def ring(self, context: rf.ContextParallel, **options: Any) -> list[Tensor]:
-        """`run` of the whole sequence by ring_attention."""
+        """Returns the results of ring_attention, joined to the whole sequence."""
 
         def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             mask = as_mask(self.mask)
@@ -147,21 +149,25 @@ def as_tensor(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def assert_accurate(got: Sequence[Tensor], problem: Problem, *, rounding: float = 0.0) -> None:
-    """Each of out, dq, dk, dv and dsinks is within the bar of its dtype."""
+    """Checks that each of out, dq, dk, dv and dsinks is within the bar of its dtype."""
     assert_accurate_together([got], [problem], rounding=rounding)
 
 
 def assert_accurate_together(
     results: Sequence[Sequence[Tensor]], problems: Sequence[Problem], *, rounding: float = 0.0
 ) -> None:
-    """As `assert_accurate`, of several problems that differ in their numbers alone, taken as one sample.
+    """Like `assert_accurate`, but takes several problems that differ only in their numbers as one sample.
 
-    The largest errors of two kernels are comparable when both are the largest of many: a few rows decide them.
+    A few rows decide the largest error of a kernel. The largest errors of two kernels are therefore comparable only
+    over many rows.
 
-    `rounding` is what may always be, in eps of the result's size: for kernels that compute float32 in float32. Rows
-    that see a key or two, which make the largest errors, are exact in plain attention by luck, while a flash backward
-    rounds dP and delta apart. dsinks has a number a head, too few for ratios to be steady: the random walk of an error
-    of one eps in each row may always be.
+    Rows that see one or two keys have the largest errors. Plain attention computes them exactly by luck, while a flash
+    backward rounds dP and delta separately. dsinks has one number per head, too few for steady ratios. It may always
+    have the error of a random walk with steps of one eps per row.
+
+    Args:
+        rounding: error that float32 results may always have, in eps of the result's size. It is for kernels that
+            compute float32 in float32.
     """
     problem = problems[0]
     bar = BARS[problem.q.dtype]

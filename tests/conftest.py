@@ -1,4 +1,4 @@
-"""Before anything imports Triton: without a GPU its kernels run in the interpreter."""
+"""Set-up of all tests: without a GPU, Triton kernels run in the interpreter. This is set before Triton is imported."""
 
 import os
 import signal
@@ -11,23 +11,23 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has a parent that ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit a handler that ignores SIGINT
 torch.set_num_threads(1)  # several processes share the cores
 
 
 def _patch_the_language_once() -> None:
-    """Triton's interpreter does so for every call of a device function, which is a third of the time it takes."""
+    """Patches Triton's language once. The interpreter does so at each call of a device function, a third of its time."""
     from triton import language
     from triton.runtime import interpreter
 
     patch, scope = (getattr(interpreter, name, None) for name in ("_patch_lang", "_LangPatchScope"))
-    if patch is not None and scope is not None:  # else another Triton, which may be slow
+    if patch is not None and scope is not None:  # another version of Triton lacks them and stays slow
         patch(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
         setattr(interpreter, "_patch_lang", lambda _: scope())  # noqa: B010 - private
 
 
 def _keep_scalar_masks_boolean() -> None:
-    """Triton 3.9.0 takes a scalar comparison for an integer when it makes a block of it, and refuses that as a mask."""
+    """Keeps blocks made of scalar comparisons boolean: Triton 3.9.0 makes them integers, then refuses them as masks."""
     from triton import language
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -48,7 +48,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that are given most time first, so that none of them is left to one of several workers at the end."""
+    """Sorts the tests by timeout, longest first, so that no long test runs alone on one worker at the end."""
 
     def given(item: pytest.Item) -> float:
         timeout = item.get_closest_marker("timeout")

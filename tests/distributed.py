@@ -19,8 +19,8 @@ from torch.multiprocessing.spawn import start_processes
 from tests import one_gpu
 from tests.strict import make_warnings_errors
 
-# What ranks and their tests import, once for all of them: a process then starts in milliseconds. The first call of an
-# operator would import Dynamo, for seconds.
+# The fork server imports these modules once for all ranks, so that a rank starts in milliseconds. Without
+# torch._dynamo in the list, the first call of an operator would import it, which takes seconds.
 PRELOADED = ["torch", "torch._dynamo", "lightning.pytorch", "hypothesis", "pytest", "ringflash", __name__]
 
 
@@ -34,7 +34,7 @@ def _entry(
     one_gpu.init_process_group(backend, rank, world_size, store, timedelta(seconds=60))
     try:
         result: Any = function(*args)
-    except BaseException as error:  # carried to the parent, which decides what a failure means
+    except BaseException as error:  # the parent decides how to treat the failure
         result = RankFailure(type(error).__name__, str(error), traceback.format_exc())
     torch.save(result, f"{folder}/{rank}.pt")
     one_gpu.meet()
@@ -42,16 +42,16 @@ def _entry(
 
 
 class RankFailure:
-    """What a rank raised: the exception's class name, its text and its traceback."""
+    """An exception that a rank raised: its class name, text and traceback."""
 
     def __init__(self, kind: str, text: str, trace: str) -> None:
         self.kind, self.text, self.trace = kind, text, trace
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
-    """Calls `function(*args)` on every rank of a fresh world; a rank that raises fails the caller.
+    """Returns the results of `function(*args)` on every rank of a fresh world; fails if a rank raises.
 
-    `function` must be importable (module level); what it returns must be picklable.
+    `function` must be importable (module level), and its result must be picklable.
     """
     results = try_ranks(world_size, function, *args, backend=backend)
     for rank, result in enumerate(results):
@@ -61,7 +61,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
 
 
 def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
-    """As `run_ranks`, but a rank's exception comes back as a `RankFailure` in its place."""
+    """Like `run_ranks`, but returns a rank's exception as a `RankFailure` in place of its result."""
     with one_gpu.turn(backend, world_size), tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOADED)
         arguments = (world_size, folder, backend, function, args)

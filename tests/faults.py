@@ -1,4 +1,4 @@
-"""Plants faults in ranks, and carries what comes of them to the test."""
+"""Faults planted in ranks, and their outcomes as the test sees them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from tests.strict import make_warnings_errors
 
 @dataclass
 class Outcome:
-    """What a rank's call came to: an exception's class, text and fields, and after how many seconds.
+    """Outcome of a rank's call: the exception's class, text and fields, and the duration in seconds.
 
-    `usual` is how many a call without a fault took before it: on busy cores the promised times begin with that.
+    `usual` is the duration of an earlier call without a fault. The time limits of the tests start from `usual`,
+    because the cores may be busy.
     """
 
     kind: str
@@ -42,13 +43,13 @@ def outcome_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> Outcom
     start = time.monotonic()
     try:
         call(*args, **kwargs)
-    except BaseException as error:  # carried to the parent
+    except BaseException as error:  # the parent decides how to treat it
         return Outcome(type(error).__name__, str(error), dict(vars(error)), time.monotonic() - start)
     return Outcome("", "", {}, time.monotonic() - start)
 
 
 def call_ring(context: rf.ContextParallel, **options: Any) -> None:
-    """Forward and backward of a small problem, to their ends on a GPU too."""
+    """Runs forward and backward of a small problem, and waits until a GPU has finished them."""
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
     problem = Problem.random(seqlen=24, batch=1).mapped(lambda x: context.shard(x).to(device))
     q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
@@ -60,11 +61,11 @@ def call_ring(context: rf.ContextParallel, **options: Any) -> None:
 
 @contextmanager
 def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[None]:
-    """Does `action` on `rank` after it has started the messages of a hop, before it computes.
+    """Runs `action` on `rank` after the rank has started the messages of a hop and before it computes.
 
-    Steps are counted from the first hop of the forward on; those of the backward follow.
+    Step 0 is the first hop of the forward. The hops of the backward continue the count.
     """
-    call_ring(rf.ContextParallel.local(2))  # a process's first call takes seconds of imports
+    call_ring(rf.ContextParallel.local(2))  # the first call of a process spends seconds on imports
     if dist.get_rank() != rank:
         yield
         return
@@ -75,7 +76,7 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
             action()
         return original(*args)
 
-    setattr(schedule.KernelRun, "problem", problem)  # noqa: B010 - of a frozen class, pyright says otherwise
+    setattr(schedule.KernelRun, "problem", problem)  # noqa: B010 - pyright rejects an assignment to a frozen class
     try:
         yield
     finally:
@@ -83,8 +84,8 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
 
 
 def usual_seconds() -> float:
-    """How long a call without a fault takes, with the cores as busy as they are."""
-    call_ring(rf.ContextParallel.local(2))  # the imports of a process's first call
+    """Returns the duration of a call without a fault, in seconds, under the present load of the cores."""
+    call_ring(rf.ContextParallel.local(2))  # the first call of a process also imports modules
     dist.barrier()
     return outcome_of(call_ring, rf.ContextParallel(dist.group.WORLD)).seconds
 
@@ -98,7 +99,7 @@ def die() -> None:
 
 
 def _served_by_rank_0(files: Store, rank: int, world: int) -> Store:
-    """A TCP store that dies with rank 0, as launchers make it; `files` tells its port."""
+    """Returns a TCP store that dies with rank 0, like a launcher's; rank 0 publishes its port in `files`."""
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         files.set("port", str(store.port))
@@ -123,9 +124,9 @@ def _entry(
 def run_to_their_ends(
     world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo", over_tcp: bool = False
 ) -> tuple[list[int | None], list[Outcome | None]]:
-    """Exit codes and outcomes of ranks of which some may die; fails if one is left after two minutes.
+    """Returns exit codes and outcomes of ranks that may die; fails if a rank still runs after two minutes.
 
-    With `over_tcp` rank 0 serves the group's store, else it is a file.
+    With `over_tcp`, rank 0 serves the group's store. Otherwise the store is a file.
     """
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
     spawn = multiprocessing.get_context("forkserver")

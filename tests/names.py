@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def names_in(path: str) -> frozenset[str]:
-    """The names of the test functions of a file, which is named relative to the repository's root."""
+    """Returns the names of the test functions of a file; `path` is relative to the repository's root."""
     file = ROOT / path
     if not file.is_file():
         return frozenset()
@@ -20,6 +20,6 @@ def names_in(path: str) -> frozenset[str]:
 
 
 def is_defined(test: str) -> bool:
-    """Says whether `tests/file.py::test_name`, with or without parameters in brackets, names a test."""
+    """Returns whether `tests/file.py::test_name`, with or without parameters in brackets, names a test."""
     path, _, name = test.partition("::")
     return name.partition("[")[0] in names_in(path)

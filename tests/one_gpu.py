@@ -1,6 +1,7 @@
-"""Several ranks on one GPU: the symmetric transport's signals, buffers, streams and graphs, without a second GPU.
+"""Several ranks on one GPU, which test the symmetric transport's signals, buffers, streams and graphs.
 
-Such a run tests no links, no speed and not NCCL, which refuses ranks that share a GPU: its collectives stay unused.
+Such a run tests neither links nor speed. It does not test NCCL either: NCCL refuses ranks that share a GPU, so its
+collectives stay unused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ringflash.transport import reach
 GPUS = torch.cuda.device_count()
 WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]
 TRANSPORTS = ["symmetric"] if GPUS == 1 else ["nccl", "symmetric"]
-_TURNS = 3  # worlds that share the GPU at a time: each rank takes half a GiB of it
+_TURNS = 3  # worlds that share the GPU at a time; each rank takes half a GiB of its memory
 
 
 def is_shared(world_size: int) -> bool:
@@ -33,13 +34,13 @@ def is_shared(world_size: int) -> bool:
 
 
 def _no_obstacle(control: ControlPlane, device: torch.device) -> str | None:
-    """Stands in for `reach.obstacle`, which refuses ranks on one GPU; an exchange of texts as there."""
+    """Replaces `reach.obstacle`, which refuses ranks on one GPU; a collective exchange of texts like the original."""
     control.tell("shared")
     return None
 
 
 def init_process_group(backend: str, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
-    """Makes the default group of a test's process, with a GPU of its own or a shared one where it is over NCCL."""
+    """Makes the default group of a test's process; with NCCL the process gets its own GPU or a shared one."""
     device = None
     if backend == "nccl" and is_shared(world_size):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
@@ -53,7 +54,7 @@ def init_process_group(backend: str, rank: int, world_size: int, store: Store, t
 
 
 def meet() -> None:
-    """Waits for all ranks: a barrier that calls no collective of NCCL where ranks share a GPU."""
+    """Waits for all ranks; the barrier uses gloo instead of NCCL if ranks share a GPU."""
     if is_shared(dist.get_world_size()) and dist.get_backend() != "gloo":
         dist.all_reduce(torch.zeros(1, device="cpu"))
     else:
@@ -61,7 +62,7 @@ def meet() -> None:
 
 
 def broadcast(x: Tensor) -> Tensor:
-    """Returns rank 0's `x`; it travels over gloo where ranks share a GPU."""
+    """Returns rank 0's `x`, sent over gloo if ranks share a GPU."""
     shared = x.is_cuda and is_shared(dist.get_world_size())
     moved = x.cpu() if shared else x.contiguous()
     dist.broadcast(moved, 0)

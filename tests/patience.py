@@ -1,3 +1,4 @@
-"""How long tests wait for what should come."""
+"""Time that tests wait for an event."""
 
-PATIENCE = 400.0  # seconds for a process to end or to get to a step: cores may be busy, and imports alone take seconds
+# Seconds for a process to end or to reach a step: the cores may be busy, and imports alone take seconds.
+PATIENCE = 400.0

@@ -25,7 +25,7 @@ from tests.names import ROOT
 
 SUMMARY = "Plants known bugs in a copy of the tree and reports whether the tests notice them."
 COPIED = ("configs", "kernels", "pyproject.toml", "ringflash", "tests", "train")
-LIMIT = 600  # seconds for the tests of one plant: a bug may make them hang
+LIMIT = 600  # seconds for the tests of one plant, because a bug may make them hang
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Plant:
     """A bug and the tests that must notice it.
 
     Args:
-        name: for the command line.
-        origin: where the bug occurred, and what users saw.
+        name: name on the command line.
+        origin: place where the bug occurred, and its effect for users.
         path: the file to change, relative to the repository's root.
-        old: text that occurs exactly once in it.
-        new: what replaces `old`.
+        old: text that occurs exactly once in the file.
+        new: text that replaces `old`.
         tests: pytest ids; each must fail.
     """
 
@@ -320,7 +320,7 @@ def failures(report: Path, tests: Sequence[str]) -> dict[str, str]:
 
 
 def copy_tree(root: Path) -> None:
-    """Copies what the tests read into the folder `root`."""
+    """Copies the files that the tests read into the folder `root`."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -331,9 +331,9 @@ def copy_tree(root: Path) -> None:
 
 
 def try_plant(plant: Plant, root: Path) -> tuple[bool, str]:
-    """Plants the bug in the copy `root`, runs its tests, and takes it out again.
+    """Plants the bug in the copy `root`, runs its tests, and removes it again.
 
-    Returns whether every test failed, and the tests' messages or what went wrong.
+    Returns whether every test failed, and the tests' messages or the reason why the run proves nothing.
     """
     file = root / plant.path
     original = file.read_bytes()
@@ -353,7 +353,7 @@ def try_plant(plant: Plant, root: Path) -> tuple[bool, str]:
 
 
 def shortened(message: str) -> str:
-    """Returns the two ends of a long message: a rank's traceback has its error at the end."""
+    """Returns the two ends of a long message, because the error of a rank's traceback is at the end."""
     return message if len(message) <= 200 else f"{message[:90]} ... {message[-100:]}"
 
 

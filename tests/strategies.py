@@ -1,4 +1,4 @@
-"""What hypothesis draws: masks that fit a sequence, and modes, alone and combined."""
+"""Strategies for hypothesis: masks that fit a sequence, and modes, alone and combined."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ringflash.masks import Full, Mask
 
 
 def block_sparse(seqlen: int, block_size: int, seed: int, density: float) -> rf.BlockSparse:
-    """Each block set with probability `density`, in all but about a fifth of the rows, which see nothing."""
+    """Returns a mask of random blocks: a fifth of the block rows is empty, the others have density `density`."""
     nblocks = -(-seqlen // block_size)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(nblocks, nblocks, generator=generator) < density
@@ -19,19 +19,19 @@ def block_sparse(seqlen: int, block_size: int, seed: int, density: float) -> rf.
 
 
 def tree(seqlen: int, draws: list[tuple[int, bool]], place: float) -> rf.Tree:
-    """A tree of as many tokens as there are draws, its parents drawn among the tokens before, somewhere it fits."""
+    """Returns a tree with one token per draw; each parent is an earlier token, and `place` sets the position."""
     parents = [-1 if root or not i else draw % i for i, (draw, root) in enumerate(draws)]
     return rf.Tree(parents, start=round(place * (seqlen - len(parents))))
 
 
 def packed(rows: list[list[int]]) -> rf.Documents:
-    """Documents of one row a sequence, filled up to the longest."""
+    """Returns documents with one row of ends per sequence, each row filled up to the longest row's length."""
     most = max(map(len, rows))
     return rf.Documents([row + row[-1:] * (most - len(row)) for row in rows])
 
 
 def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
-    """Any mask over `seqlen` positions that is no intersection."""
+    """Returns a strategy for every mask over `seqlen` positions that is no intersection."""
     limits = st.none() | st.integers(0, seqlen)
     ends = st.lists(st.integers(0, seqlen), max_size=6).map(lambda inner: [0, *sorted(inner), seqlen])
     lengths = st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)
@@ -53,13 +53,13 @@ def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
 
 
 def masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
-    """Any mask over `seqlen` positions, up to three of them intersected."""
+    """Returns a strategy for every mask over `seqlen` positions, with intersections of up to three masks."""
     one = single_masks(seqlen, batch)
     return st.one_of(one, st.builds(lambda a, b: a & b, one, one), st.builds(lambda a, b, c: a & b & c, one, one, one))
 
 
 def modes() -> SearchStrategy[dict[str, Any]]:
-    """Any combination of modes, as `Problem.random` takes them."""
+    """Returns a strategy for every combination of modes, as arguments of `Problem.random`."""
     return st.fixed_dictionaries(
         {
             "softmax_scale": st.sampled_from([None, 0.05, 1.0]),

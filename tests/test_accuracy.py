@@ -1,4 +1,4 @@
-"""The bars can be missed: what is no better than plain attention does not pass them."""
+"""The accuracy bars can be missed: results no better than plain attention's do not pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Dropout: the known answers of Philox, its rate, and the same weights dropped however the sequence is cut."""
+"""Dropout: the known answers of Philox, the rate, and the same dropped weights for every cut of the sequence."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WORD = 0xFFFFFFFF
     ],
 )
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: str) -> None:
-    """The vectors that come with Random123, the authors' implementation."""
+    """Compares with the test vectors of Random123, the implementation by Philox's authors."""
     words = philox([torch.tensor(word) for word in counter], key[0] | key[1] << 32)
     assert " ".join(f"{int(word):08x}" for word in words) == expected
 
@@ -48,7 +48,7 @@ def test_a_weight_is_one_word_of_its_position() -> None:
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate(p: float) -> None:
     positions = torch.arange(256)
-    draws = [kept(p, seed, 2, 8, positions + 1000 * seed, positions) for seed in range(8)]  # 8 M weights
+    draws = [kept(p, seed, 2, 8, positions + 1000 * seed, positions) for seed in range(8)]  # 8 million weights
     dropped = 1.0 - sum(float(draw.double().mean()) for draw in draws) / len(draws)
     assert abs(dropped - p) <= 0.005 * p
 
@@ -66,7 +66,7 @@ def test_neighbours_are_independent(p: float) -> None:
 
 
 def _weights(attention: Callable[..., Any], seqlen: int, dropout: rf.Dropout) -> Tensor:
-    """(batch, nheads, seqlen, seqlen) of `attention`, whose values are the columns of the identity."""
+    """Returns the weights (batch, nheads, seqlen, seqlen) of `attention`, made visible by the identity as values."""
     q, k = torch.randn(2, seqlen, 4, 16, dtype=torch.float64), torch.randn(2, seqlen, 2, 16, dtype=torch.float64)
     v = torch.eye(seqlen, dtype=torch.float64)[None, :, None].expand(2, -1, 2, -1)
     return as_tensor(attention(q, k, v, dropout=dropout)).transpose(1, 2)
@@ -128,10 +128,10 @@ def test_checkpointing_drops_the_same_again(context: rf.ContextParallel | None, 
     for call in (attention, lambda *qkv: checkpoint(attention, *qkv, use_reentrant=use_reentrant)):
         torch.manual_seed(3)
         out = call(*qkv)
-        torch.rand(10)  # others draw before the backward
+        torch.rand(10)  # other code may draw random numbers before the backward
         for x in qkv:
             x.grad = None
-        out.square().sum().backward()  # reentrant checkpoints know no torch.autograd.grad
+        out.square().sum().backward()  # reentrant checkpoints do not support torch.autograd.grad
         results.append([out, *(x.grad for x in qkv)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
@@ -190,7 +190,7 @@ def _pretend_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda: True)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its compiler
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # from torch's compiler
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("seed", [None, torch.tensor(3)])
 def test_a_captured_graph_does_not_keep_a_seed_that_changes(
@@ -215,7 +215,7 @@ def test_a_captured_graph_keeps_a_seed_that_is_a_number(monkeypatch: pytest.Monk
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
 def test_dropout_in_a_captured_graph() -> None:
     q = torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16)
-    expected = _attend(q, rf.Dropout(0.5, 3))  # compiles too
+    expected = _attend(q, rf.Dropout(0.5, 3))  # also compiles the kernels, before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = _attend(q, rf.Dropout(0.5, 3))

@@ -1,4 +1,4 @@
-"""Imports run one way, and what is heavy is imported late."""
+"""Imports run one way, and heavy modules are imported late."""
 
 import ast
 import os
@@ -24,7 +24,7 @@ ALLOWED = {
     "masks": {"checks", "errors", "layouts"},
     "reference": {"dropout", "masks"},
     "kernels": {"dropout", "errors", "layouts", "masks", "state"},
-    "coordination": {"context", "errors", "transport"},  # the context for its type alone
+    "coordination": {"context", "errors", "transport"},  # context only for its type
     "transport": {"coordination", "errors"},
     "ring": {"kernels", "layouts", "masks", "state", "transport"},
     "token_mean": {"errors"},
@@ -45,7 +45,7 @@ ALLOWED = {
 }
 
 
-# Modules of the inside that an application explains, and may therefore import.
+# Internal modules that an application may import, because it explains them.
 EXPLAINED = {
     "tiles.py": ("ringflash.kernels.triton.config", "ringflash.kernels.hopper"),
     "hops.py": ("ringflash.kernels", "ringflash.layouts.layout", "ringflash.masks"),
@@ -53,7 +53,7 @@ EXPLAINED = {
 
 
 def _library_imports(path: Path, besides: tuple[str, ...] = ()) -> set[str]:
-    """The parts of the library that a file imports, leaving out the modules `besides`."""
+    """Returns the parts of the library that a file imports, except for the modules `besides`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -109,7 +109,7 @@ def test_importing_the_library_is_light() -> None:
 def test_a_checkout_without_symbolic_links_names_the_remedy(link: str, as_text: bool, tmp_path: Path) -> None:
     copy = tmp_path / "ringflash"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(link, "configs", "__pycache__"))
-    if as_text:  # what git writes without core.symlinks
+    if as_text:  # git writes such a file without core.symlinks
         (copy / link).write_text(f"../{link}")
     code = (  # the finder stands for another installed copy: setuptools adds one for an editable install
         "import sys\n"

@@ -1,4 +1,4 @@
-"""Planted bugs stay plantable: their texts are in the sources, and the tests that must notice them exist."""
+"""Planted bugs stay valid: their texts occur in the sources, and the tests that must notice them exist."""
 
 from __future__ import annotations
 

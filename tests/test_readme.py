@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def run(tmp_path: Path, block: str, *launcher: str) -> str:
-    """Returns what a program of the README prints on a CPU."""
+    """Returns the output of a program of the README on a CPU."""
     (tmp_path / "program.py").write_text(block)
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}

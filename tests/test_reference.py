@@ -1,4 +1,4 @@
-"""The reference is the formula: it agrees with torch's own attention and leaves blind rows at zero."""
+"""The reference is the formula: it agrees with torch's own attention and leaves fully masked rows at zero."""
 
 import math
 

@@ -15,7 +15,7 @@ BATCH, SEQLEN, HEADS, HEADDIM = 2, 5, 3, 16
 
 
 def state_over(q: Tensor, k: Tensor, v: Tensor) -> rf.AttentionState:
-    """The definition, over some keys."""
+    """Returns the state over the keys `k`, computed by its definition."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * (LOG2E / math.sqrt(q.shape[-1]))
     m = s.amax(-1)
     p = torch.exp2(s - m[..., None])
@@ -62,7 +62,7 @@ def test_associativity_within_4_ulp() -> None:
     assert torch.equal(left.m, right.m)
     ulp = torch.finfo(torch.float32).eps
     assert ((left.l - right.l).abs() <= 4 * ulp * right.l).all()
-    size = right.o.abs().amax(-1, keepdim=True)  # of a row: entries cancel, rows do not
+    size = right.o.abs().amax(-1, keepdim=True)  # largest of a row, because single entries may cancel to almost 0
     assert ((left.o - right.o).abs() <= 4 * ulp * size).all()
 
 

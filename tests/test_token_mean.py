@@ -1,4 +1,4 @@
-"""token_mean: one process's loss, gradients and logged figures, under DDP and FSDP2, on any number of ranks."""
+"""token_mean gives one process's loss, gradients and logged figures, under DDP and FSDP2, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks
 
 VOCAB, SEQLEN, STEPS, MICRO_BATCHES = 23, 31, 2, 2
-LAYOUT = "contiguous"  # the prompt's rank has no valid token
+LAYOUT = "contiguous"  # the rank that holds the prompt has no valid token
 
 
 class TinyModel(nn.Module):
-    """A user's own model: one attention layer."""
+    """A user's own model with one attention layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class TinyModel(nn.Module):
         self.qkv, self.head = nn.Linear(32, 96), nn.Linear(32, VOCAB)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: rf.ContextParallel | None) -> Tensor:
-        """The loss of each token."""
+        """Returns the loss of each token."""
         x = self.embed(tokens)
         q, k, v = self.qkv(x).unflatten(-1, (2, 48)).chunk(3, dim=-1)
         if context is None:
@@ -52,7 +52,7 @@ def make_model() -> TinyModel:
 
 
 def make_batches(count: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
-    """Conversations whose labels are on the response alone, of unequal lengths."""
+    """Returns batches of conversations with labels only on the responses, which have unequal lengths."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for index in range(count):
@@ -65,7 +65,7 @@ def make_batches(count: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
 
 
 def alone() -> tuple[list[dict[str, Tensor]], list[float], float]:
-    """Gradients and losses of each window, and the validation loss, of one process that sees everything."""
+    """Returns gradients and losses of each window, and the validation loss, of one process with all the data."""
     model, batches = make_model(), make_batches(STEPS * MICRO_BATCHES + 2)
     gradients, losses = [], []
     for step in range(STEPS):
@@ -85,8 +85,8 @@ def alone() -> tuple[list[dict[str, Tensor]], list[float], float]:
 def parallel(
     model: nn.Module, context: rf.ContextParallel, group: dist.ProcessGroup | None, part: slice
 ) -> tuple[list[dict[str, Tensor]], list[float], float]:
-    """The plain loop of a new user, on this rank's sequences `part` and shards."""
-    # cross_entropy returns a view, which nobody changes here
+    """Runs a user's plain training loop on this rank's shards of the sequences `part`; returns the same as `alone`."""
+    # cross_entropy returns a view; nothing here changes it in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     batches = [(tokens[part], labels[part]) for tokens, labels in make_batches(STEPS * MICRO_BATCHES + 2)]
     shards = [(context.shard(tokens), context.shard(labels)) for tokens, labels in batches]

@@ -1,4 +1,4 @@
-"""A type checker accepts what users are shown, and knows what the calls return."""
+"""A type checker accepts the programs and snippets of the documentation, and infers the types of the calls' results."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from tests.patience import PATIENCE
 
 ROOT = Path(ringflash.__file__).parents[1]
 
-# Pages whose snippets are checked: each page alone, as one program.
+# Pages with snippets to check. The snippets of a page are checked together as one program.
 PAGES = ("README.md", "docs/attention.md", "docs/training.md")
 
-# The names that the snippets of a page take as given.
+# Names that the snippets of a page use without defining them.
 PRELUDE = """
 from typing import assert_type
 
