@@ -1,4 +1,4 @@
-"""flash_attention on the CPU: exact, honest about what it cannot do, and a proper torch operator."""
+"""flash_attention on the CPU: exact, with errors for unsupported calls, and a proper torch operator."""
 
 import math
 from dataclasses import replace
@@ -271,17 +271,17 @@ def test_a_mask_fits_the_keys_where_queries_are_fewer() -> None:
 
 
 def _large(problem: Problem) -> Problem:
-    """Logits of 1e4, all different."""
+    """Returns the problem with logits of 1e4, all different."""
     return replace(problem, q=problem.q * 100, k=problem.k * 30)
 
 
 def _tied(problem: Problem) -> Problem:
-    """Logits of 1e4, equal in each row."""
+    """Returns the problem with logits of 1e4 that are equal in each row."""
     return replace(problem, q=problem.q * 100, k=(problem.k[:, :1] * 30).expand_as(problem.k).contiguous())
 
 
 def _close(problem: Problem) -> Problem:
-    """Logits of 1e4 that differ by a few units."""
+    """Returns the problem with logits of 1e4 that differ by a few units."""
     return replace(problem, q=problem.q.abs() * 100, k=10 + problem.k * 1e-2)
 
 
@@ -289,7 +289,7 @@ def _close(problem: Problem) -> Problem:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("logits", [_large, _tied, _close])
 def test_float32_gradients_at_logits_of_1e4(logits: Any, deterministic: bool, world: int) -> None:
-    """One float32 for lse would change every probability by 5e-4."""
+    """Checks gradients where a single float32 for lse would change every probability by 5e-4."""
     for mask in (None, rf.Causal()):
         problem = logits(Problem.random(seqlen=90, mask=mask, sinks=True))
         options = {"deterministic": deterministic}

@@ -1,4 +1,4 @@
-"""flash_decode in PyTorch: exact, on one device and over ranks, and clear about what it cannot do."""
+"""flash_decode in PyTorch: exact, on one device and over ranks, with clear errors for unsupported calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Decoding:
         return Decoding(q, k, v, given, **{"mask": None, **rest})
 
     def decode(self, **options: Any) -> tuple[Tensor, Tensor]:
-        """Out and lse of flash_decode."""
+        """Returns out and lse of flash_decode."""
         modes = {"softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
         result = rf.flash_decode(
             self.q,
@@ -89,7 +89,7 @@ class Decoding:
         return result
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The plain formula in `dtype`, sequence by sequence, every score in memory."""
+        """Returns out and lse of the plain formula in `dtype`, for one sequence at a time with all scores in memory."""
         outs, lses = [], []
         batch, seqlen_q, nheads, headdim = self.q.shape
         group = nheads // self.k.shape[2]
@@ -120,7 +120,7 @@ class Decoding:
 
 
 def visible(mask: Mask | None, seqlen_q: int, length: int) -> Tensor:
-    """Key by key, from the words of the masks: (seqlen_q, length)."""
+    """Returns the visible keys, bool (seqlen_q, length), computed key by key from the definitions of the masks."""
     seen = torch.ones(seqlen_q, length, dtype=torch.bool)
     for part in mask.parts if mask is not None else ():
         for i in range(seqlen_q):
@@ -142,9 +142,11 @@ def visible(mask: Mask | None, seqlen_q: int, length: int) -> Tensor:
 
 
 def assert_decoded(got: tuple[Tensor, Tensor], problem: Decoding, *, rounding: float = 0.0) -> None:
-    """Out within the bars of its dtype and lse close; rows that see nothing are exactly 0 and -inf.
+    """Checks that out is within the bars of its dtype and lse is close; fully masked rows are exactly 0 and -inf.
 
-    `rounding` is what may always be in float32, in eps: for kernels that compute float32 in float32.
+    Args:
+        rounding: error that float32 results may always have, in eps. It is for kernels that compute float32 in
+            float32.
     """
     out, lse = got
     exact, exact_lse = problem.dense(torch.float64)
@@ -185,7 +187,7 @@ def test_heads(heads: tuple[int, int], headdims: tuple[int, int]) -> None:
 
 
 def modes(nheads: int, batch: int, device: str = "cpu") -> list[dict[str, Any]]:
-    """Ways to score: softcap, sinks and ALiBi, alone and together."""
+    """Returns score modes: softcap, sinks and ALiBi, alone and together."""
     sinks = torch.linspace(-2.0, 3.0, nheads, device=device)
     slopes = 0.5 ** torch.arange(1.0, nheads + 1, device=device)
     by_batch = slopes * torch.arange(1.0, batch + 1, device=device)[:, None]
@@ -255,7 +257,7 @@ SHARDED: list[tuple[int, Mask | None]] = [(1, None), (1, rf.Causal()), (5, None)
 
 
 def _shards(problem: Decoding, world: int, cut: list[list[int]]) -> Decoding:
-    """The sequences' keys cut over ranks, `cut[rank]` keys of each sequence, as virtual ranks hold them."""
+    """Returns the problem with its cache cut over virtual ranks; `cut[rank]` holds the keys per sequence on a rank."""
     capacity = max(map(max, cut)) + 2
     shape = (len(problem.lengths), world * capacity, *problem.k.shape[2:])
     k, v = (torch.full(shape, math.nan, dtype=problem.k.dtype) for _ in range(2))
@@ -363,7 +365,7 @@ def test_torch_compile_and_fake_tensors() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*given), step(*given))
     arguments = (*given[:3], problem.lengths[None], None, None, "", "causal", [], 0.2, 0.0, "auto", -1, 0, [])
-    clean = [torch.nan_to_num(x) for x in arguments[:3]]  # opcheck compares the inputs with themselves
+    clean = [torch.nan_to_num(x) for x in arguments[:3]]  # opcheck compares inputs, and NaN != NaN
     torch.library.opcheck(decode_op.decode, (*clean, *arguments[3:]), test_utils=("test_schema", "test_faketensor"))
 
 

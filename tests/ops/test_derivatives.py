@@ -1,4 +1,4 @@
-"""Attention under torch.func's transforms, and what it refuses: forward mode and second derivatives."""
+"""Attention under torch.func's transforms, and its refusal of forward mode and second derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringflash import reference
 from ringflash.errors import ArgumentError
 from tests.accuracy import as_tensor
 
-# torch's own, when its forward mode is imported.
+# torch warns when its forward mode is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 MASK = rf.Causal() & rf.Documents([0, 2, 6])
@@ -75,7 +75,7 @@ def test_vjp(attention: Attention) -> None:
 @pytest.mark.parametrize("attention", [_flash, _ring])
 def test_jacrev(attention: Attention) -> None:
     inputs = _inputs()
-    first = lambda call: lambda *given: call(*given)[0, 2:4, 0, :2]  # noqa: E731 - few entries: each costs a backward
+    first = lambda call: lambda *given: call(*given)[0, 2:4, 0, :2]  # noqa: E731 - each entry costs a backward
     _assert_same(jacrev(first(attention), (0, 1, 2, 3))(*inputs), jacrev(first(_plain), (0, 1, 2, 3))(*inputs))
 
 
@@ -149,7 +149,7 @@ def test_second_derivatives_are_refused(attention: Attention) -> None:
     with pytest.raises(ArgumentError, match=message):
         grad(lambda q: grad(_scalar(attention))(q, *rest).sum())(q)
     q.requires_grad_()
-    (dq,) = torch.autograd.grad(_scalar(attention)(q, *rest), q, create_graph=True)  # which alone asks for nothing
+    (dq,) = torch.autograd.grad(_scalar(attention)(q, *rest), q, create_graph=True)  # alone no second derivative
     with pytest.raises(ArgumentError, match=message):
         dq.sum().backward()
 

@@ -1,4 +1,4 @@
-"""How many functions of the library a warm call runs; the numbers are written to the test report."""
+"""Number of functions of the library that a warm call runs, written to the test report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors outside of the hops: the peers of the rank that raises do not wait for it until the deadline."""
+"""Errors outside of the hops: when a rank raises, its peers do not wait for it until the deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults import Outcome, call_ring, outcome_of, usual_seconds
 
 WORLD = 3
 DEADLINE = 25.0
-Fault = tuple[Any, str, int, Callable[[], None]]  # what is replaced, its name, at which call, by what
+Fault = tuple[Any, str, int, Callable[[], None]]  # owner, attribute, index of the call, action
 
 
 def _raise() -> None:
@@ -39,7 +39,7 @@ def _refuse() -> None:
 
 @contextmanager
 def _planted(fault: Fault) -> Iterator[None]:
-    """Rank 1 fails where it calls a function of the library."""
+    """Makes rank 1 run the fault's action at one of its calls of a function of the library."""
     owner, name, at, action = fault
     original, calls = getattr(owner, name), iter(range(100))
 
@@ -60,10 +60,10 @@ FORWARD, BACKWARD = 0, 1
 FAULTS: list[Fault] = [
     *((AttentionCall, name, at, _raise) for name in ("kernel_run", "mask_of") for at in (FORWARD, BACKWARD)),
     *((autograd, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
-    *((autograd, "_joined", at, _raise) for at in (0, 2)),  # out; dq
+    *((autograd, "_joined", at, _raise) for at in (0, 2)),  # of out, then of dq
     (AttentionCall, "kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
-    *((schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # an argument that a hop's kernel refuses
+    *((schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # a hop's kernel refuses an argument
 ]
 
 
@@ -73,7 +73,7 @@ def _ring_calls() -> list[Outcome]:
         context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
         with _planted(fault):
             outcome = outcome_of(call_ring, context)
-            if not outcome.kind:  # the peers had all that they needed of this call: the next one tells them
+            if not outcome.kind:  # peers had all data of this call and see the failure in the next
                 outcome = outcome_of(call_ring, context)
         outcomes.append(replace(outcome, usual=usual))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Every mode of attention, exact in float64: alone and combined, under every mask, on one device and on rings."""
+"""Modes of attention, exact in float64: alone and combined, under every mask, on one device and on rings."""
 
 import math
 from typing import Any
@@ -108,7 +108,7 @@ def _lse(given: Problem, context: rf.ContextParallel | None = None) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lse(mode: str) -> None:
-    """It has the sinks, and nothing of dropout."""
+    """Checks that lse includes the sinks and ignores dropout."""
     given = problem(mode, MASKS["sparse"])
     score_config: dict[str, Any] = {"mask": given.mask, "softmax_scale": given.softmax_scale, "softcap": given.softcap}
     expected = reference.attention(
@@ -128,7 +128,7 @@ def test_lse_counts_the_sink_as_a_key() -> None:
 @pytest.mark.parametrize("context", [None, rf.ContextParallel.local(2)])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_that_see_nothing(mode: str, context: rf.ContextParallel | None) -> None:
-    """Output 0, lse -inf and no gradient, with sinks too: a sink takes weight from keys, and there are none."""
+    """Checks output 0, lse -inf and gradient 0 with sinks too: a sink takes weight from keys, and here are no keys."""
     given = problem(mode, rf.KeyPadding([20, 0]) & rf.Documents([0, 20, SEQLEN]))
     out, *grads = given.flash() if context is None else given.ring(context)
     for rows in (out[:, 20:], out[1], grads[0][:, 20:], grads[0][1], *(x[1] for x in grads[1:3])):
@@ -197,7 +197,7 @@ def test_no_dropout_is_none() -> None:
 
 
 def test_what_is_asked_of_torch_holds_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """options.deterministic None follows torch.use_deterministic_algorithms."""
+    """Checks that options.deterministic None follows torch.use_deterministic_algorithms."""
     from ringflash.ops import derivatives
 
     asked: list[bool] = []

@@ -1,4 +1,4 @@
-"""Attention as a torch operator: compiles into one graph, and checkpointing can keep its results."""
+"""Attention as a torch operator: it compiles into one graph, and checkpointing can keep its results."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from ringflash.masks import Mask
 from ringflash.ring import schedule
 from tests.accuracy import as_tensor, rms_of
 
-# torch 2.11's own, when its compiler is imported.
+# torch 2.11 warns when its compiler is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
 
 TWO_RANKS = rf.ContextParallel.local(2, "contiguous")
@@ -49,7 +49,7 @@ def test_compiles_into_one_graph_and_other_documents_reuse_it() -> None:
 
 
 def test_compiles_into_one_graph_on_a_gpu() -> None:
-    """On one that need not be there: tracing looks at what would run on it."""
+    """Needs no GPU: tracing with fake CUDA tensors takes the path of a GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 24, 2, 16, device="cuda", dtype=torch.bfloat16)
         out = torch.compile(flash, backend="eager", fullgraph=True)(q, rf.Causal())
@@ -223,7 +223,7 @@ def test_autocast_is_as_in_torch(autocast: torch.dtype, dtype: torch.dtype, atte
 
 @pytest.mark.parametrize("attention", [_attend, _ring])
 def test_kernels_compute_under_autocast_as_without(attention: Any) -> None:
-    """They are PyTorch themselves on the CPU, and accumulate in more than autocast's dtype."""
+    """Checks that autocast leaves the CPU kernels alone: they are PyTorch code that accumulates in a wider dtype."""
     inputs = _inputs(torch.bfloat16)
     results = []
     for enabled in (False, True):
@@ -238,7 +238,7 @@ def test_autocast_of_what_linear_layers_give() -> None:
     x = torch.randn(2, 9, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         q, k, v = layer(x).view(2, 9, 3, 2, 16).unbind(2)
-        out = rf.flash_attention(q.float(), k, v, mask=rf.Causal())  # a rotary embedding may be in float32
+        out = rf.flash_attention(q.float(), k, v, mask=rf.Causal())  # as from a rotary embedding in float32
     assert as_tensor(out).dtype == torch.bfloat16
     as_tensor(out).float().sum().backward()
     assert layer.weight.grad is not None
