@@ -1,4 +1,4 @@
-"""Balanced layouts: even work, equal tokens, and keys that move no more than that needs."""
+"""Balanced layouts: even work, equal tokens, and no more movement of keys than these need."""
 
 import random
 from itertools import accumulate
@@ -14,7 +14,7 @@ from ringflash.ring.plan import Plan
 from tests.strategies import block_sparse
 
 SEQLEN = 32768
-ALL_MOVE = 1.0  # of the keys, to every other rank
+ALL_MOVE = 1.0  # fraction `moved` when every key moves to every other rank
 
 
 def documents(*lengths: int) -> rf.Documents:
@@ -22,7 +22,7 @@ def documents(*lengths: int) -> rf.Documents:
 
 
 def mixed(count: int, seed: int) -> rf.Documents:
-    """A few long documents and many short ones, as corpora have."""
+    """Returns a few long documents and many short ones, as in real corpora."""
     draw = random.Random(seed)
     sizes = [draw.paretovariate(1.2) for _ in range(count)]
     lengths = [int(size / sum(sizes) * SEQLEN) for size in sizes]
@@ -36,7 +36,7 @@ def plans(mask: Mask, world: int, layout: str = "balanced") -> list[Plan]:
 
 
 def moved(of: list[Plan]) -> float:
-    """Rows sent, of what a ring sends in which all keys reach all ranks."""
+    """Returns the rows sent as a fraction of a ring's rows in which all keys reach all ranks."""
     return sum(plan.rows_sent for plan in of) / (SEQLEN * (len(of) - 1))
 
 
@@ -70,7 +70,7 @@ def test_work_is_even(mask: Mask, most: float, world: int) -> None:
 
 @pytest.mark.parametrize("world", [4, 8])
 def test_sixteen_documents_of_mixed_length(world: int) -> None:
-    """Always even, with half of what a layout moves that does not know them; more only where one document is most."""
+    """Checks even work with about half the rows moved on average; only a dominant document makes a layout move more."""
     sent = []
     for seed in range(20):
         made = plans(rf.Causal() & mixed(16, seed), world)
@@ -80,7 +80,7 @@ def test_sixteen_documents_of_mixed_length(world: int) -> None:
 
 
 def test_documents_that_fit_stay_on_one_rank() -> None:
-    """Whole documents on each rank, in whatever order they come: nothing moves."""
+    """Checks that ranks get whole documents, whatever their order, so that nothing moves."""
     lengths = [SEQLEN // 8, SEQLEN // 16, SEQLEN // 16] * 4
     random.Random(0).shuffle(lengths)
     for world in (2, 4):
@@ -91,7 +91,7 @@ def test_documents_that_fit_stay_on_one_rank() -> None:
 
 
 def test_a_window_is_cut_in_a_row() -> None:
-    """Rows see as much everywhere, and neighbours are all that anyone needs."""
+    """Checks for the contiguous layout: all rows see equally many keys, and ranks need only their neighbours' keys."""
     made = plans(rf.Causal() & rf.SlidingWindow(512), 4)
     assert made[0].layout.chunks == plans(Full(), 4, "contiguous")[0].layout.chunks
     assert [len(plan.hops) for plan in made] == [2] * 4
@@ -103,7 +103,7 @@ def test_causal_is_as_zigzag() -> None:
 
 
 def test_a_long_document_among_short_ones() -> None:
-    """The long one is spread over all ranks, in their order; the short ones even out the tokens."""
+    """Checks a layout that spreads the long document over all ranks and evens out the tokens with the short ones."""
     mask = rf.Causal() & documents(SEQLEN // 2, *[SEQLEN // 32] * 16)
     made = plans(mask, 4)
     assert made[0].balance <= EVEN
@@ -118,14 +118,14 @@ def test_nothing_is_seen() -> None:
 
 
 def test_a_few_rows_do_all_the_work() -> None:
-    """Blocks that one run of queries sees: only dealing spreads them."""
+    """Checks blocks that only one run of queries sees: only dealing small pieces to the ranks spreads their work."""
     blocks = torch.zeros(256, 256, dtype=torch.bool)
     blocks[100:132] = True
     assert plans(rf.BlockSparse(blocks, SEQLEN // 256), 4)[0].balance <= EVEN
 
 
 def test_ranks_are_numbered_in_the_order_that_keys_take() -> None:
-    """Four chunks in a row under a window, given in an order in which keys would pass many ranks."""
+    """Checks a cut into four chunks under a window, numbered so that keys would pass through many ranks."""
     mask, quarter = rf.Causal() & rf.SlidingWindow(512), SEQLEN // 4
     cut = tuple(((index * quarter, (index + 1) * quarter),) for index in (2, 0, 3, 1))
     area = mask.area(SEQLEN, SEQLEN)
@@ -134,17 +134,17 @@ def test_ranks_are_numbered_in_the_order_that_keys_take() -> None:
 
 
 def test_a_ring_waits_where_hops_are_uneven() -> None:
-    """Not where every hop is even, nor where a rank has its work at another hop than its neighbour but as much."""
+    """Checks that no rank waits if each hop is even, or if ranks have equal work at different hops."""
     assert critical_path(torch.full((3, 3), 5)) == pytest.approx(1)
     assert critical_path(torch.zeros(2, 2, dtype=torch.int64)) == 1
     assert critical_path(torch.tensor([[9, 1], [1, 9]])) == pytest.approx(1)
-    # rank 1 has nothing to do before hop 2, for which it waits until rank 0, which passes those keys on, is done with
-    # hop 0: 100 + 99 of a mean of 199 / 3
+    # Rank 1 has work only at hop 2, with keys that rank 0 passes on. Rank 1 waits until rank 0 has finished hop 0, so
+    # the ring takes 100 + 99, against a mean of 199 / 3.
     assert critical_path(torch.tensor([[100, 0, 0], [0, 0, 99], [0, 0, 0]])) == pytest.approx(3)
 
 
 def test_long_documents_are_even_at_every_hop() -> None:
-    """Nobody waits long for anybody, whatever the lengths."""
+    """Checks that ranks wait at most 10% of the mean work for each other, whatever the lengths."""
     for seed in range(10):
         made = plans(rf.Causal() & mixed(16, seed), 4)
         assert made[0].critical_path <= 1.1

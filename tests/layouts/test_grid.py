@@ -1,4 +1,4 @@
-"""Ranks in two dimensions: who splits heads with whom, and who stores what."""
+"""Ranks in two dimensions: the groups that split heads, and the rows that each rank stores."""
 
 import pytest
 import torch

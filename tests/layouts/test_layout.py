@@ -1,4 +1,4 @@
-"""Layouts cut and join exactly, at any length."""
+"""Layouts cut and join sequences exactly, at any length."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +19,7 @@ layouts = st.sampled_from(LAYOUTS)
 
 @st.composite
 def cases(draw: st.DrawFn, most: int = 60) -> tuple[str, int, int, Mask]:
-    """A layout's name, a length, ranks, and a mask that fits."""
+    """Draws a layout's name, a sequence length, a number of ranks, and a mask that fits."""
     world = draw(st.integers(1, 9))
     seqlen = world + draw(st.integers(0, most))
     return draw(layouts), seqlen, world, draw(masks(seqlen))
@@ -39,7 +39,7 @@ def test_every_token_lives_on_one_rank(case: tuple[str, int, int, Mask]) -> None
 @settings(deadline=None)
 @given(case=cases(most=200))
 def test_chunks_rise_and_do_not_touch(case: tuple[str, int, int, Mask]) -> None:
-    """Positions rise through storage, as kernels for intervals need, in as few chunks as there can be."""
+    """Checks that positions rise through storage, as interval kernels need, in the fewest possible chunks."""
     for chunks in make_layout(*case).chunks:
         assert all(chunk.length > 0 for chunk in chunks)
         assert all(before.stop < after.start for before, after in pairwise(chunks))
@@ -54,7 +54,7 @@ def test_contiguous_chunks_differ_by_one() -> None:
 
 
 def test_stripes_go_forwards_and_backwards() -> None:
-    """Of 17 tokens 16 in four rounds; the fifth leaves one token, for the first rank."""
+    """Deals 16 of 17 tokens in four rounds of stripes; the fifth round gives the last token to the first rank."""
     assert make_layout("striped", 17, 2).chunks == (
         (Chunk(0, 2), Chunk(6, 4), Chunk(14, 3)),
         (Chunk(2, 4), Chunk(10, 4)),
@@ -98,7 +98,7 @@ def test_a_shard_owns_its_storage() -> None:
 
 
 def test_layouts_are_values() -> None:
-    """Made once: the same mask made anew gives the same layout."""
+    """Checks that a layout is made only once: an equal new mask gives the same object."""
     for name in LAYOUTS:
         first, second = (make_layout(name, 50, 3, rf.Causal() & rf.Documents([0, 9, 50])) for _ in range(2))
         assert first is second
