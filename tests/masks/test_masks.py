@@ -1,4 +1,4 @@
-"""Masks: their dense form, their bounds, their algebra, and which chunks meet."""
+"""Masks: their dense form, their bounds, their algebra, and the pairs of chunks with visible pairs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.strategies import masks, single_masks
 
 SEQLEN = 40
 
-chunks_q = st.builds(Chunk, start=st.integers(-5, 30), length=st.integers(1, 12))  # before 0: more queries than keys
+chunks_q = st.builds(Chunk, start=st.integers(-5, 30), length=st.integers(1, 12))  # starts < 0: more queries than keys
 chunks_k = st.builds(Chunk, start=st.integers(0, 30), length=st.integers(1, 12))
 
 
@@ -198,7 +198,7 @@ def test_meets_agrees_with_the_dense_mask(chunk_q: Chunk, chunk_k: Chunk, mask: 
 def test_masks_are_values() -> None:
     ends = torch.tensor([0, 4, 9])
     mask = rf.Documents(ends)
-    ends[1] = 5  # a later change of the caller's tensor is not a change of the mask
+    ends[1] = 5  # the mask does not follow a later change of the caller's tensor
     assert mask == rf.Documents([0, 4, 9])
     assert mask != rf.Documents([0, 5, 9])
     assert mask != rf.KeyPadding([0, 4, 9])

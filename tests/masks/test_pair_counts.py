@@ -1,4 +1,4 @@
-"""Counts of visible pairs are those of the dense mask."""
+"""Counts of visible pairs equal the counts in the dense mask."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_pairs_of_each_query(mask: Mask, seqlen_q: int) -> None:
 @settings(deadline=None)
 @given(mask=masks(SEQLEN), owners=st.lists(st.integers(0, 3), min_size=SEQLEN, max_size=SEQLEN))
 def test_pairs_between_ranks(mask: Mask, owners: list[int]) -> None:
-    """Any rank may own any token."""
+    """Checks the counts between ranks for any assignment of tokens to ranks."""
     cut = [[(i, i + 1) for i in range(SEQLEN) if owners[i] == rank] for rank in range(4)]
     held = torch.nn.functional.one_hot(torch.tensor(owners), 4)
     positions = torch.arange(SEQLEN)
@@ -61,7 +61,7 @@ def test_documents_are_components() -> None:
 
 @pytest.mark.parametrize("mask", [rf.SlidingWindow(4096, 0), rf.Causal() & block_sparse(2**20, 4096, 0, 0.1)])
 def test_a_million_tokens(mask: Mask) -> None:
-    """Nothing as large as the square of the length is made."""
+    """Checks a length whose square would not fit into memory."""
     quarter = 2**18
     cut = [[(rank * quarter, (rank + 1) * quarter)] for rank in range(4)]
     pairs = mask.area(2**20, 2**20).between(cut)
@@ -71,7 +71,7 @@ def test_a_million_tokens(mask: Mask) -> None:
 
 @pytest.mark.parametrize("causal", [rf.Causal(), rf.Causal() & rf.KeyPadding([2**20, 2**20])])
 def test_many_stripes_of_many_ranks(causal: Mask) -> None:
-    """4096 stripes, dealt in turn: queries of a stripe see all keys of those before, and half their own."""
+    """Checks 4096 stripes dealt round-robin: queries see all keys of earlier stripes, and half of their own stripe."""
     world, stripe, count = 256, 256, 4096
     cut = [[(i * stripe, (i + 1) * stripe) for i in range(rank, count, world)] for rank in range(world)]
     pairs = causal.area(count * stripe, count * stripe).between(cut)
