@@ -31,12 +31,12 @@ def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytes
     results = [call("a", x + i, None) for i in range(5)]
     for i, result in enumerate(results):
         torch.testing.assert_close(result, 2 * (x + i), rtol=0, atol=0)
-    assert (ran, started) == (["a"] * 2, ["a"] * 4)  # as it is, captured, and replayed
-    torch.testing.assert_close(call("a", x, x.T.contiguous()), x @ x.T)  # another kind: an input more
+    assert (ran, started) == (["a"] * 2, ["a"] * 4)  # run eagerly, captured, then replayed
+    torch.testing.assert_close(call("a", x, x.T.contiguous()), x @ x.T)  # another input makes another key
     assert len(replays) == 1
     call("b", x, None)
     call("b", x, None)
-    assert len(replays) == 1  # of "b": the first kind has gone
+    assert len(replays) == 1  # the graph of "b"; the first graph of "a" was evicted
     call("a", x, None)
     assert ran[-1] == "a"
 
@@ -50,7 +50,7 @@ def test_inputs_share_memory_over_graphs_and_not_in_one() -> None:
     assert again[1] is first[0]
     assert len(memory._known) == 3
     del first
-    assert len(memory._known) == 2  # gone with the last that had it
+    assert len(memory._known) == 2  # freed with its last user
 
 
 def test_copies_are_of_every_dtype() -> None:

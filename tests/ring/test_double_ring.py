@@ -1,4 +1,4 @@
-"""A ring of rings: every pair is computed once, nothing useless moves, and messages may arrive as late as is due."""
+"""A double ring: every pair is computed once, nothing useless moves, and messages may arrive when they are due."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from ringflash.transport.local import LocalNetwork, LocalTransport
 from tests.accuracy import Problem, assert_accurate
 from tests.strategies import masks, modes
 
-SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # ring, inner ring
+SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # (ring, inner ring)
 MASKS = [
     Full(),
     rf.Causal(),
@@ -66,7 +66,7 @@ def test_plans(size: tuple[int, int], layout: str, mask: Mask) -> None:
         for sends, receives in (("far_to", "far_from"), ("send_grad_home", "grad_comes_home")):
             ends = [[getattr(hop, name) for hop in step] for name in (sends, receives)]
             assert len({sum(end is not None and end is not False for end in of) for of in ends}) == 1
-    for plan in plans:  # every revolution in which KV is seen brings its gradient home, but from its own rank
+    for plan in plans:  # each inner pass in which KV is seen returns a gradient, except in the owner's own group
         groups = {q // inner for q in range(world) if mask.meets(chunks[q], chunks[plan.rank])}
         away = groups - {plan.rank // inner}
         assert sum(hop.grad_comes_home is not None and hop.revolution > 0 for hop in plan.hops) == len(away)
@@ -111,7 +111,7 @@ def test_any_mask_and_mode(data: Any, size: tuple[int, int], heads: int, layout:
 
 
 class _LateNetwork(LocalNetwork):
-    """Delivers a message when one of its ends waits for it, no sooner, and shows what is read before."""
+    """A network that delivers a message only when one of its ends waits for it, which exposes premature reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _LateNetwork(LocalNetwork):
         return _LateTransport(self, rank, members)
 
     def deliver(self) -> None:
-        """Not when all have yielded."""
+        """Delivers nothing when all ranks have yielded; `settle` delivers."""
 
     def check_drained(self) -> None:
         assert not self.open, f"nobody waits for {self.open}"
@@ -131,7 +131,7 @@ class _LateNetwork(LocalNetwork):
         sent, awaited = self.routes[route]
         self.open.remove((route, index, sends))
         assert index < len(sent), f"{route} is waited for before it is sent"
-        if sends:  # the sender may write its buffer again
+        if sends:  # from now on the sender may overwrite its buffer
             sent[index] = sent[index].clone()
         else:
             awaited[index].copy_(sent[index])

@@ -1,4 +1,4 @@
-"""Hops grouped into one: exact under every mask and mode, every owner's keys straight to whoever sees them."""
+"""Hops gathered into one: exact under every mask and mode, with keys sent directly from owners to their readers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_repeats_are_bitwise_equal() -> None:
 
 @pytest.mark.parametrize("hops", ["grouped", "auto"])
 def test_where_nothing_travels_it_is_the_ring_bitwise(hops: str) -> None:
-    """A world of one, and documents that ranks have to themselves."""
+    """Checks a world of one rank, and documents that each lie on a single rank."""
     problem = Problem.random(seqlen=150, mask=rf.Causal())
     got = problem.ring(rf.ContextParallel.local(1, hops=hops))
     assert all(map(torch.equal, got, problem.flash()))
@@ -124,7 +124,7 @@ def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.Monk
 
 
 def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass sends one batch of messages each way, from memory that all ranks have alike, and computes once."""
+    """Checks that a pass sends one batch of messages each way, from equal memory on all ranks, and computes once."""
     batches: list[Sequence[Message]] = []
     launches: list[str] = []
     memory: dict[int, list[Tensor]] = {}
@@ -153,7 +153,7 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(batches) == 4 * 3
     assert sorted(launches) == ["backward_dkdv"] * 4 + ["backward_dq"] * 4 + ["forward"] * 4
     assert [len({x.numel() for x in of}) for of in memory.values()] == [1, 1]
-    # What a receiver says of the sender's memory is where it lies there.
+    # The mirror of a receiver has the same offset as the buffer in the sender's memory.
     for batch, owners in ((batches[:4], memory[0][:4]), (batches[8:], memory[1])):
         offsets = [
             {(r, m.peer) if m.sends else (m.peer, r): _offset(m.buffer if m.sends else m.mirror, owners[r])}
@@ -222,13 +222,13 @@ def rows_of(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def test_a_window_moves_the_keys_that_it_shows() -> None:
-    """Of 4096 tokens over four ranks each rank gets the 64 before its own; of a zigzag, the 64 before each part."""
+    """Checks 4096 tokens on four ranks: a rank gets the 64 keys before its chunk, or before each chunk of a zigzag."""
     mask = rf.Causal() & rf.SlidingWindow(64)
     contiguous, zigzag = (plans_of(4, layout, mask, 4096) for layout in ("contiguous", "zigzag"))
     assert [plan.rows_sent for plan in contiguous] == [64, 64, 64, 0]
     assert [plan.rows_sent for plan in zigzag] == [128 - 64, 128, 128, 128 - 64]
     assert "KV of ranks 0, 1 [960, 2048): compute" in str(contiguous[1])
-    padded = mask & rf.KeyPadding([4096, 100])  # one sequence of the batch ends in the first rank
+    padded = mask & rf.KeyPadding([4096, 100])  # one sequence ends within the first rank's rows
     for layout, plans in (("contiguous", contiguous), ("zigzag", zigzag)):
         sent = [plan.rows_sent for plan in plans_of(4, layout, padded, 4096)]
         assert sent == [plan.rows_sent for plan in plans]
@@ -256,7 +256,7 @@ def test_auto_goes_by_the_bytes_that_a_rank_receives() -> None:
     one, two = (rf.ContextParallel.local(world, heads=heads) for world, heads in ((4, 1), (8, 2)))
     row, window = 8 * (128 + 128) * 2, rf.Causal() & rf.SlidingWindow(4096)
     for context, row_bytes in ((one, row), (two, row // 2)):
-        longest = 2**26 // row_bytes  # of four ranks' KV a rank receives three
+        longest = 2**26 // row_bytes  # a rank receives the KV of the three other ranks
         assert context.plan(rf.Causal(), longest, row_bytes=row_bytes).grouped
         assert not context.plan(rf.Causal(), longest + 8, row_bytes=row_bytes).grouped
         assert context.plan(window, 2**20, row_bytes=row_bytes).grouped
@@ -281,7 +281,7 @@ def test_what_is_refused() -> None:
 
 
 def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:
-    """Shards of results, ranks that ask for different hops, and a rank that raises in mid-exchange."""
+    """Returns shards of results, the error of ranks that disagree on hops, and outcomes of a failure in an exchange."""
     results: list[Tensor] = []
     for layout in LAYOUTS:
         context = rf.ContextParallel(dist.group.WORLD, layout, hops="grouped", debug=layout == "zigzag")
@@ -297,7 +297,7 @@ def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:
     with pytest.raises(RankMismatch) as caught:
         call_ring(context)
     outcomes = []
-    for step in (0, 1):  # the forward, the backward
+    for step in (0, 1):  # in the forward, in the backward
         context = rf.ContextParallel(dist.group.WORLD, timeout=20.0, hops="grouped")
         with planted(step, raise_out_of_memory):
             outcomes.append(outcome_of(call_ring, context))
@@ -306,7 +306,7 @@ def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:
 
 
 def test_on_processes() -> None:
-    """The same bits as on virtual ranks; named errors."""
+    """Checks for the same bits as on virtual ranks, and for named errors."""
     by_rank = run_ranks(3, _on_processes)
     shards = [iter(results) for results, _, _ in by_rank]
     for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Plans: every pair that meets is computed once, sends match receives, nothing useless moves, counts are exact."""
+"""Plans: every visible pair is computed once, sends match receives, nothing useless moves, counts are exact."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_sends_match_receives(world: int, layout: str, mask: Mask) -> None:
 @settings(deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), mask=masks(SEQLEN), world=st.integers(1, 7))
 def test_the_last_stop_of_keys_reads_them(layout: str, mask: Mask, world: int) -> None:
-    """KV is on no rank past the last that sees any of it, and in every rank before."""
+    """Checks that KV reaches every rank up to the last rank that sees some of it, and no rank beyond."""
     plans = plans_of(world, layout, mask)
     for owner in range(world):
         stops = [plans[(owner + h) % world].hops[h] for h in range(len(plans[0].hops))]
@@ -107,7 +107,7 @@ def test_windows_and_documents_cut_hops_short() -> None:
 
 
 def test_keys_pass_through_ranks_that_see_none_of_them() -> None:
-    """Rows 48 to 63 see the first 16 keys alone: they pass ranks 1 and 2."""
+    """Lets rows 48 to 63 see the first 16 keys besides their own: these keys pass through ranks 1 and 2."""
     blocks = torch.eye(4, dtype=torch.bool)
     blocks[3, 0] = True
     plans = plans_of(4, "contiguous", rf.BlockSparse(blocks, 16), seqlen=64)
@@ -122,7 +122,7 @@ def test_bytes_count_keys_and_values() -> None:
 
 
 def test_gradients_follow_their_keys_and_return_home() -> None:
-    """Three hops carry on what three hops brought, and one brings it home."""
+    """Counts the rows of three transfers of a gradient along the ring, and of one return to the owner."""
     plan = plans_of(4, "zigzag", rf.Causal(), seqlen=64)[0]
     assert plan.gradient_rows_sent == 48 + 16
     row = 2 * 8 * 128

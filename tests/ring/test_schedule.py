@@ -1,4 +1,4 @@
-"""ring_attention on virtual ranks: every layout, mask and world size gives the single-device result."""
+"""ring_attention on virtual ranks gives the single-device result for every layout, mask and world size."""
 
 import math
 from typing import Any
@@ -95,7 +95,7 @@ def test_every_mask_in_every_layout(mask: Mask | None, layout: str, world: int) 
 
 
 def _on_processes() -> list[list[Tensor]]:
-    """out, dq, dk and dv of every layout and mask; q, k and v are the same leaves on every rank."""
+    """Returns out, dq, dk and dv of every layout and mask; all ranks have equal leaves, so gradients are averaged."""
     results = []
     for layout in LAYOUTS:
         context = rf.ContextParallel(dist.group.WORLD, layout)
@@ -117,7 +117,7 @@ def test_every_mask_in_every_layout_on_processes(world: int) -> None:
 
 
 def _balanced_misuse() -> list[str]:
-    """Ranks that unshard under masks that differ, and under none."""
+    """Returns the errors of unsharding with masks that differ by rank, with no mask, and with a mask that cannot fit."""
     context = rf.ContextParallel(dist.group.WORLD, "balanced")
     shard = context.shard(torch.zeros(1, 20), mask=rf.Causal())
     with pytest.raises(RankMismatch) as differ:
@@ -157,7 +157,7 @@ def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.Monk
 
 
 def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank holds beside its own tensors does not grow with the world."""
+    """Checks that a rank's buffers do not grow with the world size."""
     allocated: list[int] = []
     original = ring._PairBuffer.__init__
 
@@ -168,7 +168,7 @@ def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ring._PairBuffer, "__init__", counting)
     problem = Problem.random(seqlen=64, mask=rf.Causal())
     problem.ring(rf.ContextParallel.local(8))
-    per_rank = 2 + 2 + 2 + 1  # KV forward, KV backward, gradients travelling, gradient coming home
+    per_rank = 2 + 2 + 2 + 1  # KV forward, KV backward, travelling gradients, own gradient on return
     assert allocated == [8] * len(allocated)
     assert len(allocated) == 8 * per_rank
 
@@ -226,7 +226,7 @@ def test_an_input_changed_after_the_forward_is_noticed() -> None:
 
 
 def test_a_dead_context_in_the_backward_is_none() -> None:
-    """The context may go out of scope between forward and backward."""
+    """Checks that the context may go out of scope between forward and backward."""
     q = torch.randn(1, 8, 1, 16, requires_grad=True)
     out = as_tensor(rf.ring_attention(q, q, q, rf.ContextParallel.local(2), mask=rf.Causal()))
     out.sum().backward()

@@ -1,4 +1,4 @@
-"""Heads split over ranks, beside a ring: the single-device result for every mask, mode and ratio of heads."""
+"""Heads split over ranks, with and without a ring: the single-device result for every mask, mode and ratio of heads."""
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ def test_accuracy(dtype: torch.dtype, grid: tuple[int, int], heads: tuple[int, i
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("grid", [(1, 4), (2, 4)])
 def test_gradients_of_a_shared_head_are_rounded_once(grid: tuple[int, int], deterministic: bool) -> None:
-    """Four ranks have a share of each: their sum in bfloat16 would err more than one rounding of what one rank has."""
+    """Checks that four ranks' shares of a head's gradient are summed before rounding: bfloat16 sums would err more."""
     given = Problem.random(seqlen=160, heads=(16, 2), dtype=torch.bfloat16)
     alone = given.flash(deterministic=deterministic)
     split = given.ring(context_of(grid), deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""Numbers worked by hand: tiles of an online softmax, a causal one tile by tile, and a tree of tokens."""
+"""Numbers worked by hand: two tiles of an online softmax, causal attention tile by tile, and a tree of tokens."""
 
 import math
 
@@ -28,11 +28,11 @@ CAUSAL_K = [[0.3, 0.7], [0.6, 0.2], [-0.1, 0.8], [0.4, -0.3], [0.9, 0.1], [0.2, 
 CAUSAL_V = [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]]
 CAUSAL_OUT = [[1.0, 0.0], [0.4489, 0.5511], [0.5436, 0.4564], [0.5855, 0.4145], [0.5063, 0.4937], [0.5244, 0.4756]]
 
-NINE = (-1, 0, 1, 1, 2, 2, 3, 3, 4)  # A to I
+NINE = (-1, 0, 1, 1, 2, 2, 3, 3, 4)  # parents of tokens A to I
 
 
 def tensor(rows: list[list[float]], headdim: int = 0) -> Tensor:
-    """(1, rows, 1, headdim), zeros in what is added."""
+    """Returns `rows` as (1, rows, 1, headdim), padded with zeros."""
     x = torch.tensor(rows)
     return pad(x, (0, max(0, headdim - x.shape[1])))[None, :, None]
 
@@ -40,7 +40,10 @@ def tensor(rows: list[list[float]], headdim: int = 0) -> Tensor:
 def tile(
     state: rf.AttentionState, q: Tensor, k: Tensor, v: Tensor, at: tuple[int, int], mask: Mask, scale: float, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Continues `state` over a tile whose first query and key stand `at` these positions; out and lse of the last."""
+    """Continues `state` over a tile and returns out and lse, which are written by the last tile.
+
+    `at` has the positions of the tile's first query and first key.
+    """
     q_chunk, k_chunk = (Chunk(start, x.shape[1]) for start, x in zip(at, (q, k), strict=True))
     out, lse = torch.zeros(1, q.shape[1], 1, v.shape[3]), torch.zeros(1, 1, q.shape[1])
     tile_problem = TileProblem((q_chunk,), (k_chunk,), mask, ScoreConfig(scale))
@@ -52,7 +55,7 @@ def test_two_tiles_of_an_online_softmax() -> None:
     q, k, v = tensor([Q]), tensor(K), tensor(V)
     state = rf.AttentionState.empty(1, 1, 1, 4)
     tile(state, q, k[:, :4], v[:, :4], (7, 0), Full(), 1.0, last=False)
-    assert state.m.item() * LN2 == pytest.approx(4.0, abs=1e-6)  # the state's maximum is in base 2
+    assert state.m.item() * LN2 == pytest.approx(4.0, abs=1e-6)  # the state's maximum is scaled for base 2
     assert state.l.item() == pytest.approx(1.320, abs=5.1e-4)
     assert state.o.flatten().tolist() == pytest.approx([0.641, 2.185, 1.135, 1.420], abs=5.1e-4)
     out, lse = tile(state, q, k[:, 4:], v[:, 4:], (7, 4), Full(), 1.0, last=True)
@@ -74,7 +77,7 @@ def test_two_tiles_that_are_merged() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_two_tiles_by_the_public_function(backend: str) -> None:
-    """Headdim 4 in 16: zeros add nothing to a score, and the scale is given."""
+    """Pads headdim 4 to 16 with zeros, which add nothing to a score; softmax_scale is given explicitly."""
     device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
     q, k, v = (tensor(x, 16).to(device) for x in ([Q], K, V))
     options = rf.AttentionOptions(backend=backend)
@@ -109,7 +112,7 @@ def test_causal_on_rings(backend: str, world: int) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_the_tree_of_nine_tokens(backend: str) -> None:
-    """Scores of 0 weigh what a token sees alike: values that are the identity show the mask's rows."""
+    """Shows the mask's rows: scores of 0 give equal weights to the visible tokens, and the values are the identity."""
     device = "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
     q, v = torch.zeros(1, 9, 1, 16, device=device), torch.eye(9, 16, device=device)[None, :, None]
     options = rf.AttentionOptions(backend=backend)
