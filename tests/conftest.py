@@ -16,7 +16,7 @@ torch.set_num_threads(1)  # several processes share the cores
 
 
 def _patch_the_language_once() -> None:
-    """Patches Triton's language once. The interpreter does so at each call of a device function, a third of its time."""
+    """Patches Triton's language once: the interpreter does so at each device function call, a third of its time."""
     from triton import language
     from triton.runtime import interpreter
 

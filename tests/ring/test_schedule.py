@@ -117,7 +117,7 @@ def test_every_mask_in_every_layout_on_processes(world: int) -> None:
 
 
 def _balanced_misuse() -> list[str]:
-    """Returns the errors of unsharding with masks that differ by rank, with no mask, and with a mask that cannot fit."""
+    """Returns the errors of unsharding with masks that differ by rank, without a mask, and with one that cannot fit."""
     context = rf.ContextParallel(dist.group.WORLD, "balanced")
     shard = context.shard(torch.zeros(1, 20), mask=rf.Causal())
     with pytest.raises(RankMismatch) as differ:
