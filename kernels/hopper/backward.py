@@ -1,21 +1,24 @@
 """Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added tile by tile to a float32 sum.
 
 A program owns 128 keys of one KV head at a time, 64 for each of two consumer warpgroups. It streams the queries of all
-heads of the group that see these keys. Tiles that need a mask come first, or all tiles run from the last to the first.
-Tiles of dQ are added in any order, or in a fixed order that gives the same bits in every run.
+heads of the group that see these keys. Tiles of queries that need a mask come first, or all tiles run from the last to
+the first (`DESCENDING`). Tiles of dQ are added in any order, or in a fixed order that gives the same bits in every run
+(`ORDERED`). `pipeline.py` explains rings, their uses and the tile queue.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
 (batch, nheads, seqlen_q). `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are
-computed transposed, S^T = k q^T - lse / softmax_scale, and likewise dP^T = v dout^T - delta. The lse and delta terms
-initialise the accumulators of these matmuls, or are added to their results:
+computed transposed:
 
-    P = 2^(S softmax_scale log2 e), dS = P * dP, dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
+    S^T = k q^T, P = 2^((softmax_scale S - lse) log2 e), dP^T = v dout^T - delta, dS = P * dP
+    dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
+
+With `PRELOADED`, -lse / softmax_scale and -delta initialise the accumulators of S^T and dP^T. Otherwise -lse log2 e is
+added to the scaled S, and -delta to the result of v dout^T.
 
 P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups: dS passes through shared
 memory, and dq is multiplied one tile late, one half by each consumer. Two more warps add dq to global memory, each
 every other tile.
-Source: FlashAttention-3 (Shah et al. 2024), section B, with the tiles and the order of matmuls that were measured best
-on an H200.
+Source: FlashAttention-3 (Shah et al. 2024), section B, with tiles and an order of matmuls measured best on an H200.
 """
 
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -79,7 +82,7 @@ from ringflash.state import LOG2E
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of the inputs; those of -lse and -delta have one number for each of `padded` rows of a head."""
+    """TMA descriptors of the inputs; -lse, scaled as above, and -delta have `padded` rows a head, one number each."""
 
     q: Any
     dout: Any
@@ -93,9 +96,9 @@ class Inputs(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory: rings of the inputs, of dS, of dq and of tiles.
 
-    `numbers` holds -lse and -delta of the rows in the stages of q and dout. A stage of `ds` has two halves, one from
-    each consumer. Its empty barriers are not used: a consumer that writes dS(i + 2) has finished reading dS(i). `parts`
-    is the memory of `ds` again, as buffers for dk and dv on their way to global memory.
+    `numbers` holds -lse for each stage of q, then -delta for each stage of dout. A stage of `ds` has two halves, one
+    from each consumer. Its empty barriers are not used: a consumer that writes dS(i + 2) has finished reading dS(i).
+    `parts` is the memory of `ds` again, as buffers for dk and dv on their way to global memory.
     """
 
     q: Any
@@ -139,7 +142,7 @@ AHEAD = gl.constexpr(3)  # tiles of queries left to copy when the producer asks 
 
 @gluon.jit
 def _fill_with(ring, i, descriptor, at, numbers, vector, number):
-    """Like `fill`, but also copies the numbers of the tile's rows, on the same full barrier."""
+    """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from index `number` on."""
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
     mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
@@ -149,14 +152,14 @@ def _fill_with(ring, i, descriptor, at, numbers, vector, number):
 
 @gluon.jit
 def _number(place, member, row, heads, padded, kind):
-    """Returns the index of a row of head `member` of the group, where each head has `padded` rows."""
+    """Returns the index in -lse and -delta of a row of head `member` of the group: each head has `padded` rows."""
     head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
     return head * padded + row
 
 
 @gluon.jit
 def _visit(place, i, kind):
-    """Returns the `i`-th tile of queries to process, and its head in the group."""
+    """Returns the `i`-th tile of queries to process, and its head in the group: `i` counts from 0 for each `place`."""
     if kind.DESCENDING:
         n, member = visit_from_end(place, i, kind.GROUP, kind.BY_HEADS)
     else:
@@ -180,7 +183,7 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
 def load_warp(inputs, shared, prefetch, heads, kind):
     """Runs the producer warp: copies k and v of each tile of keys, and the queries that see them, to shared memory."""
     queries = 0  # tiles of queries so far: uses of the rings q and dout
-    taken = 0
+    taken = 0  # tiles of keys so far: uses of the tile queue, and half the uses of the rings k and v
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
@@ -238,7 +241,7 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 def _pass_dq(C: gl.constexpr, dq, i, ring):
     """Writes half `C` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
     use = i * 2 + C
-    wait_empty(ring, use + 2)  # waits for use - 2 of the buffer, which has the barriers of use + 2
+    wait_empty(ring, use + 2)  # of use - 2, four before use + 2: this half of tile i - 1, in the same buffer
     ring.buffers.index(C).store(arranged(dq))
     fence_async_shared()
     mbarrier.arrive(full_barrier(ring, use), count=1)
@@ -246,7 +249,7 @@ def _pass_dq(C: gl.constexpr, dq, i, ring):
 
 @gluon.jit
 def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
-    """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of the rows of tile `i`, not before a volatile move of `i`."""
+    """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of tile `i`. An `i` from `opaque_index` delays the load."""
     return shared.numbers.index(FIRST + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))
 
 
@@ -254,9 +257,10 @@ def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
 def _step(
     C: gl.constexpr, i, row, dk, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind
 ):
-    """Adds tile `i` of queries, from `row` on, to (dk, dv), and computes dq of tile i - 1.
+    """Adds tile `i` of queries to (dk, dv), and computes half `C` of dq of tile i - 1. `i` is a use of q, dout and ds.
 
-    `BEGINS` marks the first tile of queries for these keys. Then there is no such dq left to compute.
+    `row` is the tile's first query, used only if MASKED. `BEGINS` marks the first tile of queries for these keys: any
+    tile i - 1 belongs to earlier keys, and `mma_warpgroup` has computed its dq.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
@@ -300,7 +304,7 @@ def _step(
     if not BEGINS:
         dq = _start_dq(C, i - 1, shared, kind)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        dv = warpgroup_mma_wait(3, deps=[dv])
+        dv = warpgroup_mma_wait(3, deps=[dv])  # the three later matmuls are two of dq and one of dk
         release(shared.dout, i)
         dq = warpgroup_mma_wait(1, deps=[dq])
         _pass_dq(C, dq, i - 1, shared.dq)
@@ -317,7 +321,7 @@ def _step(
 def _leave_keys(ring):
     """Releases both buffers of k or v. Each consumer reads both buffers of k, for dq; v is released in the same way."""
     for c in gl.static_range(2):
-        release(ring, c)
+        release(ring, c)  # all uses taken * 2 + c have stage c
 
 
 @gluon.jit
@@ -351,7 +355,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
             HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads processed at each tile
             end, next_visit = begin, begin + 1
-            for _ in range(kind.GROUP // HEADS):
+            for _ in range(kind.GROUP // HEADS):  # uses [begin_full, end_full) of each pass need no mask
                 begin_full = end
                 end += (place.end - place.begin) * HEADS
                 end_full = end
@@ -383,7 +387,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             _leave_keys(shared.v)
             _leave_keys(shared.k)
             tma.store_wait(0)  # its gradients use the buffers of the previous ones
-        done = pop_tile(shared.tile_queue, taken)
+        done = pop_tile(shared.tile_queue, taken)  # the same tile again, instead of keeping it in registers
         release(shared.tile_queue, taken)
         taken += 1
         place = pop_tile(shared.tile_queue, taken)  # now: its bounds load while the gradients are stored
@@ -397,6 +401,8 @@ def _backward_kernel(
     q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
     softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, heads_per_wave, kind,
 ):  # fmt: skip
+    # `dq` is the descriptor of the float32 sum. The order of barriers is q, dout, k, v, prefetch, tile queue, dq, ds:
+    # of each ring the full barriers, then as many empty ones.
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
@@ -430,8 +436,8 @@ def _backward_kernel(
             (_add, (0, dq, turns, shared, heads, padded, kind)),
             (_add, (1, dq, turns, shared, heads, padded, kind)),
         ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
+        [4, 1, 1, 1, 1],  # warps of each role but the first, which runs in the launch's own four
+        [240, 24, 24, 24, 24],  # registers of a thread in these roles
     )
 
 
@@ -456,12 +462,12 @@ def backward(
     config = backward_config(headdim)
     in_turns = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
     view = rows_view(dq.tiles(problem.score_config.softmax_scale, in_turns=in_turns), *HALF)
-    ordered = dq.counters is not None
+    ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
     known = intervals(
         problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
     )
     group = nheads // nheads_kv
-    streamed = 2 * seqlen_q * headdim * q.itemsize * group
+    streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
     waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded

@@ -245,7 +245,7 @@ def _get(tile_queue, at):
 
 @gluon.jit
 def pop_tile(tile_queue, i):
-    """Waits for use `i` of the tile queue and returns its `Place`, without releasing the stage.
+    """Waits for use `i` of the tile queue and returns its `Place`. It only reads: nothing leaves the queue.
 
     The caller releases the stage when it has finished the tile. Until then it may call this again, which is cheaper
     than keeping the `Place` in registers.

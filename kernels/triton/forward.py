@@ -1,8 +1,24 @@
 """Forward of one hop in Triton: continues the online softmax of a state over the keys of the hop.
 
+A hop computes the queries of a rank against the keys that the rank holds at one step of a ring. The first hop that
+computes begins with an empty state (`FIRST`), and the last one writes out and lse instead of the state (`LAST`). A call
+without a ring is one hop, first and last at once.
+
 Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, seqlen_k, nheads_kv, headdim); v with headdim_v; out (batch,
 seqlen_q, nheads, headdim_v); m, l of the state and lse (batch, nheads, seqlen_q); o of the state as out, float32. A
-program owns BLOCK_M queries of one head.
+program owns a tile of BLOCK_M queries of one head. It processes tiles of BLOCK_N keys, chunk by chunk: a chunk is a
+range of consecutive positions that a rank stores together.
+
+Arguments that the kernel and `_attend` share:
+
+    k, v                 the tensors as `Streamed`; in `_attend` one chunk of one head, as `Stream`
+    k_tiles, v_tiles     TMA descriptors of k and v, None unless kind.ACCELERATED
+    schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
+    scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
+    kind                 compile-time constants (`tiles.py`); MASK is FULL (0), CAUSAL, TABLE or LISTED (3)
+
+Rows are counted in the storage of a sequence on this rank, positions in the whole sequence. A tile of keys is given by
+its first key `n`, counted from the first row of its chunk.
 
 With s the scores times log2(e): m' = max(m, rowmax s), l' = l 2^(m-m') + rowsum 2^(s-m'),
 O' = O 2^(m-m') + 2^(s-m') v. Source: FlashAttention-2 (Dao 2023), algorithm 1, in base 2.
@@ -39,7 +55,10 @@ from ringflash.state import AttentionState
 
 
 class Results(NamedTuple):
-    """Targets of a hop's results, all contiguous: out and lse, or the state, which the hop also reads."""
+    """Tensors that a hop writes, all contiguous: out and lse if LAST, else m, l and o of the state.
+
+    Unless FIRST, the hop also reads m, l and o.
+    """
 
     m: Any
     l: Any  # noqa: E741
@@ -70,17 +89,20 @@ def _attend(
     head,
     kind,
 ):
-    """Adds the keys of one chunk to (acc, m, l)."""
-    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
+    """Returns (acc, m, l) after the keys of one chunk: the unnormalised output, and each row's maximum and sum.
+
+    `bounds` are the lo, hi and bit row of each query. `slope` is the head's ALiBi slope.
+    """
+    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
     lo, hi, bit_row = bounds
     for i in tl.range(span.begin, span.end, STEP):
         n, masked = tile_at(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
-        inside = columns < span.met_end
+        inside = columns < span.met_end  # from there on, no query of the hop sees a key of the chunk
         k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
         s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         keys = (span.start + columns)[None, :]
-        s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)
+        s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
         if masked:
             s = apply_mask(
                 s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
@@ -90,7 +112,7 @@ def _attend(
         origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without keys so far, -inf minus -inf is NaN
         p = tl.exp2(s * unit - origin[:, None])
         rescale = tl.exp2(m - origin)
-        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741 - the sum is of all weights, before dropout
         if kind.DROPOUT:
             p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
         acc = acc * rescale[:, None]
@@ -121,6 +143,7 @@ def _forward_kernel(
     LAST: tl.constexpr,
     kind,
 ):
+    # Programs of one head are consecutive. `ntiles` counts the tiles of queries of a head, `nchunks` chunks of keys.
     seed = Seed(seed_low, seed_high)
     program = tl.program_id(0)
     tile = program % ntiles
@@ -128,7 +151,7 @@ def _forward_kernel(
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
     head_kv = head // kind.GROUP
-    row, left, position = load_tile_info(schedule, tile)
+    row, left, position = load_tile_info(schedule, tile)  # `left`: rows from `row` to the end of the chunk of queries
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows  # index into m, l and lse
@@ -193,7 +216,7 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """Runs one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    """Launches one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
