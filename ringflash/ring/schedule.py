@@ -1,7 +1,12 @@
-"""The executor of a plan on one rank: exchange -> tile kernel -> state, forward and backward.
+"""The executor of a ring's plan on one rank: exchange -> tile kernel -> state, forward and backward.
 
-Each pass is a generator that yields before it waits for messages. With a process group the generator simply runs to
-its end; the local transport runs the generators of all virtual ranks in lockstep.
+`ring.ulysses` calls `forward` and `backward_from_delta`; for a grouped plan it calls those of `ring.gathered` instead.
+Each pass (a whole forward or backward) is a generator that yields before it waits for messages. With a process group
+the generator simply runs to its end; the local transport runs the generators of all virtual ranks in lockstep. All
+ranks have the same number of hops, so they yield equally often.
+
+In a double ring, an inner pass is a full pass of KV around the inner ring: see `ring.double_ring`. Pictures of both
+passes hop by hop are in docs/internals/schedule.md.
 """
 
 from __future__ import annotations
@@ -26,7 +31,14 @@ _FAR_KV, _FAR_GRADIENT = FAR, FAR + 1
 
 @dataclass(frozen=True)
 class KernelRun:
-    """Kernels of a pass, with the settings common to all hops and a cache that lasts from hop to hop."""
+    """Kernels of a pass, with the settings common to all hops.
+
+    Args:
+        kernels: the backend's tile kernels.
+        score_config: parameters of scores and weights.
+        deterministic: whether gradients must be bitwise repeatable.
+        cache: values that kernels keep from one hop of the pass for the next.
+    """
 
     kernels: TileKernels
     score_config: ScoreConfig
@@ -34,24 +46,33 @@ class KernelRun:
     cache: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def problem(self, plan: Plan, hop: Hop) -> TileProblem:
-        """Returns the queries and keys of `hop`, with the mask and score settings that kernels need."""
+        """Returns the positions of the queries and keys at `hop`, with the mask and score settings for the kernels."""
         return TileProblem(plan.q_chunks, plan.owner_chunks(hop), plan.mask, self.score_config, self.cache)
 
     def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
-        """Returns whether one kernel computes dq, dk and dv of a backward of `hops` hops.
+        """Returns whether one kernel computes dq, dk and dv at each hop, instead of one for dq and one for dk and dv.
 
-        Each hop is taken to have as many keys as `v` has rows.
+        The choice is made once for a backward of `hops` hops. It assumes that every hop has as many keys as `v` has
+        rows.
         """
         deterministic = self.deterministic
         return self.kernels.fuses_dq(q, v, plan.mask, self.score_config, hops=hops, deterministic=deterministic)
 
     def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
-        """Returns the accumulator to which that kernel adds dq over `hops` hops."""
+        """Returns the accumulator to which the one kernel of `single_pass` adds dq over `hops` hops."""
         return self.kernels.new_dq(q, hops=hops, deterministic=self.deterministic)
 
 
 class _PairBuffer:
-    """Storage of keys and values, or of their gradients, as one message; each is (batch, rows, nheads_kv, headdim)."""
+    """Storage of keys and values, or of their gradients, as one message; each is (batch, rows, nheads_kv, headdim).
+
+    Args:
+        like: keys and values with the batch, heads and headdims of the pair; their number of rows may differ.
+        max_rows: rows of the longest message.
+        dtype: dtype of the storage.
+        transport: allocates the storage under `slot`; None allocates ordinary memory.
+        slot: (channel, number of the buffer), as in `Transport.allocate`.
+    """
 
     def __init__(
         self,
@@ -67,7 +88,7 @@ class _PairBuffer:
         self._widths = batch * first[0] * first[1], batch * second[0] * second[1]
         self._rows = max_rows
         numel = max_rows * sum(self._widths)
-        if transport is None:  # no message is sent from this buffer
+        if transport is None:  # only the symmetric transport must allocate what it sends, and it has no double rings
             self._storage = like[0].new_empty(numel, dtype=dtype)
         else:
             self._storage = transport.allocate(slot, numel, like[0], dtype)
@@ -112,6 +133,7 @@ class _KVRing:
         self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (KV, i)) for i in range(count)]
         self._moving_far: object = None
         first = plan.hops[0]
+        # Hop 0 computes with the caller's own tensors; they are copied to a buffer only to be sent.
         if first.send_kv or first.far_to is not None:
             for target, source in zip(self._buffers[self._slot(first)].pair(k.shape[1]), self._own, strict=True):
                 target.copy_(source)
@@ -130,13 +152,17 @@ class _KVRing:
         return self._buffers[self._slot(hop)].message(self._plan.layout.length(owner))
 
     def start(self, hop: Hop) -> object:
-        """Starts to send the KV of `hop` on, and to receive the KV of the next hop."""
+        """Starts to send the KV of `hop` on, and to receive the KV of the next hop.
+
+        In a double ring, also starts the far messages of an inner pass. Returns the handle of the other messages.
+        """
         messages = []
         if hop.send_kv:
             buffer = self._message(hop, hop.owner)
             messages.append(Message(self._plan.next_rank, buffer, KV, sends=True, hop=hop.index))
         if hop.receive_kv:
             following = self._plan.hops[hop.index + 1]
+            # The sender is at `hop`, so its message lies in the buffer that every rank uses at `hop`.
             buffer, mirror = (self._message(at, following.owner) for at in (following, hop))
             source = self._plan.previous_rank
             messages.append(Message(source, buffer, KV, sends=False, hop=hop.index, mirror=mirror))
@@ -161,9 +187,10 @@ class _KVRing:
 
 
 class _GradientRing:
-    """dK and dV in the state's dtype, which follow their KV one hop behind and return to its owner from its last stop.
+    """dK and dV of the KV that moves around the ring, in `dtype`: the state's dtype unless the ring has one rank.
 
-    In a double ring one gradient returns from each inner pass, and the owner adds them up.
+    A gradient follows its KV one hop behind. From the last stop of the KV it returns to the owner. In a double ring one
+    gradient returns from each inner pass, and the owner adds them up.
     """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
@@ -207,9 +234,10 @@ class _GradientRing:
             messages.append(Message(plan.next_rank, self._message(done, done.owner), GRADIENT, sends=True, hop=h))
         if done.receive_kv:
             following = plan.hops[h + 1]
+            # The sender's gradient of hop `done` lies in the buffer that every rank uses at `done`.
             buffer, mirror = (self._message(at, following.owner) for at in (following, done))
             messages.append(Message(plan.previous_rank, buffer, GRADIENT, sends=False, hop=h, mirror=mirror))
-        far = done.revolution > 0
+        far = done.revolution > 0  # the KV's owner is in another group, and so is the sender of this rank's gradient
         channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
         if done.send_grad_home:
             homewards.append(Message(done.owner, self._message(done, done.owner), channel, sends=True, hop=h))
@@ -229,7 +257,10 @@ class _GradientRing:
         return self._transport.start(messages)
 
     def finish(self, at: Hop | None, moving: object) -> None:
-        """Waits for the messages `moving` of `start_after`, and for gradients due from earlier inner passes.
+        """Waits for the messages `moving` of `start_after`.
+
+        At the last hop of an inner pass, also waits for the gradients that earlier inner passes return to this rank,
+        and adds them to its own. After the last hop of all, waits for all of them.
 
         Args:
             at: the current hop; None after the last one.
@@ -243,7 +274,10 @@ class _GradientRing:
                     total += share
 
     def own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns the finished dK and dV of this rank's own KV in `dtype`, in separate storages."""
+        """Returns the finished dK and dV of this rank's own KV in `dtype`.
+
+        They have separate storages, because results of a custom operator may not alias each other.
+        """
         assert self._own is not None
         dk, dv = (gradient.to(dtype) for gradient in self._own)
         return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
@@ -274,7 +308,7 @@ def forward(
     if not computed:
         out.zero_()
         lse.fill_(-torch.inf)
-    state = None
+    state = None  # the kernel of a single hop writes out and lse at once
     if len(computed) > 1:
         dtype = kernel_run.kernels.state_dtype(q.dtype)
         state = AttentionState.allocate(batch, seqlen, nheads, v.shape[3], device=q.device, dtype=dtype)
@@ -312,11 +346,13 @@ def backward_from_delta(
     """Computes the gradients of `forward`: dq, dk and dv in the shapes of q, k and v.
 
     delta = rowsum(dout * out) - dlse, and `lse` covers the keys of the whole ring. Both are contiguous, and the rows of
-    `dout` are dense. With `wide_kv` dk and dv are in the state's dtype, else in the dtype of k.
+    `dout` are dense. dk and dv are in the dtype of k. With `wide_kv` they are in the state's dtype, because the caller
+    still adds the shares of ranks that have the same KV head.
 
-    dq stays on this rank in the state's dtype. At each hop a kernel runs while the gradient of the hop's KV arrives.
-    With separate kernels that is the dQ kernel, and the dK/dV kernel then adds to the received gradient. With one
-    kernel for all three gradients, its dk and dv are added to the received gradient afterwards.
+    dq stays on this rank. Over several ranks it adds up in the state's dtype, and after the last hop it is rounded to
+    the dtype of q. At each hop a kernel runs while the gradient of the hop's KV arrives. With separate kernels the dQ
+    kernel runs then, and the dK/dV kernel adds to the received gradient afterwards. With one kernel for all three
+    gradients (`KernelRun.single_pass`), its dk and dv are added to the received gradient afterwards.
     """
     kernels = kernel_run.kernels
     wide = kernels.state_dtype(q.dtype)
@@ -367,17 +403,17 @@ def backward_from_delta(
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates uninitialised storage for the results of `forward`."""
+    """Allocates uninitialised storage for out and lse, the results of `forward`."""
     batch, seqlen, nheads, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=lse_dtype(q.dtype))
     return q.new_empty((batch, seqlen, nheads, v.shape[3])), lse
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """Returns dsinks = sum over rows of exp(sink - lse) * -delta, (nheads,); empty without sinks.
+    """Returns dsinks = sum over this rank's rows of exp(sink - lse) * -delta, (nheads,); empty without sinks.
 
-    A sink is a key without a value, so the gradient of its score is its weight times -delta. Fully masked rows have no
-    sink.
+    The shares of other ranks are not added. A sink is a key without a value, so the gradient of its score is its weight
+    times -delta. Fully masked rows have no sink.
     """
     if sinks is None:
         return lse.new_empty(0)
