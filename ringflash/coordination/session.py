@@ -1,4 +1,10 @@
-"""The control plane of a context: ranks agree through small exchanges between CPUs before any data moves."""
+"""The control plane of a context: ranks agree through small exchanges between CPUs before any data moves.
+
+Every rank posts a row of integers that describes its call, and compares the rows of all ranks. If they differ, every
+rank raises RankMismatch, and none waits for messages that never come. `coordination.words` carries the integers, and
+`coordination.failures` ends the wait for a rank that does not answer. Attention calls `agree_on` through
+`ContextParallel.agree_on`.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +27,14 @@ from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashE
 
 Field = int | float | str
 T = TypeVar("T")
-# The first integer that a rank posts: it waits for the other ranks, has raised, or continues without waiting.
+# The first integer that a rank posts: it waits for the other ranks, has raised, or continues without waiting. A row is
+# (_OK, *fields), (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length.
 _OK, _FAILED, _AHEAD = range(3)
 _KEPT = 256  # calls that are cached
 
 
 def _word(value: Field) -> int:
+    # The integer that stands for a field in a row: the checksum of a text, or the bits of a float.
     if isinstance(value, str):
         return zlib.crc32(value.encode())
     if isinstance(value, float):
@@ -41,7 +49,10 @@ def outlier_ranks(values: Sequence[int]) -> list[int]:
 
 
 def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...)."""
+    """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...); over `group` itself.
+
+    `ControlPlane.stack` uses this for device tensors.
+    """
     everyone = x.new_empty((dist.get_world_size(group), *x.shape))
     dist.all_gather(list(everyone.unbind(0)), x, group=group)
     return everyone
@@ -92,13 +103,13 @@ class ControlPlane:
     """Agreement between the ranks of `group`.
 
     Args:
-        group: the group of the ranks; device tensors travel over it.
-        gloo: a gloo group of the same ranks in the same order, which the ring owns. CPU tensors and texts always travel
-            over it, and integers until `share_words`.
+        group: the group of the ranks; device tensors travel over it, and all tensors of `sum`.
+        gloo: a gloo group of the same ranks in the same order, which the ring owns. Texts and the CPU tensors of
+            `stack` and `gather` always travel over it, and integers until `share_words`.
         faults: ends a wait with an error if a rank does not answer.
         optimistic: a call that ranks agreed on before continues without waiting, as if all ranks had posted the same
             values again. The next call checks this assumption. Meant for messages that GPUs wait for, because launches
-            would otherwise wait for the network.
+            would otherwise wait for the network. `ContextParallel(fixed_lengths=True)` asks for it.
     """
 
     def __init__(
@@ -106,6 +117,7 @@ class ControlPlane:
     ) -> None:
         self._data, self.faults, self._runs_ahead = group, faults, optimistic
         self._calls: dict[Hashable, _Call] = {}
+        # The last call if it continued without waiting, as the arguments of `_checked`.
         self._unsettled: tuple[_Call, Callable[[], Rows], Callable[[list[int]], Any]] | None = None
         self._over_gloo = GlooWords(gloo, faults)
         self._words: Words = self._over_gloo
@@ -114,7 +126,8 @@ class ControlPlane:
     def share_words(self) -> None:
         """Exchanges integers through shared memory from now on, if all ranks are on one host; a collective.
 
-        Each process must be able to see the end of the others, because shared memory has no connection that closes.
+        `faults.identities` must be set before. Each process must be able to see the end of the others, because shared
+        memory has no connection that closes.
         """
         if self.world_size > 1 and processes.together(self.faults.identities):
             self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
@@ -134,6 +147,9 @@ class ControlPlane:
 
     def agree(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
         """Compares all `fields` except the integer field `free` over all ranks, and returns each rank's `free` value.
+
+        For example, `agree({"nheads": 8, "seqlen": rows}, free="seqlen")` returns [100, 99] on both of two ranks if
+        `rows` is 100 on rank 0 and 99 on rank 1. Calls with known values are cached, as in `agree_on`.
 
         Raises:
             RankMismatch: on every rank, when a field differs.
@@ -158,8 +174,8 @@ class ControlPlane:
             kind: key of the call; `fields` and `then` depend on nothing else.
             fields: returns the fields.
             free: name of the free field, as in `agree`.
-            then: computes the result from each rank's value of the free field. Its errors are not cached: every later
-                call with these values raises again.
+            then: computes the result from each rank's value of the free field. It may run again for the same values.
+                Its errors are not cached: every later call with these values raises again.
 
         Returns:
             The result of `then`.
@@ -182,7 +198,7 @@ class ControlPlane:
         self._calls.clear()  # not only their `agreed`, which `_settle` would set again for an unsettled call
 
     def _called(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _Call:
-        """Returns a call of a new kind, which it caches."""
+        """Makes the `_Call` of a new kind and caches it; a full cache is emptied first."""
         if len(self._calls) == _KEPT:
             self._calls.clear()
         call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
@@ -195,7 +211,13 @@ class ControlPlane:
             self._checked(*unsettled)
 
     def _checked(self, call: _Call, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
-        """Returns the result of `agree_on`, once all ranks have posted their integers."""
+        """Returns the result of `agree_on`, once all ranks have posted their integers.
+
+        Args:
+            call: this rank's call.
+            everyone: waits for the integers of all ranks and returns them.
+            then: as in `agree_on`.
+        """
         table = everyone()
         if call.agreed is None or table != call.agreed.table:
             values = self._compared(call, table)
@@ -204,7 +226,8 @@ class ControlPlane:
 
     def _compared(self, call: _Call, table: Rows) -> list[int]:
         """Compares the integers of all ranks and returns the result of `agree`."""
-        # Ranks that continued without waiting learn of an error in their next call, or from their watch.
+        # If a rank continued without waiting, no rank exchanges texts: errors go through `faults`, which ends the ring.
+        # That rank learns of an error in its next call, or from the thread that watches its GPU (`coordination.watch`).
         ahead = any(row[0] == _AHEAD for row in table)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
@@ -226,7 +249,7 @@ class ControlPlane:
         wrong = [
             r for r, row in enumerate(table) if row[0] == _AHEAD and row[len(call.fields) + 1] != _word(str(result))
         ]
-        if wrong:
+        if wrong:  # these ranks continued with a result for other values of the free field
             texts = [f"{value}{', of another whole' * (r in wrong)}" for r, value in enumerate(result)]
             error = RankMismatch(call.free, texts, wrong, rank=self.rank)
             self.faults.raised(error)
@@ -234,7 +257,11 @@ class ControlPlane:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Announces to ranks that are about to agree that this rank raised `error`, so that they raise too."""
+        """Announces to ranks that are about to agree that this rank raised `error`, so that they raise too.
+
+        This takes the place of the rank's own post in their agreement. If a rank has continued without waiting, the
+        ring breaks.
+        """
         with suppress(RingflashError):  # `error` takes precedence over failures of other ranks
             self.check_alive()
             table = self._exchange([_FAILED])
@@ -245,7 +272,13 @@ class ControlPlane:
                 self._texts(f"{type(error).__name__}: {error}\n{trace}")
 
     def compare(self, field: str, text: str, own: str) -> None:
-        """Raises RankMismatch on every rank, with each rank's `own`, unless all ranks pass the same `text`."""
+        """Raises RankMismatch on every rank unless all ranks pass the same `text`.
+
+        Args:
+            field: name of the compared value, for the error.
+            text: the compared value.
+            own: text that the error shows for this rank; `text` may be longer, and is not shown.
+        """
         digests = [row[1] for row in self._exchange([_OK, _word(text)])]
         if len(set(digests)) > 1:
             raise RankMismatch(field, self._texts(own), outlier_ranks(digests), rank=self.rank)
@@ -280,7 +313,7 @@ class ControlPlane:
         return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum of `x` over all ranks."""
+        """Returns the sum of `x` over all ranks. CPU tensors also travel over the data group here, not over gloo's."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._data)
         return total
