@@ -52,23 +52,27 @@ class RingAttentionStrategy(ShardedStrategy):
     """Context parallelism x data parallelism, with FSDP2 over all ranks or over replicated groups of ranks.
 
     A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group.
-    `batch_to_device` cuts this rank's shard from it. `training_step` returns `context.token_mean(...).loss`, or the
-    local sum of token losses / `num_valid_tokens`. The strategy sums gradients over all ranks. Over an accumulation
-    window it weights each micro-batch by its valid tokens, so that an optimizer step sees the gradient of
+    `batch_to_device` cuts this rank's shard from it. The module's `training_step` returns
+    `context.token_mean(...).loss`, or the local sum of token losses / `num_valid_tokens`. The strategy sums gradients
+    over all ranks. An accumulation window is the micro-batches of one optimizer step. The strategy weights each
+    micro-batch by its valid tokens, so that an optimizer step sees the gradient of
 
         sum of the window's token losses / number of the window's valid tokens.
+
+    The number of a window's tokens is known only after its last micro-batch. `backward` therefore weights micro-batch i
+    by valid_i / valid_0, and `optimizer_step` multiplies the sum of gradients by valid_0 / sum(valid_i).
 
     The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
     sharded. With several micro-batches the gradients are reduced after each micro-batch, which keeps them sharded.
 
     Args:
         context_parallel_size: ranks that share a sequence; "auto": all ranks that `data_parallel_size` leaves.
-        data_parallel_size: sequences in flight; "auto": all ranks that `context_parallel_size` leaves, 1 when both are
-            auto.
+        data_parallel_size: number of context-parallel groups, each with batches of its own; "auto": all ranks that
+            `context_parallel_size` leaves, 1 when both are auto.
         layout: cut of the sequence: "zigzag" or "striped" (even causal work) or "contiguous".
         transport: transport of keys and values, as in `rf.ContextParallel`.
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
-        timeout: limit of a collective; a timedelta or seconds.
+        timeout: limit of a collective, and of the wait for other ranks' checkpoint files; a timedelta or seconds.
         replicate_size: number of copies of the weights. Neighbouring ranks form a group that holds one copy, sharded
             within the group (HSDP). With one group a host, FSDP sends only gradients between hosts. 1 shards over all
             ranks.
@@ -113,7 +117,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
-        self._window: list[Tensor] = []
+        self._window: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
         self._warned_of_repeats = False
         self._shutdown: Shutdown | None = None
 
@@ -121,8 +125,8 @@ class RingAttentionStrategy(ShardedStrategy):
     def context(self) -> rf.ContextParallel:
         """Context-parallel group and layout; available after the strategy has set up its environment.
 
-        User code that calls it with sequences of another length than the batch's must call `context.forget_lengths()`
-        first.
+        User code must call `context.forget_lengths()` before it passes the context with sequences of another length
+        than the batch's.
         """
         if self._context is None:
             raise RuntimeError("The context exists only after the strategy has set up its environment.")
@@ -155,7 +159,8 @@ class RingAttentionStrategy(ShardedStrategy):
         # Skips ModelParallelStrategy.setup_environment, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
-            # Destroys the group at exit, not at teardown: `validate` may follow `fit` on the same sharded weights.
+            # This strategy makes the group, and so destroys it: at exit, not at teardown, because `validate` may follow
+            # `fit` on the same sharded weights. The program destroys a group that it made itself.
             self._shutdown = Shutdown()
         self._setup_distributed()
         shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
@@ -182,7 +187,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 fixed_lengths=True,  # within one batch: see `batch_to_device`
                 cuda_graphs=self._cuda_graphs,
             )
-            self._context.gradients = "sum"
+            self._context.gradients = "sum"  # `setup` makes FSDP sum gradients, and `token_mean` scales its loss for it
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -191,6 +196,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._window = []
         assert self.model is not None
         assert self.lightning_module is not None
+        # `token_mean` then refuses a window's `num_valid_tokens`, because `backward` weights the window.
         self.context.weighs_windows = self.lightning_module.automatic_optimization
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
@@ -215,13 +221,15 @@ class RingAttentionStrategy(ShardedStrategy):
         super().on_exception(exception)
 
     def _is_agreed(self, error: BaseException) -> bool:
+        # All ranks raise Preempted after the same step, so a checkpoint can still be saved; see `ShardedStrategy`.
         return isinstance(error, Preempted)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Returns this rank's shard of a batch of whole sequences.
 
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
-        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. Entries named in `shard_keys` are
+        "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. `num_valid_tokens` counts the
+        labels other than -100 in this micro-batch over all ranks, each sequence once. Entries named in `shard_keys` are
         cut too; other entries are only moved to the device.
         The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into the
         whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
@@ -249,7 +257,7 @@ class RingAttentionStrategy(ShardedStrategy):
         seqlen = moved["input_ids"].shape[1]
         for name in cut_keys(batch, self._shard_keys):
             moved[name] = self.context.shard(moved[name], dim=1)
-        self.context.forget_lengths()
+        self.context.forget_lengths()  # this batch may have another length than the last one
         if cu_seqlens is None:
             moved["position_ids"] = self.context.positions(seqlen, device=device)
         else:
@@ -266,7 +274,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 `num_valid_tokens`. Such a loss does not give the gradient of the mean over all ranks.
         """
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
-        self.restore_random()
+        self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # Lightning zeroes gradients here
             self._window = []
@@ -295,7 +303,7 @@ class RingAttentionStrategy(ShardedStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a micro-batch's backward, weighted by its valid tokens relative to the window's first micro-batch."""
+        """Runs a micro-batch's backward, weighted by its valid tokens / those of the window's first micro-batch."""
         assert self.lightning_module is not None
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         if micro_batches > 1 and self.lightning_module.automatic_optimization:
@@ -311,7 +319,11 @@ class RingAttentionStrategy(ShardedStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps on the window's token mean. Gradients are final before any hook or clipping sees them."""
+        """Steps on the window's token mean. Gradients are final before any hook or clipping sees them.
+
+        With automatic optimization Lightning calls this at the last micro-batch of a window. `closure` then runs that
+        micro-batch's training step and backward.
+        """
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -320,16 +332,18 @@ class RingAttentionStrategy(ShardedStrategy):
 
         def closure_then_rescale() -> Any:
             result = closure()
-            if micro_batches > 1:  # the last window of an epoch may hold fewer
+            if micro_batches > 1:
                 self._rescale(optimizer)
             return result
 
         return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
 
     def _reference(self) -> Tensor:
+        # Valid tokens of the window's first micro-batch; all gradients of the window are relative to this number.
         return self._window[0].clamp(min=1)
 
     def _rescale(self, optimizer: Optimizer) -> None:
+        # The last window of an epoch may hold fewer micro-batches than `accumulate_grad_batches`.
         total = torch.stack(self._window).sum().clamp(min=1)
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
@@ -376,6 +390,8 @@ def _checked_keys(shard_keys: Sequence[str]) -> tuple[str, ...]:
 
 def sum_gradients(model: torch.nn.Module) -> None:
     """Makes FSDP sum gradients over the ranks; its default divides them by the number of ranks.
+
+    `setup` calls this, and so can training loops without this strategy.
 
     Raises:
         ConfigError: a parameter is not sharded; it would get no gradient from other ranks, and norm clipping would be
