@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 import time
 import weakref
@@ -19,15 +20,17 @@ from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
 from tests.patience import PATIENCE
 
-Counts = tuple[int, int]  # descriptors, threads
-SLACK = 4
+Counts = tuple[int, int, int]  # descriptors, threads, MiB of resident memory
+SLACK = (4, 4, 16)
 
 
 def _counts() -> Counts:
     for thread in threading.enumerate():
         if thread.name == "ringflash-gloo" and thread is not threading.current_thread():
             thread.join(0.05)  # one that was told to end; those of open contexts stay
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    memory = pages * resource.getpagesize() >> 20
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir())), memory
 
 
 def _new_group(closes: bool) -> None:
@@ -56,10 +59,10 @@ def _broken_ring() -> None:
 def _soak() -> list[tuple[Counts, Counts]]:
     """Counts after a few repetitions of each kind, and after many."""
     actions: list[tuple[int, Callable[[int], None]]] = [
-        (40, lambda _: _new_group(closes=True)),
-        (40, lambda _: _new_group(closes=False)),
-        (40, _timeouts),
-        (15, lambda _: _broken_ring()),
+        (60, lambda _: _new_group(closes=True)),
+        (60, lambda _: _new_group(closes=False)),
+        (60, _timeouts),
+        (20, lambda _: _broken_ring()),
     ]
     results = []
     for times, action in actions:
@@ -73,13 +76,17 @@ def _soak() -> list[tuple[Counts, Counts]]:
     return results
 
 
+def _is_level(before: Counts, after: Counts) -> bool:
+    return all(x <= y + slack for x, y, slack in zip(after, before, SLACK, strict=True))
+
+
 def _settled(before: Counts) -> Counts:
     """Counts once connections have closed, which a broken ring's threads do by themselves; what leaks never settles."""
     give_up = time.monotonic() + PATIENCE / 4
     while True:
         gc.collect()
         after = _counts()
-        level = all(x <= y + SLACK for x, y in zip(after, before, strict=True)) or time.monotonic() > give_up
+        level = _is_level(before, after) or time.monotonic() > give_up
         every = torch.tensor(level)
         dist.all_reduce(every, dist.ReduceOp.MIN)  # ranks wait together, else one would run into its group's timeout
         if every:
@@ -87,11 +94,10 @@ def _settled(before: Counts) -> Counts:
         time.sleep(0.1)
 
 
-def test_descriptors_and_threads_stay_level() -> None:
+def test_descriptors_threads_and_memory_stay_level_over_200_contexts() -> None:
     for results in run_ranks(2, _soak):
         for before, after in results:
-            assert after[0] <= before[0] + SLACK, results  # 40 contexts took 150 descriptors or more
-            assert after[1] <= before[1] + SLACK, results
+            assert _is_level(before, after), results  # 40 contexts that leak took 150 descriptors or more
 
 
 def _alive_after_a_failure(hop: int) -> int:
