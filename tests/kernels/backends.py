@@ -1,4 +1,4 @@
-"""Which kernels the tests of the Triton kernels run: those, and on sm_90 the Hopper kernels too."""
+"""Backends in the tests of the Triton kernels: on sm_90 these tests run the Hopper kernels too."""
 
 import torch
 
@@ -8,5 +8,5 @@ GPU_BACKENDS: list[str] = ["triton"]
 if torch.cuda.is_available() and backend.why_not(torch.device("cuda")) is None:
     GPU_BACKENDS.append("hopper")
 
-# For tests of one dtype: the Hopper kernels would leave float32 to Triton's.
+# Dtype of a backend in tests with one dtype. The Hopper backend would pass float32 on to the Triton kernels.
 DTYPE_OF = {"triton": torch.float32, "hopper": torch.bfloat16}

@@ -1,21 +1,21 @@
-"""Runs a few small cases of `test_widths` for compute-sanitizer, which finds accesses outside of an allocation.
+"""Small cases of `test_widths` for compute-sanitizer, which finds accesses outside of an allocation.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.kernels.memcheck [part of a name ...]
 
-Every tensor is an allocation of its own here: in torch's cached blocks most accesses outside of a tensor stay unseen.
-Results are compared with float64 too; the process ends with 1 when one is wrong.
+Here every tensor is its own allocation, because most accesses outside of a tensor stay unnoticed in torch's cached
+blocks. Results are compared with float64 too. The exit code is 1 if a result is wrong.
 """
 
 import os
 import sys
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch starts
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
 
 from tests.kernels.backends import GPU_BACKENDS
 from tests.kernels.test_widths import EQUAL, NAMED, NAMED_DECODE
 
 DEFAULT = ("24/16-v-in-rows-of-24", "24/16-v-in-rows-of-25", "40/24", "40/24-v-in-rows-of-25", "40/16-sharded")
-N_EQUAL = 2  # of these, in each backend
+N_EQUAL = 2  # cases of equal widths in each backend
 
 
 def main(names: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Which backward "auto" takes on sm_90; no kernel runs."""
+"""Choice of the backward by backend "auto" on sm_90; no kernel runs."""
 
 from itertools import product
 
@@ -36,12 +36,12 @@ PLAIN = ScoreConfig(softmax_scale=0.125)
         (128, 1, 1024, 1024, 8, False),
         (128, 1, 1024, 1024, 16, True),
         (128, 64, 128, 128, 16, True),
-        (64, 1000, 64, 64, 16, False),  # half a tile
+        (64, 1000, 64, 64, 16, False),  # at most half a tile of rows
         (128, 1000, 64, 64, 16, True),
         (64, 8, 16, 1024, 16, True),
         (64, 1, 1024, 16, 8, False),
-        (64, 1, 4096, 4096, 1, True),  # of so many tokens none was measured as little
-        (192, 2, 4096, 4096, 16, False),  # not for sm_90's
+        (64, 1, 4096, 4096, 1, True),  # more rows than any measured case of little work
+        (192, 2, 4096, 4096, 16, False),  # too wide for the Hopper backward
     ],
 )
 def test_a_backward_of_little_work_is_two_kernels(
@@ -100,7 +100,7 @@ def test_a_grouped_ring_asks_with_the_keys_that_it_gathered(monkeypatch: pytest.
 def test_short_sequences_within_the_bars(
     headdim: int, heads: tuple[int, int], mask: Mask | None, deterministic: bool
 ) -> None:
-    """The forward and what its backward reads may be of other kernels."""
+    """Checks calls in which the backward may run in another backend than the forward that it continues."""
     problem = Problem.random(seqlen=500, heads=heads, headdim=headdim, dtype=torch.bfloat16, mask=mask, device=DEVICE)
     assert_accurate(problem.flash(deterministic=deterministic), problem, rounding=ROUNDING)
     for hops in ("ring", "grouped"):

@@ -30,7 +30,7 @@ def test_recent_tables_are_kept() -> None:
 
 
 def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their memory would be the next table's, while kernels that read them may still be queued."""
+    """Checks that dropped tables stay allocated: the next table would reuse memory that queued kernels still read."""
     through, capturing = [False], [False]
 
     class Event:
@@ -57,9 +57,9 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_a_cuda_graph_gives_the_same_bits(backend: str, mask: Mask | None) -> None:
-    """Also when many other calls have come between, whose tables take the place of those that it reads."""
+    """Checks a replay after many other calls, which replace the graph's tables in the cache."""
     given = Problem.random(seqlen=500, headdim=64, dtype=DTYPE_OF[backend], mask=mask, device=DEVICE)
-    expected = given.flash(backend=backend, deterministic=True)  # compiles, and uploads tables
+    expected = given.flash(backend=backend, deterministic=True)  # compiles and uploads tables before the capture
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,7 +79,7 @@ def test_a_cuda_graph_gives_the_same_bits(backend: str, mask: Mask | None) -> No
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs")
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # of the capture that was broken off
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # from the aborted capture
 def test_tables_are_made_before_a_capture() -> None:
     given = Problem.random(seqlen=333, headdim=64, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE)
     given.flash()

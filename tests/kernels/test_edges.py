@@ -1,4 +1,4 @@
-"""What once went wrong at the edges of the kernels."""
+"""Regression tests of cases at the edges of the kernels."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.strategies import block_sparse
 def test_a_short_tile_of_keys_under_very_negative_scores(
     backend: str, seqlen_q: int, mask: rf.Causal | None, deterministic: bool
 ) -> None:
-    """Keys past the end score 0, which beside scores of -200 would be an infinite weight."""
+    """Checks that keys past the end get no weight: their score of 0 against scores of -200 would weigh infinitely."""
     dtype = DTYPE_OF[backend]
     given = Problem.random(seqlen=(seqlen_q, 33), heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
     given.q.abs_().mul_(10)
@@ -82,7 +82,7 @@ def test_a_nan_that_a_row_sees_reaches_a_decoded_lse(backend: str, sinks: bool, 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("mask", [None, block_sparse(90, 16, seed=0, density=0.5)])
 def test_equal_float32_scores_of_1e4(mask: Mask | None, deterministic: bool) -> None:
-    """Products of whole numbers are exact in any order, so that only lse can change a probability."""
+    """Checks the precision of lse: products of whole numbers are exact in any order, so only lse can cause an error."""
     given = Problem.random(seqlen=90, batch=1, heads=(2, 1), headdim=16, softmax_scale=1 / 64, mask=mask, device=DEVICE)
     q, k = ((x * 150).round() for x in (given.q, given.k))
     given = replace(given, q=q, k=k[:, :1].expand_as(k).contiguous())

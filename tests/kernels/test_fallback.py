@@ -1,4 +1,4 @@
-"""Messages about slower kernels; versions and capabilities are faked, and no kernel runs."""
+"""Messages about slower kernels, with faked versions and capabilities; no kernel runs."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ from ringflash.kernels.select import _in_triton
 from ringflash.kernels.triton import backend as portable
 from tests.kernels.hopper.test_backend import KNOWN, UNKNOWN, Call, call, calls, run_backward, run_forward
 
-__all__ = ["calls"]  # a fixture
+__all__ = ["calls"]  # re-exports a fixture
 
 LOGGER = "ringflash.kernels"
 
 
 @pytest.fixture(autouse=True)
 def messages(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged from here on, as in a new process."""
+    """Returns the messages logged from now on, with the once-only reports reset as in a new process."""
     for report in (fallback.report_device, fallback.report_feature):
         report.cache_clear()
     caplog.set_level(logging.INFO, LOGGER)
@@ -31,7 +31,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA device of capability 9.0 that no kernel is launched on."""
+    """Fakes a CUDA device of capability 9.0; no kernel is launched on it."""
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)

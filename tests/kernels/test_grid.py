@@ -1,4 +1,4 @@
-"""The grid of heads, headdims, lengths and dtypes that FlashAttention is tested with; on a GPU."""
+"""The grid of heads, headdims, lengths and dtypes from FlashAttention's own tests; on a GPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.triton.test_backend import DEVICE, GPU, ROUNDING
 
 pytestmark = [
     pytest.mark.skipif(not GPU, reason="hours in the interpreter"),
-    pytest.mark.timeout(900),  # kernels are compiled first
+    pytest.mark.timeout(900),  # includes the compilation of kernels
 ]
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -34,7 +34,7 @@ LENGTHS = [
 
 
 def draws_of(seqlen: tuple[int, int]) -> int:
-    """Problems whose errors are pooled: of few numbers the largest error, ours or plain attention's, is chance."""
+    """Returns the number of problems to pool errors over: among few numbers, the largest error is chance."""
     return 16 if max(seqlen) <= 640 else 4
 
 

@@ -1,4 +1,4 @@
-"""What the portable kernels are told of a mask, against its dense form."""
+"""Mask tables of the Triton kernels, compared with the dense masks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ listed = masks(SEQLEN).filter(lambda mask: mask.bitmap() is not None)
 
 @st.composite
 def hops(draw: st.DrawFn) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Chunks of queries and of keys: a hop of a ring, or more or fewer queries than keys on one device."""
+    """Draws chunks of queries and keys: a hop of a ring, or one device with more or fewer queries than keys."""
     if draw(st.booleans()):
         seqlen_q = draw(st.integers(1, SEQLEN + 20))
         return (Chunk(SEQLEN - seqlen_q, seqlen_q),), (Chunk(0, SEQLEN),)
@@ -31,7 +31,7 @@ def hops(draw: st.DrawFn) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
 
 
 def tiles_of(chunks: tuple[Chunk, ...], block: int) -> list[tuple[int, int, Tensor]]:
-    """For each tile its chunk, its first row there and its positions."""
+    """Returns for each tile its chunk's index, its first row in the chunk, and its positions."""
     return [
         (c, begin, torch.arange(chunk.start + begin, min(chunk.start + begin + block, chunk.stop)))
         for c, chunk in enumerate(chunks)
@@ -40,7 +40,7 @@ def tiles_of(chunks: tuple[Chunk, ...], block: int) -> list[tuple[int, int, Tens
 
 
 def lists(given: Visits, sequence: int, own: int, chunk: int) -> tuple[list[int], list[int]]:
-    """The tiles that count as full, and the others."""
+    """Returns the full tiles of a list, and the partial tiles."""
     full, partial, end = given.ranges[min(sequence, given.ranges.shape[0] - 1), own, chunk].tolist()
     return given.tiles[full:partial].tolist(), given.tiles[partial:end].tolist()
 
@@ -104,7 +104,7 @@ def test_loads_are_even_where_tiles_are_whole_and_their_queries_see_alike(
 def shown(
     programs: Programs, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]], block_m: int, block_n: int, by_keys: bool
 ) -> Tensor:
-    """The pairs that a launch counts by the rules of the kernels: bool (batch or 1, seqlen_q, seqlen_k), in storage."""
+    """Returns the pairs that the kernels treat as visible: bool (batch or 1, seqlen_q, seqlen_k), in storage order."""
     rows, keys = (positions(chunks, "cpu") for chunks in hop)
     seen = torch.ones(1, len(rows), len(keys), dtype=torch.bool)
     if programs.kind == CAUSAL:
@@ -127,7 +127,7 @@ def shown(
 
 
 def documents(seqlen: int, block: int) -> st.SearchStrategy[Mask]:
-    """Causal ones, each of whole blocks."""
+    """Returns a strategy for causal documents that consist of whole blocks."""
     borders = st.sets(st.integers(1, seqlen // block), max_size=3)
     return borders.map(lambda inner: rf.Causal() & rf.Documents(sorted({0, seqlen} | {block * i for i in inner})))
 
@@ -141,7 +141,7 @@ def test_spans_and_rules_show_the_dense_mask(data: st.DataObject, block_m: int, 
     dense = mask.dense(*(positions(chunks, "cpu") for chunks in hop))
     got = shown(programs, hop, block_m, block_n, by_keys)
     assert torch.equal(*torch.broadcast_tensors(got, dense))
-    if by_keys and programs.kind == CAUSAL and programs.bounds.kind == TABLE:  # keys that nobody sees are not masked
+    if by_keys and programs.kind == CAUSAL and programs.bounds.kind == TABLE:  # its kernels do not mask unseen keys
         position, count = programs.places[:, 3], programs.places[:, 2]
         meets = (programs.spans[..., 0] < programs.spans[..., 3]).any(2)
         assert (position + count <= programs.bounds.hull[:, 1:])[meets].all()
@@ -215,7 +215,7 @@ def test_lists_of_a_mask_that_shows_nothing() -> None:
     chunks = (Chunk(0, 90),)
     got = visits(rf.BlockSparse(torch.zeros(2, 2, dtype=torch.bool), 64), chunks, chunks, 32, 32, CPU, False)
     assert got.ranges.eq(0).all()
-    assert got.tiles.numel() == 1  # a pointer that is valid
+    assert got.tiles.numel() == 1  # kernels need a valid pointer
 
 
 @settings(deadline=None, max_examples=80)

@@ -1,4 +1,4 @@
-"""Every backend under every mask: drawn compositions, padding that holds NaN, tiles that see nothing."""
+"""Every backend under every mask: random compositions, padding that holds NaN, fully masked tiles."""
 
 import math
 
@@ -27,7 +27,7 @@ EXAMPLES: list[Mask] = [
     rf.Causal() & block_sparse(203, 7, seed=1, density=0.6),
     rf.Tree([-1, 0, 1, 1, 2, 2, 3, 3, 4], start=194),
 ]
-# What a kernel sees of a mask does not depend on its tensors' dtype, whose own paths two of them take.
+# A kernel reads a mask in the same way for every dtype. Two masks suffice to run the code paths of each dtype.
 CASES = [(mask, dtype) for i, mask in enumerate(EXAMPLES) for dtype in (DTYPES if GPU or i in (4, 5) else DTYPES[:1])]
 
 NOTHING_FROM_66 = rf.BlockSparse(torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]).bool(), 22)
@@ -55,7 +55,7 @@ def test_kernels_agree_with_eager(backend: str, mask: Mask, world: int, layout: 
     problem = Problem.random(seqlen=SEQLEN, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
     context = rf.ContextParallel.local(world, layout)
     most = max(map(len, context.plan(mask, SEQLEN).layout.chunks))
-    assume(GPU or most <= 4)  # the interpreter takes minutes where each of many chunks meets each
+    assume(GPU or most <= 4)  # pairs of many chunks take minutes in the interpreter
     results = problem.ring(context, backend=backend), problem.ring(context, backend="eager")
     for got, expected in zip(*results, strict=True):
         rounding, size = 1e-5 if dtype == torch.float32 else 2e-2, max(1.0, expected.abs().max().item())
@@ -75,7 +75,7 @@ def test_kernels_within_the_bars(mask: Mask, dtype: torch.dtype, backend: str) -
 @pytest.mark.parametrize("other", [rf.Documents([0, 30, 66, 70]), NOTHING_FROM_66])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
 def test_padding_is_never_read(other: Mask, backend: str, value: float, deterministic: bool) -> None:
-    """Keys past their sequence's end, and rows past the longest sequence, may hold anything."""
+    """Checks that keys past their sequence's end, and rows past the longest sequence, may hold any value."""
     mask = rf.KeyPadding([66, 21]) & other
     dtype = DTYPE_OF.get(backend, torch.float32)
     clean = Problem.random(seqlen=70, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
@@ -94,7 +94,7 @@ def test_padding_is_never_read(other: Mask, backend: str, value: float, determin
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
 def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
-    """Of two ranks' four chunks of 25 rows the last lies in the padding, which the other rank's rows are all before."""
+    """Checks two ranks with four chunks of 25 rows: the last ends in padding, beyond all rows of the other rank."""
     dtype = DTYPE_OF.get(backend, torch.float32)
     mask = rf.Causal() & rf.KeyPadding([80])
     clean = Problem.random(seqlen=100, heads=(1, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
@@ -109,13 +109,13 @@ def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
-@pytest.mark.parametrize("size", [16, 32])  # of a block; tiles have 32 rows in the interpreter, 64 on GPUs
+@pytest.mark.parametrize("size", [16, 32])  # of a mask block; tiles have 32 rows in the interpreter, 64 on GPUs
 @pytest.mark.parametrize(
     ("shown", "border", "blind"),
     [
-        # What the blocks show and what the documents show have keys each, and none in common: in a part of a tile,
+        # The blocks show keys to these rows, and so do the documents, but none in common: in a part of a tile,
         ([(0, 0), (1, 0), (1, 2), (2, 1), (3, 3)], 1.25, (1.25, 2)),
-        # and in all of one, some of whose rows the blocks show a key that the documents show others of its rows.
+        # and in a whole tile. There the blocks show to some rows a key that the documents show to other rows.
         ([(0, 0), (1, 1), (2, 0), (2, 3), (3, 0)], 2, (2, 4)),
     ],
 )
@@ -148,7 +148,7 @@ def test_queries_that_see_nothing_are_never_read(
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_tiles_that_begin_within_a_word_of_bits(backend: str) -> None:
-    """A rank's keys begin at 34, and a bit is a key."""
+    """Checks a mask of one bit per key on a rank with keys from 34 on: its tiles begin inside a word of bits."""
     dtype = DTYPE_OF[backend]
     mask = block_sparse(67, 1, seed=2, density=0.5)
     problem = Problem.random(seqlen=67, heads=(2, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The kernels under every mode within the bars: in the interpreter without a GPU, else on it."""
+"""The kernels are within the bars under every mode, on a GPU or else in the interpreter."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.ops.test_modes import MODES
 from tests.strategies import block_sparse, masks, modes
 
 SEQLEN = 515 if GPU else 83
-# In the interpreter a mode costs seconds: those that share no code are together.
+# A mode takes seconds in the interpreter, so modes that share no code are tested together.
 TOGETHER: dict[str, dict[str, Any]] = {
     "none": {},
     "dropout and headdim_v": MODES["dropout"] | MODES["headdim_v"],
@@ -25,7 +25,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "all": MODES["all"],
 }
 CASES = MODES | {"192 and 128": {"headdim": (192, 128)}} if GPU else TOGETHER
-WORLD = 3 if GPU else 2  # two ranks take four calls of a kernel, three take nine
+WORLD = 3 if GPU else 2  # two ranks need four calls of a kernel, three need nine
 DRAWN = settings(deadline=None, max_examples=60 if GPU else 4, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -101,7 +101,7 @@ def test_heads_split_over_ranks(mode: str, backend: str) -> None:
 
 
 def test_the_weights_that_eager_drops() -> None:
-    """Values that are the columns of the identity show the weights."""
+    """Checks that both backends drop the same weights, which the identity as values makes visible."""
     seqlen = 64
     q, k = (torch.randn(2, seqlen, heads, 16, device=DEVICE) for heads in (4, 2))
     v = torch.eye(seqlen, device=DEVICE)[None, :, None].expand(2, -1, 2, -1)

@@ -1,4 +1,4 @@
-"""Scores bounded by softcap * tanh(scores / softcap), forward and backward, in both backends."""
+"""Softcap, which bounds scores by softcap * tanh(scores / softcap): forward and backward, in both backends."""
 
 import math
 

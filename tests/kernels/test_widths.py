@@ -1,8 +1,8 @@
 """Every pair of widths and every row stride, in the Triton and Hopper kernels, against float64.
 
-Compilers place tiles of narrow, unequal and unaligned rows in other ways than the usual ones. The cases are drawn with
-a seed that is the number of the case; the named ones were wrong with some compiler. Without a GPU, Triton's interpreter
-runs a few of them.
+Compilers lay out tiles of narrow, unequal and unaligned rows differently from the usual tiles. Cases are drawn with
+their number as the seed. The named cases were wrong with some compiler. Without a GPU, Triton's interpreter runs a few
+of the cases.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tests.strategies import block_sparse
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-ROUNDING = 16.0  # as in test_portable
+ROUNDING = 16.0  # as in triton/test_backend.py
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows of a head lie in memory: behind `before` and ahead of `after` numbers that belong to nobody."""
+    """Layout of a head's rows in memory: `before` unused numbers precede each row, and `after` follow it."""
 
     before: int = 0
     after: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """A view with the values of `x` into rows that hold NaN elsewhere."""
+        """Returns a view with the values of `x` inside rows that hold NaN elsewhere."""
         width = x.shape[-1]
         storage = torch.full((*x.shape[:-1], self.before + width + self.after), math.nan, dtype=x.dtype)
         view = storage.to(x.device)[..., self.before : self.before + width]
@@ -54,12 +54,12 @@ class Case:
     """One problem of attention.
 
     Args:
-        name: the test's.
-        headdims: of q and k, and of v.
-        rows: of q, k, v and dout.
-        rest: for `Problem.random`.
-        world: virtual ranks; 1 is flash_attention.
-        deterministic: as in the options.
+        name: name of the test.
+        headdims: headdim of q and k, and headdim of v.
+        rows: memory layouts of q, k, v and dout.
+        rest: further arguments for `Problem.random`.
+        world: number of virtual ranks; 1 is flash_attention.
+        deterministic: the option of attention.
     """
 
     name: str
@@ -91,14 +91,14 @@ class DecodeCase:
     """One problem of decoding.
 
     Args:
-        name: the test's.
-        headdims: of q and k, and of v.
-        rows: of q, k and v.
-        rest: for `Decoding.random`.
-        cut: of a sharded cache, how many keys of each sequence each virtual rank holds.
-        capacity: of each rank.
+        name: name of the test.
+        headdims: headdim of q and k, and headdim of v.
+        rows: memory layouts of q, k and v.
+        rest: further arguments for `Decoding.random`.
+        cut: number of keys of each sequence on each virtual rank, for a sharded cache.
+        capacity: capacity of each rank's cache, in keys.
         heads_first: whether heads come before rows in memory.
-        options: of the call.
+        options: options of the call.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _sharded(whole: Decoding, cut: Sequence[Sequence[int]], capacity: int) -> Decoding:
-    """The keys of `whole`, rank after rank, each rank's behind each other and NaN after its last."""
+    """Returns `whole` with its cache cut over ranks; each rank's keys are contiguous, with NaN up to its capacity."""
     batch, _, *heads = whole.k.shape
     caches = []
     for x in (whole.k, whole.v):
@@ -185,9 +185,9 @@ NAMED_DECODE = [
 ]
 
 N_EQUAL, N_UNEQUAL, N_DECODE = 60, 110, 50
-# In these draws plain attention's own error is so small, or the final rounding so large a part of both errors, that the
-# ratio lies above its bar with exact kernels: dq 0.00223 of 0.00222, dv 0.0213 of 0.0191, out 8.1e-5 of 7.8e-5 on an
-# H200, the same in all backends. They are drawn with another seed.
+# Another seed for three draws in which even exact kernels miss the bar of the ratio. There plain attention's error is
+# too small, or the final rounding is too large a part of both errors. On an H200 all backends had dq 0.00223 of
+# 0.00222, dv 0.0213 of 0.0191, and out 8.1e-5 of 7.8e-5.
 RESEEDED = {7: 1007, 38: 1038, 193: 1193}
 STRIDES = (TIGHT, TIGHT, Rows(0, 8), Rows(8, 0), Rows(0, 1), Rows(1, 2), Rows(0, 40), Rows(3, 4))
 
@@ -231,7 +231,7 @@ def _modes(draw: Random) -> dict[str, Any]:
 
 
 def _drawn(number: int, equal: bool) -> Case:
-    """Equal widths are such that the Hopper kernels take them, without a mode of theirs; others are of any kind."""
+    """Draws a case. With `equal`, the Hopper kernels accept its widths and dtype, and sinks are its only mode."""
     draw = Random(RESEEDED.get(number, number))
     if equal:
         width = draw.randrange(16, 257, 8)
@@ -245,7 +245,7 @@ def _drawn(number: int, equal: bool) -> Case:
     seqlen, batch = draw.choice([150, 200, 261]), 2
     mask = _mask(draw, seqlen, batch)
     rows = tuple(draw.choice(STRIDES) for _ in range(4)) if draw.random() < 0.6 else (TIGHT,) * 4
-    heads = (8, 2) if "sinks" in modes else draw.choice([(2, 1), (3, 3), (4, 2)])  # dsinks has a number a head
+    heads = (8, 2) if "sinks" in modes else draw.choice([(2, 1), (3, 3), (4, 2)])  # dsinks has one number per head
     rest = {"seqlen": seqlen, "batch": batch, "heads": heads, "mask": mask, **modes}
     world, deterministic = draw.choice([1, 1, 1, 1, 2]), draw.random() < 0.3
     name = f"{number}-{headdims[0]}/{headdims[1]}-{SHORT[dtype]}"
@@ -282,7 +282,7 @@ def _drawn_decode(number: int) -> DecodeCase:
 EQUAL = [_drawn(number, equal=True) for number in range(N_EQUAL)] if GPU else [Case("40/40-fp16", (40, 40), FP16)]
 UNEQUAL = [_drawn(N_EQUAL + number, equal=False) for number in range(N_UNEQUAL)] if GPU else []
 DECODE = [_drawn_decode(N_EQUAL + N_UNEQUAL + number) for number in range(N_DECODE)] if GPU else []
-# The named cases that the interpreter runs, in about a second each; it knows no bfloat16.
+# Named cases for the interpreter, which takes about a second for each and does not support bfloat16.
 INTERPRETED = ("40/24-fp16", "111/24-fp32", "24/16-v-in-rows-of-24-fp16", "40/16-odd-rows")
 
 

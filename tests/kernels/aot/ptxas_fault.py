@@ -1,9 +1,9 @@
-"""The smallest known kernel that ptxas 12.8 compiles wrong for sm_90: two matmuls fed by loads of single numbers.
+"""Smallest known kernel that ptxas 12.8 compiles wrongly for sm_90: two matmuls fed by loads of single numbers.
 
 python -m tests.kernels.aot.ptxas_fault    prints ptxas's version, then the faulty instructions, if there are any
 """
 
-# Triton's DSL is not Python to a type checker.
+# A type checker cannot check Triton's DSL as Python.
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 
 import triton
 import triton.language as tl
-from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - created at import
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -40,7 +40,7 @@ def loads_number_by_number(
 
 
 def main() -> None:
-    """Compiles the kernel for an H100 and prints what the search finds."""
+    """Compiles the kernel for an H100 and prints the faulty instructions that the search finds."""
     pointers = dict.fromkeys(("q", "k", "v"), "*bf16") | {"out": "*fp32"}
     numbers = dict.fromkeys(("stride_q", "stride_k", "stride_v", "n"), "i32")
     widths = {"HEADDIM": 40, "HEADDIM_V": 24}

@@ -1,4 +1,4 @@
-"""The gate without a GPU: what ptxas says is read right, what is worse fails, and it compiles where tests interpret."""
+"""The compile gate without a GPU: it reads ptxas's output, fails on regressions, and compiles where tests interpret."""
 
 import dataclasses
 import os
@@ -144,7 +144,7 @@ def test_compiles_although_tests_interpret_and_only_what_has_another_ir() -> Non
     assert result.returncode == 0, result.stderr
     registers = re.findall(r"sm_90   delta float32 d64 full alone +(\d+) ", result.stdout)
     first, *registers = registers
-    assert first == registers[0] == registers[1] == registers[3] != registers[2] == "1"  # what was planted is taken
+    assert first == registers[0] == registers[1] == registers[3] != registers[2] == "1"  # the planted count
     compiled = "1 compiled, 0 with the IR of the record, taken to compile as they did then"
     taken = "0 compiled, 1 with the IR of the record, taken to compile as they did then"
     failed = f"FAILED: {DELTA}: spills 0 bytes, -1 are allowed"
@@ -177,7 +177,7 @@ def test_a_version_without_a_record_is_held_to_the_newest_one(tmp_path: Path, mo
 
 
 def test_pins_are_those_of_the_builds_of_torch() -> None:
-    """A CPU build of torch needs no Triton; the metadata of its CUDA wheel on PyPI names one version of it."""
+    """Checks Triton's pin: the metadata of torch's CUDA wheel on PyPI names one version, and a CPU build needs none."""
     lines = Path(__file__).parents[3].joinpath("constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     of_cuda_wheels = {"2.13.0": "3.7.1"}

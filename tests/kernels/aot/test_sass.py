@@ -1,4 +1,4 @@
-"""The search of machine code for uniform registers without a value, and the kernel that made it necessary."""
+"""The search of machine code for reads of unwritten uniform registers, and the kernel that made it necessary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDS = "EXIT ;"
         "R2UR UR6, R3 ; UMOV UR7, 0x80000020 ; HGMMA.64x32x16.F32.BF16 R56, R24, gdesc[UR4].tnspB, R56 ;",
         "@P0 BRA `(.L_x_1) ;\n.L_x_0:\n UMOV UR4, 0x1 ;\n.L_x_1:\n UMOV UR5, UR4 ;",  # written on one path
         "UMOV UR9, 0x1 ;\n.L_x_0:\n UMOV UR8, UR9 ; UMOV UR9, UR8 ; @P1 BRA `(.L_x_0) ;",
-        "UTMALDG.4D [UR8], [UR4], desc[UR10] ;",  # operands that it does not know are not judged
+        "UTMALDG.4D [UR8], [UR4], desc[UR10] ;",  # the search skips operands that it does not know
     ],
 )
 def test_code_that_writes_before_it_reads_is_accepted(code: str) -> None:
@@ -35,7 +35,7 @@ def test_code_that_writes_before_it_reads_is_accepted(code: str) -> None:
         ("UMOV UR4, 0x1 ; UIADD3.X UR17, UR5, URZ, URZ, UP0, !UPT ;", "UR5"),
         ("R2UR UR6, R3 ; HGMMA.64x32x16.F32.BF16 R56, R24, gdesc[UR4].tnspB, R56 ;", "UR7"),
         ("UMOV UR6, 0x1 ; UMOV UR7, 0x2 ; HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;", "UR4, UR5"),
-        (".L_x_0:\n UMOV UR8, UR9 ; UMOV UR9, 0x1 ; @P1 BRA `(.L_x_0) ;", ""),  # written in the round before
+        (".L_x_0:\n UMOV UR8, UR9 ; UMOV UR9, 0x1 ; @P1 BRA `(.L_x_0) ;", ""),  # written in the previous iteration
     ],
 )
 def test_reads_of_unwritten_registers_are_found(code: str, register: str) -> None:

@@ -1,4 +1,4 @@
-"""Hidden keys change no bit of a row's result, NaN and Inf included; a NaN in a key that it sees reaches it."""
+"""Isolation of rows: masked keys, even NaN and Inf, change no bit of a row's result; a NaN in a visible key does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.accuracy import Problem
 from tests.kernels.backends import DTYPE_OF
 from tests.ops.test_decode import FIVE, NINE, Decoding, visible
 
-# Backends whose kernels isolate rows in every tile. On a GPU the others belong here too, from `GPU_BACKENDS`.
+# Backends with kernels that isolate rows in every tile. On a GPU, those in `GPU_BACKENDS` belong here too.
 ISOLATING_BACKENDS: list[str] = ["eager"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy in the interpreter
 GPU = torch.cuda.is_available()
 SEQLEN, HEADS = 150, (2, 1)
-AT = (40, 110)  # positions of what is poisoned
+AT = (40, 110)  # poisoned positions
 NAN, INF = math.nan, math.inf
 
 
 def _with_backends(values: Iterable[Any], interpreted: int) -> list[Any]:
-    """Each value with each backend; every `interpreted`-th where Triton's interpreter runs, which takes seconds."""
+    """Returns each value with each backend; the interpreter takes seconds a case and gets every `interpreted`-th."""
     values = list(values)
     few = values if GPU else values[::interpreted]
     return [
@@ -53,7 +53,7 @@ def _mixed(row: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Poison:
-    """A change of one row of q, k, v or dout; each sequence of a batch has a poison of its own."""
+    """A change of one row of q, k, v or dout; each sequence of a batch has its own poison."""
 
     name: str
     change: Callable[[Tensor], object]
@@ -104,7 +104,7 @@ def _poisoned(problem: Problem, position: int) -> Problem:
 
 
 def _run(problem: Problem, backend: str, world: int, deterministic: bool) -> dict[str, Tensor]:
-    """Lse, out and the gradients, each (batch, rows, heads, width)."""
+    """Returns lse, out and the gradients, each (batch, rows, heads, width)."""
     inputs = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     options = rf.AttentionOptions(backend=backend, return_lse=True, deterministic=deterministic)
     if world == 1:
@@ -119,7 +119,7 @@ def _run(problem: Problem, backend: str, world: int, deterministic: bool) -> dic
 
 
 def _reached(problem: Problem, position: int) -> dict[str, Tensor]:
-    """Rows of each result that the poison may change, by the mask alone: bool (batch, rows)."""
+    """Returns the rows of each result that the mask lets the poison change: bool (batch, rows)."""
     positions = torch.arange(SEQLEN)
     sees = as_mask(problem.mask).dense(positions, positions).expand(BATCH, -1, -1)
     forward, backward = (torch.zeros(BATCH, SEQLEN, dtype=torch.bool) for _ in range(2))
@@ -145,11 +145,11 @@ def _check(problem: Problem, backend: str, *, world: int = 1, deterministic: boo
             for b, poison in enumerate(POISONS):
                 apart = ~reached[name][b]
                 where = f"{name} of sequence {b}, {poison.name} poisoned at {position}"
-                if name == "dq" and not deterministic and backend != "eager":  # added up in any order
+                if name == "dq" and not deterministic and backend != "eager":  # added in any order
                     torch.testing.assert_close(x[b, apart], clean[name][b, apart], rtol=1e-2, atol=1e-2, msg=where)
                 else:
                     assert torch.equal(x[b, apart], clean[name][b, apart]), where
-        # The poisons that are NaN in a whole row must arrive where that row is seen.
+        # The poisons with NaN in a whole row must reach every row that sees it.
         for b, names in ((0, "out lse dq dk dv"), (1, "out dq dk"), (4, "out lse dq dk dv"), (5, "dq dk dv")):
             for name in names.split():
                 assert torch.isnan(got[name][b, reached[name][b]]).all(), f"{name} of sequence {b}"
@@ -200,7 +200,7 @@ def test_with_each_mode(mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ISOLATING_BACKENDS)
 def test_a_mask_of_one_sequence_on_several_tiles(backend: str) -> None:
-    """Tiles of which some rows see all keys, some a part, and some none."""
+    """Checks tiles in which some rows see all keys, some rows see a part of them, and some rows see none."""
     seqlen, position = (1300, 1100) if GPU or backend == "eager" else (300, 200)
     dtype, device = DTYPE_OF.get(backend, torch.float32), "cuda" if GPU else "cpu"
     mask = rf.Causal() & rf.SlidingWindow(position)

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels take, and what these are given; no kernel runs."""
+"""Calls that the Hopper backend runs itself, and the arguments of its launchers; no kernel runs."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def call(
     change: Callable[[Tensor], Tensor] = lambda x: x,
     **score_config: Any,
 ) -> tuple[list[Tensor], TileProblem, bool]:
-    """q, k and v of a hop, what it computes, and whether it is one of several."""
+    """Returns q, k and v of a hop, its tile problem, and whether a state is carried from an earlier hop."""
     q, k = (change(torch.ones(2, SEQLEN, heads, headdim, dtype=dtype)) for heads in (4, 2))
     v = change(torch.ones(2, SEQLEN, 2, headdim_v or headdim, dtype=dtype))
     return [q, k, v], TileProblem(chunks, chunks, mask or Full(), replace(PLAIN, **score_config)), carried
@@ -49,7 +49,7 @@ Call = tuple[list[Tensor], TileProblem, bool]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Which launcher was called with what, instead of a launch."""
+    """Replaces the launchers and returns a list of their calls, each with its arguments."""
     seen = []
 
     def spy(name: str) -> Callable[..., None]:
@@ -82,7 +82,7 @@ def innermost(x: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same from an address that is no multiple of 16 bytes."""
+    """Returns a copy of `x` at an address that is no multiple of 16 bytes."""
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
@@ -140,7 +140,7 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
 
 
 def test_routes_of_sinks_and_of_wide_heads(calls: list[Any]) -> None:
-    """Sinks change the forward alone, and the forward takes wider heads."""
+    """Checks that sinks only keep the forward from the Hopper kernels, and that wide heads only keep the backward."""
     for given in (call(sinks=torch.zeros(4)), call(headdim=256)):
         run_forward(given)
         run_backward(given)
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
 
 
 def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many short sequences would each be padded to a tile: only large sums are worth the other kernels."""
+    """Checks that a large dq sum goes to the Triton kernels if most of it pads many short sequences to whole tiles."""
     given = call(headdim=16)
     run_backward(given)
     monkeypatch.setattr(backend, "MOST_PADDING", 0)
@@ -171,7 +171,7 @@ def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytes
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask: Mask, headdim: int) -> None:
-    """There one pass may be slower than two, and have no tiles."""
+    """Checks calls with a dq sum in the Triton kernels, where one pass may be slower than two or have no tile sizes."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(4, headdim), (4, headdim), (2, headdim), (2, headdim)]
     dout, q, k, v = (torch.randn(2, SEQLEN, *size, generator=generator) for size in sizes)
@@ -221,7 +221,7 @@ def test_nan_in_padding_is_gone(calls: list[Any]) -> None:
         assert torch.equal(x[0, : SEQLEN - 8], expected[0, : SEQLEN - 8])
         assert torch.equal(x[1, :5], expected[1, :5])
         assert (x[1, 5:] == 0).all()
-    assert k[1, 5:].isnan().all()  # the caller's stays
+    assert k[1, 5:].isnan().all()  # the caller's tensor is unchanged
 
 
 def test_keys_of_two_chunks_are_cut_by_position(calls: list[Any]) -> None:
@@ -310,9 +310,9 @@ def test_is_viewable() -> None:
     assert is_viewable(x[..., :8])
     assert is_viewable(x[..., 8:])
     assert is_viewable(x[:1].expand(1, 6, 4, 16))
-    assert is_viewable(torch.as_strided(x, (1, 1, 1, 8), (3, 5, 7, 1)))  # steps that nobody takes
-    assert not is_viewable(x[..., 4:12])  # from an address
-    assert not is_viewable(torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16))  # with a step
+    assert is_viewable(torch.as_strided(x, (1, 1, 1, 8), (3, 5, 7, 1)))  # strides of dimensions of size 1 do not matter
+    assert not is_viewable(x[..., 4:12])  # misaligned address
+    assert not is_viewable(torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16))  # misaligned stride
     assert not is_viewable(innermost(x))
     assert not is_viewable(x[:, :, :1].expand(2, 6, 4, 16))
     assert not is_viewable(x[:, :0])

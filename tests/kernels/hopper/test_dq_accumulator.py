@@ -1,4 +1,4 @@
-"""dQ's sum becomes rows again, whatever was added in which order."""
+"""The sum of dQ is converted to rows, whatever was added and in whatever order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = [(2, 128, 3, 64), (1, 300, 2, 64), (2, 131, 2, 128), (1, 64, 1, 96), (1
 
 
 def arrange(rows: Tensor) -> Tensor:
-    """(batch, nheads, tokens, columns) in rows as the kernel's sum has it: by definition, a number at a time."""
+    """Returns `rows` (batch, nheads, tokens, columns) in the order of the kernel's sum, by definition of that order."""
     batch, nheads, tokens, columns = rows.shape
     block_m = 8192 // columns
     halves = (slice(0, 64), slice(64, 128))
@@ -51,13 +51,13 @@ def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: boo
     tiles = total.tiles(0.5, in_turns=False)
     rows = torch.randn(tiles.shape, device=DEVICE)
     tiles.copy_(arrange(rows))
-    if ordered:  # all but one tile are begun; memory of that one holds anything
+    if ordered:  # every tile but the first has a stored value; the first is uninitialised memory
         assert total.counters is not None
         total.counters[1:] = 1
         tiles.view(-1, TILE)[0] = torch.nan
         rows[0, 0, : TILE // tiles.shape[3]] = 0.0
     expected = 0.5 * rows[:, :, :seqlen, :headdim].transpose(1, 2)
-    if with_rows:  # of kernels that take what these do not
+    if with_rows:  # from other kernels, for hops that the Hopper kernels refuse
         more = torch.randn(shape, device=DEVICE)
         total.rows().add_(more)
         expected = expected + more
@@ -75,7 +75,7 @@ def test_nothing_added_is_contiguous_zeros() -> None:
     ):
         dq = total.finish()
         assert torch.equal(dq, torch.zeros_like(q))
-        assert dq.is_contiguous()  # as the operator's fake kernel says
+        assert dq.is_contiguous()  # as in the operator's fake kernel
 
 
 def test_only_rows_added() -> None:
@@ -83,14 +83,14 @@ def test_only_rows_added() -> None:
     total = DqAccumulator(q, hops=1, ordered=False)
     total.rows().add_(3.0)
     assert torch.equal(total.finish(), torch.full_like(q, 3.0))
-    assert torch.equal(total.finish(), q)  # the sum is given once
+    assert torch.equal(total.finish(), q)  # `finish` returns the sum once
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> None:
-    """A hop whose keys the copy engine cannot read as they lie is added in rows, beside the others' tiles."""
+    """Checks a sum of tiles from one hop and rows from another, which has keys that the copy engine cannot read."""
     shape, halves = (2, 1024, 4, headdim), (Chunk(0, 512), Chunk(512, 512))
     q, k, v, dout = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     score_config = ScoreConfig(headdim**-0.5)
@@ -120,7 +120,7 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
-    """Counters are ones again after every launch, and the sum is that of any order."""
+    """Checks that all counters are 1 after every launch, and that the sum agrees with an unordered one."""
     q, dout = (torch.randn(2, 1000, 8, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(2, 1000, 2, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     whole = (Chunk(0, 1000),)
@@ -144,7 +144,7 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_the_first_turn_stores(headdim: int) -> None:
-    """Tiles that the first hop begins, those that the second adds to or begins, and those that nobody comes to."""
+    """Checks tiles that the first hop stores, tiles that the second hop stores or adds to, and tiles without a sum."""
     given = Problem.random(
         seqlen=(1000, 700), heads=(4, 4), headdim=headdim, dtype=torch.bfloat16, mask=rf.Causal(), device=DEVICE
     )

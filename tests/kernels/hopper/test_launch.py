@@ -1,4 +1,4 @@
-"""Which heads' tiles are mixed in a launch."""
+"""Number of heads with tiles mixed in one wave of a launch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The forward of narrow heads is tiled otherwise where queries see many keys; on a GPU."""
+"""The forward of narrow heads uses other tiles if queries see many keys; on a GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_cases_are_long(seqlen: int, mask: Mask) -> None:
 
 
 def test_documents_that_fit_short_tiles_alone_keep_them() -> None:
-    """Tiles of 128 need no mask under them, tiles of 192 would."""
+    """Checks documents under which tiles of 128 rows need no mask; tiles of 192 rows would need one."""
     whole = (Chunk(0, 4096),)
     tile_problem = TileProblem(whole, whole, rf.Documents(range(0, 4097, 128)), ScoreConfig(0.125))
     config, known = tiling(tile_problem, 64, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are told of a mask, against its dense form."""
+"""Mask tables of the Hopper kernels, compared with the dense masks."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ interval_masks = masks(SEQLEN).filter(lambda mask: mask.bitmap() is None)
 
 @st.composite
 def hops(draw: st.DrawFn) -> Hop:
-    """A hop of a ring, or more or fewer queries than keys on one device."""
+    """Draws a hop of a ring, or a call on one device with more or fewer queries than keys."""
     if draw(st.booleans()):
         seqlen_q = draw(st.integers(1, SEQLEN + 150))
         return (Chunk(SEQLEN - seqlen_q, seqlen_q),), WHOLE
@@ -59,7 +59,7 @@ def hops(draw: st.DrawFn) -> Hop:
 
 
 def seen_by_own(mask: Mask, hop: Hop, by_keys: bool) -> Tensor:
-    """Bool (batch, own rows, other rows)."""
+    """Returns the visible pairs, bool (batch, own rows, other rows)."""
     seen = mask.dense(*(positions(chunks) for chunks in hop))
     seen = seen.expand(mask.batch, -1, -1)
     return seen.transpose(1, 2) if by_keys else seen
@@ -74,7 +74,7 @@ def check_bounds(got: Intervals, seen: Tensor) -> None:
     first, stop = (x[..., None] for x in got.bounds.unbind(-1))
     others = torch.arange(nothers)
     assert torch.equal(((others >= first) & (others < stop)).expand_as(seen), seen)
-    assert int(stop.max()) <= nothers  # so that rows past the end are seen by nobody
+    assert int(stop.max()) <= nothers  # no row past the end is visible
 
 
 def check_tiles(got: Intervals, seen: Tensor, own_block: int, block: int, by_keys: bool) -> None:
@@ -84,7 +84,7 @@ def check_tiles(got: Intervals, seen: Tensor, own_block: int, block: int, by_key
     assert got.tiles.is_contiguous()
     assert got.tiles.shape[1:] == (ntiles, 4)
     assert got.tiles_stride == (4 * ntiles if len(got.tiles) > 1 else 0)
-    masked = by_keys and nrows % own_block > 0  # keys past the end are seen by nobody
+    masked = by_keys and nrows % own_block > 0  # no query sees keys past the end
     for rows_seen, tiles in zip(seen, got.tiles.expand(len(seen), -1, -1).tolist(), strict=True):
         for own, (begin, full_begin, full_end, end) in zip(rows_seen.split(own_block), tiles, strict=True):
             assert 0 <= begin <= full_begin <= full_end <= end <= -(-nothers // block)
@@ -108,7 +108,7 @@ def check_order(got: Intervals) -> None:
 
 
 def check_turns(got: Intervals, nothers: int) -> None:
-    """Those that visit a tile take turns from 0 on, as they are drawn, and the last of them is known."""
+    """Checks that owned tiles add to a tile in launch order, counted from 0, and that the table has the total count."""
     assert got.turns is not None
     assert got.turns.dtype == torch.int32
     ntiles = got.tiles.shape[1]
@@ -158,7 +158,7 @@ def test_drawn_ones_agree_with_the_dense_mask(mask: Mask, hop: Hop, own_block: i
 
 
 def test_tiles_of_a_causal_mask() -> None:
-    """The diagonal is masked, what is before it is not, and the longest rows come first."""
+    """Checks that tiles on the diagonal are masked, earlier tiles are full, and the longest rows come first."""
     chunks = (Chunk(0, 256),)
     got = intervals(rf.Causal(), chunks, chunks, 64, 32, CPU, False)
     assert got.tiles.tolist() == [[[0, 0, 0, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]]
@@ -171,12 +171,12 @@ def test_tiles_of_a_causal_mask() -> None:
 @pytest.mark.parametrize(
     ("mask", "hop", "masked"),
     [
-        (Full(), ((Chunk(0, 100),), (Chunk(0, 128),)), False),  # queries past the end see what they like
-        (Full(), ((Chunk(0, 128),), (Chunk(0, 100),)), True),  # keys past the end are not seen
+        (Full(), ((Chunk(0, 100),), (Chunk(0, 128),)), False),  # results of queries past the end are dropped
+        (Full(), ((Chunk(0, 128),), (Chunk(0, 100),)), True),  # keys past the end are masked
         (rf.Causal(), ((Chunk(128, 128),), (Chunk(0, 128),)), False),
-        (rf.Causal(), ((Chunk(0, 128),), (Chunk(128, 128),)), False),  # nothing is visited
+        (rf.Causal(), ((Chunk(0, 128),), (Chunk(128, 128),)), False),  # no tile is processed
         (rf.Causal(), ((Chunk(0, 128),), (Chunk(0, 128),)), True),
-        (rf.KeyPadding([128, 64]), ((Chunk(0, 128),), (Chunk(0, 128),)), False),  # it ends with a tile
+        (rf.KeyPadding([128, 64]), ((Chunk(0, 128),), (Chunk(0, 128),)), False),  # ends at a tile's border
         (rf.KeyPadding([128, 63]), ((Chunk(0, 128),), (Chunk(0, 128),)), True),
     ],
 )
@@ -185,7 +185,7 @@ def test_masked_is_whether_a_visited_tile_needs_a_mask(mask: Mask, hop: Hop, mas
 
 
 def test_tiles_may_cross_a_chunks_border() -> None:
-    """Rows 40 on of a rank's queries and keys stand at 160 on: all keys before them are seen, in storage too."""
+    """Checks two chunks in one tile: rows from 40 on have positions from 160 on and see all earlier rows in storage."""
     chunks = Chunk(0, 40), Chunk(160, 40)
     got = intervals(rf.Causal(), chunks, chunks, 64, 16, CPU, False)
     assert got.tiles.tolist() == [[[0, 0, 0, 4], [0, 0, 4, 5]]]
@@ -207,7 +207,7 @@ def test_are_ascending() -> None:
 
 @pytest.mark.parametrize("by_keys", [True, False])
 def test_skew(by_keys: bool) -> None:
-    """Of the sequence that visits most, however little others visit."""
+    """Checks that skew is taken from the sequence that processes the most tiles, however few the others process."""
 
     def skew(mask: Mask) -> float:
         chunks = (Chunk(0, 4096),)

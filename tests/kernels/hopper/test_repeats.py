@@ -1,4 +1,4 @@
-"""The Hopper kernels give the same bits whenever they run, whichever program took which tile; on a GPU."""
+"""The Hopper kernels give the same bits in every run, whichever program processes a tile; on a GPU."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_forward(headdim: int, mask: rf.Causal | None) -> None:
 @pytest.mark.parametrize("mask", MASKS[:2])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_hops(headdim: int, mask: rf.Causal) -> None:
-    """States that pass from hop to hop, of tiles that visit none, one and many, and sums of many launches."""
+    """Repeats rings: states pass between hops, tiles process none, one or many others, and sums span many launches."""
     given = Problem.random(
         seqlen=6000, heads=(8, 2), headdim=headdim, dtype=torch.bfloat16, mask=mask, device="cuda", batch=2
     )
@@ -58,16 +58,16 @@ def test_hops(headdim: int, mask: rf.Causal) -> None:
 def test_any_number_of_programs(
     headdim: int, mask: rf.Causal, deterministic: bool, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for a tile that no program has begun, and the order of additions is that of all.
+    """Checks any number of programs: none waits for a tile that no program has begun, and the order of sums stays.
 
-    A program takes many tiles one after the other, under padding such as visit none too.
+    A program processes many tiles one after the other. Under padding, some of them have nothing to process.
     """
     given = problem(mask, headdim)
     monkeypatch.setattr("ringflash.kernels.hopper.backward.adds_in_turns", lambda *shape: False)
     expected = given.flash(backend="hopper", deterministic=deterministic)
     monkeypatch.setattr("ringflash.kernels.hopper.launch.processors", lambda device: processors)
     got = given.flash(backend="hopper", deterministic=deterministic)
-    compared = [0, 1, 2, 3] if deterministic else [0, 2, 3]  # dq is added up in any order
+    compared = [0, 1, 2, 3] if deterministic else [0, 2, 3]  # dq is added in any order
     assert all(torch.equal(got[i], expected[i]) for i in compared)
 
 

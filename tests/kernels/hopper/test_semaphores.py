@@ -1,4 +1,4 @@
-"""The backward for sm_90 within the bars whether dQ is added in turns or as it comes; on a GPU."""
+"""The backward for sm_90 is within the bars with dQ added in semaphore order or in any order; on a GPU."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ WINDOWS = [
 @pytest.mark.parametrize("nheads_kv", [8, 4, 1])
 @pytest.mark.parametrize("headdim", [64, 96, 128])
 def test_windows_of_shared_heads(headdim: int, nheads_kv: int, mask: Mask) -> None:
-    """All tiles of one head of a group are visited before those of the next."""
+    """Checks windows with shared heads: all tiles of a head are processed before the tiles of the group's next head."""
     problem = Problem.random(
         seqlen=1500, heads=(8, nheads_kv), headdim=headdim, dtype=torch.bfloat16, mask=mask, device="cuda"
     )

@@ -1,4 +1,4 @@
-"""The kernels within the bars: Triton's in the interpreter without a GPU, else on it, and the Hopper ones on sm_90."""
+"""The Triton kernels are within the bars, on a GPU or else in the interpreter; so are the Hopper kernels on sm_90."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,8 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 MASKS = [None, rf.Causal()]
 LENGTHS = [(1, 1), (3, 3), (64, 128), (113, 203), (239, 1), (203, 113)]
 GPU_LENGTHS = [(108, 256), (256, 512), (512, 256), (640, 128), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048)]
-# Float32 stays float32 in these kernels, so largest errors are compared above a floor; lower precisions have none.
+# These kernels compute float32 in float32, so its largest errors are compared above this floor, in eps. Lower
+# precisions have no floor.
 ROUNDING = 16.0
 HEADDIMS = [16, 40, 64, 128, 256]
 HEADS = [(4, 4), (6, 2), (4, 1)]
@@ -25,7 +26,7 @@ WORLDS = [(1, "zigzag"), (2, "zigzag"), (3, "contiguous"), *([(4, "zigzag")] if 
 
 
 def with_dtypes(values: list[Any]) -> list[tuple[Any, torch.dtype]]:
-    """Each value with each dtype; in the interpreter, where one costs seconds, with one of them, by turns."""
+    """Returns each value with each dtype; in the interpreter, where a case takes seconds, with dtypes in rotation."""
     return list(itertools.product(values, DTYPES)) if GPU else list(zip(values, itertools.cycle(DTYPES), strict=False))
 
 
@@ -43,7 +44,7 @@ def test_lengths(dtype: torch.dtype, seqlen: tuple[int, int], mask: rf.Causal | 
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("mask", MASKS if GPU else MASKS[1:])  # tiles of both kinds are under the causal mask
+@pytest.mark.parametrize("mask", MASKS if GPU else MASKS[1:])  # the causal mask has full and partial tiles
 @pytest.mark.parametrize("headdim", [*HEADDIMS, *([80, 96, 192] if GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_headdims(dtype: torch.dtype, headdim: int, mask: rf.Causal | None, backend: str) -> None:
@@ -91,7 +92,7 @@ def test_strides_do_not_matter(backend: str) -> None:
     for change in (transposed, innermost):
         changed = given.mapped(change)
         results = [x.flash(backend=backend, deterministic=True) for x in (given, changed)]
-        if backend == "hopper" and change is innermost:  # these are left to Triton's kernels
+        if backend == "hopper" and change is innermost:  # the Triton kernels run these
             assert_accurate(results[1], changed)
         else:
             assert all(map(torch.equal, *results))
@@ -100,7 +101,7 @@ def test_strides_do_not_matter(backend: str) -> None:
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("headdim", [32, 128])
 def test_an_expanded_gradient(headdim: int, backend: str) -> None:
-    """Which the copy engine cannot read: the Hopper kernels leave it to Triton's."""
+    """Checks a gradient that the copy engine cannot read, so that the Hopper backend calls the Triton kernels."""
     given = problem(seqlen=40, headdim=headdim, dtype=DTYPE_OF[backend])
     one = torch.ones((), dtype=given.dout.dtype, device=DEVICE)
     ones = Problem(given.q, given.k, given.v, one.expand_as(given.dout), None)
@@ -137,7 +138,7 @@ def test_float64_goes_to_eager_and_kernels_refuse_it(backend: str) -> None:
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.skipif(not GPU, reason="needs more memory and time than the interpreter has")
 def test_offsets_beyond_int32(backend: str) -> None:
-    """One row of 2^31 elements into the storage: the last heads of a long sequence."""
+    """Checks heads of rows that begin 2^31 elements into the storage, at the end of a long sequence."""
     storage = torch.zeros(1, 2**17 + 64, 128, 128, device="cuda", dtype=torch.bfloat16)
     far = storage[:, -64:]
     far.normal_()

@@ -1,4 +1,4 @@
-"""Which tiles a call of the Triton kernels gets."""
+"""Tile sizes that a call of the Triton kernels gets."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def test_registers_are_capped_where_nothing_else_takes_them() -> None:
 
 
 def test_four_programs_have_room_where_spans_are_short() -> None:
-    """228 KiB an SM, of which every program takes 1 more than it asks for; barriers are asked for."""
+    """Checks that four programs fill an SM's 228 KiB. Each takes 1 KiB more than it requests, barriers included."""
     tiles = config.forward_config(replace(PLAIN, short_spans=True))
     shared = 2 * 64 * (tiles.block_m + 2 * tiles.num_stages * tiles.block_n)
     assert tiles.by_pointers

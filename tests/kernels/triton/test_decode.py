@@ -1,4 +1,4 @@
-"""The Triton decoding kernels within the bars: in the interpreter without a GPU, else on it."""
+"""The Triton decoding kernels are within the bars, on a GPU or else in the interpreter."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_sight() -> None:
 
 
 def test_splits_fill_the_device() -> None:
-    assert splits_for(64, 131072, 396) == 6  # 384 of 396 slots in one wave
+    assert splits_for(64, 131072, 396) == 6  # one wave fills 384 of 396 slots
     assert splits_for(4 * 396, 131072, 396) == 1
     assert 100 < splits_for(1, 131072, 396) <= 128
     assert splits_for(1, 200, 396) == 1
@@ -142,7 +142,7 @@ def test_rows_of_a_tile() -> None:
 def test_a_cuda_graph_follows_the_lengths_and_nothing_waits_for_the_gpu() -> None:
     given = problem(seqlen_q=9, mask=rf.Tree(NINE), lengths=(120, 50), dtype=torch.float16)
     clean = replace(given, k=torch.randn_like(given.k), v=torch.randn_like(given.v))
-    clean.decode(check_lengths=True)  # compiles, and uploads the tree
+    clean.decode(check_lengths=True)  # compiles and uploads the tree
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -160,7 +160,7 @@ def test_a_cuda_graph_follows_the_lengths_and_nothing_waits_for_the_gpu() -> Non
 
 @pytest.mark.skipif(not GPU, reason="needs more memory than the interpreter's machine has")
 def test_offsets_beyond_int32() -> None:
-    """The last sequence and the last rows of a cache of more than 2^31 elements."""
+    """Checks the last sequence and the last rows of a cache of more than 2^31 elements."""
     capacity = 2**18 + 64
     cache = torch.zeros(2, capacity, 64, 128, device="cuda", dtype=torch.bfloat16)
     cache[:, -300:].normal_()
