@@ -30,10 +30,10 @@ T = TypeVar("T")
 # The first integer that a rank posts: it waits for the other ranks, has raised, or continues without waiting. A row is
 # (_OK, *fields), (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length.
 _OK, _FAILED, _AHEAD = range(3)
-_KEPT = 256  # calls that are cached
+_MAX_CALLS = 256  # calls that are cached
 
 
-def _word(value: Field) -> int:
+def _as_int(value: Field) -> int:
     # The integer that stands for a field in a row: the checksum of a text, or the bits of a float.
     if isinstance(value, str):
         return zlib.crc32(value.encode())
@@ -68,7 +68,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 @dataclass(eq=False)
-class _Call:
+class _CallRecord:
     """A rank's description of a call, the same for every call of one kind.
 
     Args:
@@ -115,10 +115,10 @@ class ControlPlane:
     def __init__(
         self, group: dist.ProcessGroup, gloo: dist.ProcessGroup, faults: Faults, *, optimistic: bool = False
     ) -> None:
-        self._data, self.faults, self._runs_ahead = group, faults, optimistic
-        self._calls: dict[Hashable, _Call] = {}
+        self._data, self.faults, self._optimistic = group, faults, optimistic
+        self._calls: dict[Hashable, _CallRecord] = {}
         # The last call if it continued without waiting, as the arguments of `_checked`.
-        self._unsettled: tuple[_Call, Callable[[], Rows], Callable[[list[int]], Any]] | None = None
+        self._unchecked: tuple[_CallRecord, Callable[[], Rows], Callable[[list[int]], Any]] | None = None
         self._over_gloo = GlooWords(gloo, faults)
         self._words: Words = self._over_gloo
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -161,8 +161,8 @@ class ControlPlane:
     def values(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
         """Like `agree`, but always waits for the other ranks, because the free field may change at any call."""
         self.check_alive()
-        self._settle()
-        call = _Call(fields, free, tuple(_word(value) for value in fields.values()))
+        self._check_previous()
+        call = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
         return self._checked(call, self._words.post((_OK, *call.words)), lambda values: values)
 
     def agree_on(
@@ -184,33 +184,33 @@ class ControlPlane:
             RankMismatch, PeerFailed, PeerLost, RingTimeout: as `agree`.
         """
         self.check_alive()
-        self._settle()
+        self._check_previous()
         call = self._calls.get(kind)
         if call is None:
-            call = self._called(kind, fields(), free)
-        if self._runs_ahead and call.agreed is not None:
-            self._unsettled = call, self._words.post((_AHEAD, *call.words, call.agreed.digest)), then
+            call = self._new_call(kind, fields(), free)
+        if self._optimistic and call.agreed is not None:
+            self._unchecked = call, self._words.post((_AHEAD, *call.words, call.agreed.digest)), then
             return call.agreed.result
         return self._checked(call, self._words.post((_OK, *call.words)), then)
 
     def forget(self) -> None:
         """Makes the next call of each kind wait for the agreement of the other ranks."""
-        self._calls.clear()  # not only their `agreed`, which `_settle` would set again for an unsettled call
+        self._calls.clear()  # not only their `agreed`, which `_check_previous` would set again for an unsettled call
 
-    def _called(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _Call:
-        """Makes the `_Call` of a new kind and caches it; a full cache is emptied first."""
-        if len(self._calls) == _KEPT:
+    def _new_call(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _CallRecord:
+        """Makes the `_CallRecord` of a new kind and caches it; a full cache is emptied first."""
+        if len(self._calls) == _MAX_CALLS:
             self._calls.clear()
-        call = self._calls[kind] = _Call(fields, free, tuple(_word(value) for value in fields.values()))
+        call = self._calls[kind] = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
         return call
 
-    def _settle(self) -> None:
+    def _check_previous(self) -> None:
         """Checks the agreement on the last call, if that call continued without waiting."""
-        unsettled, self._unsettled = self._unsettled, None
+        unsettled, self._unchecked = self._unchecked, None
         if unsettled is not None:
             self._checked(*unsettled)
 
-    def _checked(self, call: _Call, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
+    def _checked(self, call: _CallRecord, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
         """Returns the result of `agree_on`, once all ranks have posted their integers.
 
         Args:
@@ -221,10 +221,10 @@ class ControlPlane:
         table = everyone()
         if call.agreed is None or table != call.agreed.table:
             values = self._compared(call, table)
-            call.agreed = _Agreed(table, _word(str(values)), then(values))
+            call.agreed = _Agreed(table, _as_int(str(values)), then(values))
         return call.agreed.result
 
-    def _compared(self, call: _Call, table: Rows) -> list[int]:
+    def _compared(self, call: _CallRecord, table: Rows) -> list[int]:
         """Compares the integers of all ranks and returns the result of `agree`."""
         # If a rank continued without waiting, no rank exchanges texts: errors go through `faults`, which ends the ring.
         # That rank learns of an error in its next call, or from the thread that watches its GPU (`coordination.watch`).
@@ -233,13 +233,13 @@ class ControlPlane:
         if failed and ahead:
             raise self.faults.broken("closed", None, failed)
         if failed:
-            raise PeerFailed(failed, [texts for texts in self._texts("") if texts], rank=self.rank)
+            raise PeerFailed(failed, [texts for texts in self._gather_texts("") if texts], rank=self.rank)
         for column, (name, value) in enumerate(call.fields.items(), start=1):
             values = [row[column] for row in table]
             if name == call.free or len(set(values)) == 1:
                 continue
             own = values[self.rank]
-            texts = [str(value) if x == own else "another" for x in values] if ahead else self._texts(str(value))
+            texts = [str(value) if x == own else "another" for x in values] if ahead else self._gather_texts(str(value))
             error = RankMismatch(name, texts, outlier_ranks(values), rank=self.rank)
             if ahead:
                 self.faults.raised(error)
@@ -247,7 +247,7 @@ class ControlPlane:
         column = list(call.fields).index(call.free) + 1
         result = [row[column] for row in table]
         wrong = [
-            r for r, row in enumerate(table) if row[0] == _AHEAD and row[len(call.fields) + 1] != _word(str(result))
+            r for r, row in enumerate(table) if row[0] == _AHEAD and row[len(call.fields) + 1] != _as_int(str(result))
         ]
         if wrong:  # these ranks continued with a result for other values of the free field
             texts = [f"{value}{', of another whole' * (r in wrong)}" for r, value in enumerate(result)]
@@ -269,7 +269,7 @@ class ControlPlane:
                 self.faults.raised(error)
             else:
                 trace = "".join(traceback.format_exception(error))
-                self._texts(f"{type(error).__name__}: {error}\n{trace}")
+                self._gather_texts(f"{type(error).__name__}: {error}\n{trace}")
 
     def compare(self, field: str, text: str, own: str) -> None:
         """Raises RankMismatch on every rank unless all ranks pass the same `text`.
@@ -279,14 +279,14 @@ class ControlPlane:
             text: the compared value.
             own: text that the error shows for this rank; `text` may be longer, and is not shown.
         """
-        digests = [row[1] for row in self._exchange([_OK, _word(text)])]
+        digests = [row[1] for row in self._exchange([_OK, _as_int(text)])]
         if len(set(digests)) > 1:
-            raise RankMismatch(field, self._texts(own), outlier_ranks(digests), rank=self.rank)
+            raise RankMismatch(field, self._gather_texts(own), outlier_ranks(digests), rank=self.rank)
 
     def tell(self, text: str) -> list[str]:
         """Exchanges texts: returns the texts of all ranks, in rank order; a collective."""
         self.check_alive()
-        return self._texts(text)
+        return self._gather_texts(text)
 
     def gather(self, x: Tensor, rows: list[int], dim: int) -> Tensor:
         """Returns all ranks' `x` joined along `dim` in rank order; `x` of rank r has `rows[r]` entries along `dim`."""
@@ -321,7 +321,7 @@ class ControlPlane:
     def _exchange(self, words: Sequence[int]) -> Rows:
         return self._words.post(words)()
 
-    def _texts(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
         lengths = [row[0] for row in self._exchange([len(words)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")

@@ -96,13 +96,13 @@ class _PairBuffer:
 
     def message(self, rows: int) -> Tensor:
         """Returns the storage of both tensors of `rows` rows as one contiguous vector."""
-        return self._of(rows)[0]
+        return self._views_of(rows)[0]
 
     def pair(self, rows: int) -> tuple[Tensor, Tensor]:
         """Returns both tensors of `rows` rows as views."""
-        return self._of(rows)[1]
+        return self._views_of(rows)[1]
 
-    def _of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _views_of(self, rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         views = self._views.get(rows)
         if views is None:
             start, (first, second) = int(self._storage.storage_offset()), self._widths
@@ -131,7 +131,7 @@ class _KVRing:
         rows = max(plan.layout.lengths)
         count = 0 if plan.world_size == 1 else 2 if plan.inner is None else 4
         self._buffers = [_PairBuffer(self._own, rows, k.dtype, transport, (KV, i)) for i in range(count)]
-        self._moving_far: object = None
+        self._far_handle: object = None
         first = plan.hops[0]
         # Hop 0 computes with the caller's own tensors; they are copied to a buffer only to be sent.
         if first.send_kv or first.far_to is not None:
@@ -175,15 +175,15 @@ class _KVRing:
             buffer = self._message(following, following.owner)
             far.append(Message(hop.far_from, buffer, _FAR_KV, sends=False, hop=hop.index))
         if far:
-            self._moving_far = self._transport.start(far)
+            self._far_handle = self._transport.start(far)
         return moving
 
     def finish(self, hop: Hop, moving: object) -> None:
         """Waits for the messages that `start` returned at `hop`; at the end of an inner pass, also for its far ones."""
         self._transport.finish(moving)
-        if self._moving_far is not None and self._plan.ends_revolution(hop):
-            self._transport.finish(self._moving_far)
-            self._moving_far = None
+        if self._far_handle is not None and self._plan.ends_revolution(hop):
+            self._transport.finish(self._far_handle)
+            self._far_handle = None
 
 
 class _GradientRing:
@@ -194,17 +194,17 @@ class _GradientRing:
     """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, plan: Plan, transport: Transport) -> None:
-        self._plan, self._transport, self._like, self._dtype = plan, transport, (k, v), dtype
+        self._plan, self._transport, self._kv, self._dtype = plan, transport, (k, v), dtype
         rows = max(plan.layout.lengths)
         count = 2 if plan.world_size > 1 else 0
-        self._travelling = [_PairBuffer(self._like, rows, dtype, transport, (GRADIENT, i)) for i in range(count)]
+        self._travelling = [_PairBuffer(self._kv, rows, dtype, transport, (GRADIENT, i)) for i in range(count)]
         self._far = FarGradients(transport)
         self._own: tuple[Tensor, Tensor] | None = None
         if not plan.hops[0].send_kv:  # this rank's gradient never leaves, so no later hop may overwrite its buffer
             self._own = self._empty(k.shape[1])
 
     def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
-        dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=self._dtype) for x in self._like)
+        dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:]), dtype=self._dtype) for x in self._kv)
         return dk, dv
 
     def _message(self, hop: Hop, owner: int) -> Tensor:
@@ -238,20 +238,20 @@ class _GradientRing:
             buffer, mirror = (self._message(at, following.owner) for at in (following, done))
             messages.append(Message(plan.previous_rank, buffer, GRADIENT, sends=False, hop=h, mirror=mirror))
         far = done.revolution > 0  # the KV's owner is in another group, and so is the sender of this rank's gradient
-        channel, homewards = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
+        channel, owner_messages = (_FAR_GRADIENT, []) if far else (_GRADIENT_HOME, messages)
         if done.send_grad_home:
-            homewards.append(Message(done.owner, self._message(done, done.owner), channel, sends=True, hop=h))
+            owner_messages.append(Message(done.owner, self._message(done, done.owner), channel, sends=True, hop=h))
         arriving = None
         if done.grad_comes_home is not None:
-            rows = self._like[0].shape[1]
-            home = _PairBuffer(self._like, rows, self._dtype)
+            rows = self._kv[0].shape[1]
+            home = _PairBuffer(self._kv, rows, self._dtype)
             arriving = home.pair(rows)
             buffer, mirror = home.message(rows), self._message(done, plan.rank)
-            homewards.append(Message(done.grad_comes_home, buffer, channel, sends=False, hop=h, mirror=mirror))
-        if far and homewards:
-            self._far.start(done.revolution, homewards, arriving)
+            owner_messages.append(Message(done.grad_comes_home, buffer, channel, sends=False, hop=h, mirror=mirror))
+        if far and owner_messages:
+            self._far.start(done.revolution, owner_messages, arriving)
         if far and done.send_grad_home:  # the rotation would reuse the buffer before this slow message is done
-            self._travelling[done.index % 2] = _PairBuffer(self._like, max(plan.layout.lengths), self._dtype)
+            self._travelling[done.index % 2] = _PairBuffer(self._kv, max(plan.layout.lengths), self._dtype)
         elif arriving is not None and not far:
             self._own = arriving
         return self._transport.start(messages)

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ringflash.coordination.session import _KEPT, ControlPlane
+from ringflash.coordination.session import _MAX_CALLS, ControlPlane
 from ringflash.coordination.words import KEPT, GlooWords
 from ringflash.errors import RingflashError
 from ringflash.transport.connect import _introduce, _own_gloo
@@ -140,7 +140,7 @@ def test_known_calls_are_not_described_again_and_raise_again() -> None:
 def _many_calls() -> tuple[int, int]:
     """How many calls and messages are kept after more than that."""
     control = control_of_all()
-    for number in range(_KEPT + 3):
+    for number in range(_MAX_CALLS + 3):
         for _ in range(2):  # the second finds what the first left
             assert control.agree({**CALL, "number": number}, free="seqlen") == [8]
     assert isinstance(control._words, GlooWords)  # of one rank
@@ -149,5 +149,5 @@ def _many_calls() -> tuple[int, int]:
 
 def test_what_is_kept_of_calls_is_bounded() -> None:
     ((calls, messages),) = run_ranks(1, _many_calls)
-    assert 0 < calls <= _KEPT
+    assert 0 < calls <= _MAX_CALLS
     assert 0 < messages <= KEPT

@@ -117,7 +117,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
-        self._window: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
+        self._window_tokens: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
         self._warned_of_repeats = False
         self._shutdown: Shutdown | None = None
 
@@ -193,7 +193,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Materialises the weights, makes the optimizer, and gives each rank its own random numbers."""
-        self._window = []
+        self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
         # `token_mean` then refuses a window's `num_valid_tokens`, because `backward` weights the window.
@@ -220,7 +220,7 @@ class RingAttentionStrategy(ShardedStrategy):
             self._shutdown.fail()
         super().on_exception(exception)
 
-    def _is_agreed(self, error: BaseException) -> bool:
+    def _is_raised_by_all(self, error: BaseException) -> bool:
         # All ranks raise Preempted after the same step, so a checkpoint can still be saved; see `ShardedStrategy`.
         return isinstance(error, Preempted)
 
@@ -277,8 +277,8 @@ class RingAttentionStrategy(ShardedStrategy):
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # Lightning zeroes gradients here
-            self._window = []
-        self._window.append(batch["num_valid_tokens"])
+            self._window_tokens = []
+        self._window_tokens.append(batch["num_valid_tokens"])
         watched, made = WatchedBatch(batch), self.context.token_means_made
         result = super().training_step(watched, *args[1:], **kwargs)
         is_divided = watched.is_count_read or self.context.token_means_made > made
@@ -307,9 +307,9 @@ class RingAttentionStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         if micro_batches > 1 and self.lightning_module.automatic_optimization:
-            valid = self._window[-1].to(closure_loss.dtype)
+            valid = self._window_tokens[-1].to(closure_loss.dtype)
             # Undoes the division by the number of micro-batches in Lightning: the mean is over tokens.
-            closure_loss = closure_loss * (micro_batches * valid / self._reference().to(closure_loss.dtype))
+            closure_loss = closure_loss * (micro_batches * valid / self._first_count().to(closure_loss.dtype))
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -333,22 +333,22 @@ class RingAttentionStrategy(ShardedStrategy):
         def closure_then_rescale() -> Any:
             result = closure()
             if micro_batches > 1:
-                self._rescale(optimizer)
+                self._rescale_gradients(optimizer)
             return result
 
         return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
 
-    def _reference(self) -> Tensor:
+    def _first_count(self) -> Tensor:
         # Valid tokens of the window's first micro-batch; all gradients of the window are relative to this number.
-        return self._window[0].clamp(min=1)
+        return self._window_tokens[0].clamp(min=1)
 
-    def _rescale(self, optimizer: Optimizer) -> None:
+    def _rescale_gradients(self, optimizer: Optimizer) -> None:
         # The last window of an epoch may hold fewer micro-batches than `accumulate_grad_batches`.
-        total = torch.stack(self._window).sum().clamp(min=1)
+        total = torch.stack(self._window_tokens).sum().clamp(min=1)
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                gradient.mul_(self._reference().to(gradient.dtype) / total.to(gradient.dtype))
+                gradient.mul_(self._first_count().to(gradient.dtype) / total.to(gradient.dtype))
 
 
 def resolve_sizes(
