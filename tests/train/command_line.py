@@ -1,4 +1,4 @@
-"""`ringflash` in processes of its own, and a small run for it."""
+"""The command `ringflash` in its own processes, and the configuration of a small run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(*args: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without what an enclosing distributed run would leave there."""
+    """Returns the environment without the variables of an enclosing distributed run."""
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"COLUMNS": "120"}
 
 

@@ -1,4 +1,4 @@
-"""Training runs that several tests look at, made once: each world size costs a start of its processes."""
+"""Training runs that several tests share, made once, because each world size costs a start of its processes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ RUNS = {
 
 
 def _compiled(run: Run) -> Outcome:
-    """With a backend that is no compiler of C++, whose start takes longer than all runs."""
-    # torch's own, when its compiler is imported, and when that looks at the input of the second block
+    """Trains with torch.compile's "aot_eager" backend; the C++ compiler would take longer to start than all runs."""
+    # torch warns when its compiler is imported, and when the compiler inspects the input of the second block
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     with mock.patch.object(Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager")):
@@ -48,7 +48,8 @@ def _compiled(run: Run) -> Outcome:
 def _all_runs(folder: str) -> dict[str, Any]:
     world_size = dist.get_world_size()
     outcomes: dict[str, Any] = {name: train(run) for name, run in RUNS.items()}
-    # Two ranks save after the first epoch, three go on from there, one ends the run and also does all of it at once.
+    # Two ranks save after the first epoch, three resume and save after the second, and one rank resumes for the third.
+    # One rank also runs all three epochs without a break.
     saved = {2: (None, "two", 1), 3: ("two", "three", 2), 1: ("three", "one", 3)}
     source, target, epochs = saved[world_size]
     outcomes["resumed"] = train(
@@ -88,11 +89,11 @@ class Worlds:
         return self.ranks[world_size][0]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(1200))  # the first of them pays for all runs
+            item.add_marker(pytest.mark.timeout(1200))  # the first of these tests makes all runs
             item.add_marker(pytest.mark.xdist_group("worlds"))
 
 

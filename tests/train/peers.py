@@ -1,4 +1,4 @@
-"""Small models of transformers' with random weights, of every family and every rotary scaling."""
+"""Small transformers models with random weights, of every family and every rotary scaling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-LENGTH = 32  # the models' original one; tests go on to three times it
+LENGTH = 32  # original maximum length of the models; tests use up to three times this length
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def random_model(family: str, rope: str = "default", seed: int = 0) -> Any:
-    """A float32 causal language model whose every parameter matters."""
+    """Returns a float32 causal language model in which every parameter affects the logits."""
     scaling = {"rope_type": "default", "rope_theta": 1000.0, **ROPES[rope]}
     config = transformers.AutoConfig.for_model(**SHAPE, **FAMILIES[family], rope_parameters=scaling)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

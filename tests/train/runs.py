@@ -29,7 +29,7 @@ SEQLEN = 53
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; global batches hold `batch_size` sequences, divided over the data-parallel ranks."""
+    """Options of one training run; data-parallel ranks divide global batches of `batch_size` sequences."""
 
     steps: int = 1
     micro_batches: int = 1
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a run logged, the whole gradients of its first optimizer step, and its final weights."""
+    """Logged values of a run, the whole gradients of its first optimizer step, and its final weights."""
 
     logged: dict[str, list[float]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sequences(run: Run) -> list[dict[str, Tensor]]:
-    """Every sequence of an epoch, the same on all ranks: noisy arithmetic progressions, some labels masked."""
+    """Returns all sequences of an epoch, equal on all ranks: noisy arithmetic progressions with some masked labels."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for index in range(run.epoch_batches * run.batch_size):
@@ -86,17 +86,17 @@ def sequences(run: Run) -> list[dict[str, Tensor]]:
         ) or run.masked == "all":
             labels[:] = -100
         rows.append({"input_ids": tokens[:-1], "labels": labels})
-        if run.packed:  # four documents a sequence, some of them empty or of one token
+        if run.packed:  # four documents per sequence; some are empty or have one token
             inner = torch.randint(0, SEQLEN + 1, (3,), generator=generator).sort().values
             inner[1] = inner[0] + index % 2
             ends = torch.cat([torch.tensor([0]), inner.sort().values.clamp(max=SEQLEN), torch.tensor([SEQLEN])])
-            labels[ends[1:-1][ends[1:-1] > 0] - 1] = -100  # what follows a document is not its own
+            labels[ends[1:-1][ends[1:-1] > 0] - 1] = -100  # the next token is another document's
             rows[-1]["cu_seqlens"] = ends
     return rows
 
 
 def window_loss(decoder: Decoder, rows: list[dict[str, Tensor]]) -> Tensor:
-    """Mean over the valid tokens of some sequences, each of their documents run alone."""
+    """Returns the mean loss over the valid tokens of some sequences, with each document run alone."""
     total = num_valid = torch.zeros((), dtype=torch.int64)
     for row in rows:
         ends = row.get("cu_seqlens", torch.tensor([0, SEQLEN])).tolist()
@@ -109,7 +109,7 @@ def window_loss(decoder: Decoder, rows: list[dict[str, Tensor]]) -> Tensor:
 
 
 class Data(pl.LightningDataModule):
-    """The sequences of a run in order, sharded over data-parallel ranks, and a counter as state."""
+    """Data module with the sequences of a run in order, split over data-parallel ranks, and with a counter as state."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Data(pl.LightningDataModule):
 
 
 class Recorded(LanguageModel):
-    """Keeps what Lightning's own metrics would round to float32."""
+    """A model that records values that Lightning's own metrics would round to float32."""
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         optimizer = OptimizerConfig(lr=3e-3, warmup_steps=3, max_steps=120)
@@ -167,7 +167,7 @@ class Recorded(LanguageModel):
 
 def train(run: Run, strategy: Any = None) -> Outcome:
     """Runs `run` on the ranks of the default process group."""
-    # spawned ranks turn warnings into errors; the first is Lightning's advice on loader processes for a toy data set
+    # warnings are errors in spawned ranks; the first is Lightning's advice on loader processes for a toy data set
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     # Lightning's own use of a name that PyTorch has moved
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -194,7 +194,7 @@ def train(run: Run, strategy: Any = None) -> Outcome:
     )
     module, data = Recorded(run, outcome), Data(run)
     trainer.fit(module, data, ckpt_path=run.resume)
-    metrics = {**trainer.callback_metrics}  # what callbacks such as EarlyStopping read; each stage begins anew
+    metrics = {**trainer.callback_metrics}  # as read by callbacks such as EarlyStopping; each stage resets it
     if run.validate:
         trainer.validate(module, data, verbose=False)
         metrics |= trainer.callback_metrics
@@ -209,7 +209,7 @@ def train(run: Run, strategy: Any = None) -> Outcome:
 
 
 def attempt(run: Run, strategy: Any = None) -> tuple[str, str] | None:
-    """Class and text of what the run raised on this rank, None when it ended well."""
+    """Returns the class and text of the run's exception on this rank, or None without an exception."""
     try:
         train(run, strategy)
     except Exception as error:
@@ -218,7 +218,7 @@ def attempt(run: Run, strategy: Any = None) -> tuple[str, str] | None:
 
 
 def reference_gradients(run: Run, decoder: Decoder | None = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the first optimizer step, from one unsharded decoder, a document at a time."""
+    """Returns loss and gradients of the first optimizer step, from one unsharded decoder and one document at a time."""
     decoder = decoder or Decoder(run.model, seed=5)
     rows = sequences(run)[: run.batch_size * run.micro_batches]
     loss = window_loss(decoder, rows)
@@ -227,7 +227,7 @@ def reference_gradients(run: Run, decoder: Decoder | None = None) -> tuple[float
 
 
 def train_alone(run: Run) -> list[float]:
-    """Losses of the plain loop: one decoder, a document at a time, AdamW and the schedule written out."""
+    """Returns the losses of a plain loop: one decoder, one document at a time, AdamW, and an explicit schedule."""
 
     with torch.device("meta"):
         decoder = Decoder(run.model, seed=5).double()

@@ -1,4 +1,4 @@
-"""The example scripts train, on two processes, and are short."""
+"""The example scripts are short, and they train on two processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def run(tmp_path: Path, launcher: list[str], name: str, *more: str) -> str:
-    """What an example prints that trains six steps on a CPU."""
+    """Returns the output of an example that trains six steps on a CPU."""
     (tmp_path / "text.txt").write_text("ring attention over a long context\n" * 400)
     shape = ["--context-length", "257", "--dim", "64", "--steps", "6"]
     corpus = ["--corpus", str(tmp_path / "text.txt"), "--cache-dir", str(tmp_path / "cache")]
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of an enclosing run
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # from an enclosing run
     env = {k: v for k, v in os.environ.items() if k not in left_out}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(EXAMPLES / name), *corpus, *shape, *more]
@@ -33,7 +33,7 @@ def run(tmp_path: Path, launcher: list[str], name: str, *more: str) -> str:
 
 
 def run_alone(tmp_path: Path, launcher: list[str], name: str, *options: str) -> str:
-    """What an example prints that makes its own data."""
+    """Returns the output of an example that makes its own data."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parents[1])}
     command = [sys.executable, *launcher, str(EXAMPLES / name), *options]
@@ -56,14 +56,14 @@ def test_plain_loop_is_the_same_under_both_wrappers(tmp_path: Path) -> None:
 @pytest.mark.timeout(800)
 def test_own_module(tmp_path: Path) -> None:
     (loss,) = re.findall(r"val_loss ([\d.]+)", run_alone(tmp_path, [], "own_module.py", "--epochs", "2"))
-    assert float(loss) < 3.0  # 4.16 is that of chance
+    assert float(loss) < 3.0  # chance gives 4.16
 
 
 @pytest.mark.timeout(800)
 def test_trainer_script(tmp_path: Path) -> None:
     out = run(tmp_path, [], "trainer_script.py", "--devices", "2", "--run-dir", str(tmp_path / "run"))
     (loss,) = re.findall(r"loss ([\d.]+) after 6 steps", out)
-    assert float(loss) < 5.4  # 5.55 is that of chance
+    assert float(loss) < 5.4  # chance gives 5.55
     assert list((tmp_path / "run").rglob("checkpoints/last"))
 
 

@@ -1,4 +1,4 @@
-"""LastCheckpoint, Preemption and skipped steps, in runs of two ranks that all tests here look at."""
+"""LastCheckpoint, Preemption and skipped steps, in runs of two ranks that all tests of this file share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODEL = ModelConfig(vocab_size=257, dim=32, n_layers=1, n_heads=2, n_kv_heads=1,
 
 @dataclass
 class Fitted:
-    """What became of a run on one rank."""
+    """Outcome of a run on one rank."""
 
     losses: dict[int, float] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Fitted:
 
 
 class Model(LanguageModel):
-    """Keeps its losses by step, and is poisoned at some on rank 1."""
+    """A model that records its loss of each step, and has a poisoned loss at the steps `poisoned` of rank 1."""
 
     def __init__(self, fitted: Fitted, poisoned: range, nonfinite: NonFinite | None) -> None:
         optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, max_steps=20)
@@ -76,7 +76,7 @@ class Model(LanguageModel):
 
 
 class At(Callback):
-    """Does `action` at the end of a step, or in the first batch of the validation after it."""
+    """Runs `action` at the end of a step, or at the start of the validation after that step."""
 
     def __init__(self, step: int, action: Callable[[], None], validating: bool = False) -> None:
         self.step, self.action, self.validating = step, action, validating
@@ -156,7 +156,7 @@ def disk_full(*args: Any) -> None:
 def _all_runs(base: str) -> dict[str, Fitted]:
     runs: dict[str, Fitted] = {}
     root, write = Path(base), save._Writer.write_data
-    # The writer of step 2 waits until step 3 is done, so that a save which training waits for fails.
+    # The writer of step 2 waits until step 3 is done. If training waited for the save, the writer would time out.
     gate = threading.Event()
 
     def gated(*args: Any) -> Any:
@@ -201,7 +201,7 @@ def _all_runs(base: str) -> dict[str, Fitted]:
 
 @dataclass
 class Runs:
-    """What `_all_runs` came to, by rank, and the folder with their checkpoints."""
+    """Outcomes of `_all_runs` by rank, and the folder with the checkpoints."""
 
     folder: Path
     ranks: list[dict[str, Fitted]]
@@ -282,7 +282,7 @@ def test_a_failure_in_the_background_is_raised_by_all_at_one_step(runs: Runs) ->
 def test_sigterm_on_one_rank_ends_all_after_the_same_step(runs: Runs) -> None:
     preempted = runs["preempted"]
     assert preempted.error.startswith("Preempted 143: SIGTERM on rank 1: stopped after step")
-    assert preempted.step in (3, 4)  # the callback that sends it comes before or after the one that asks
+    assert preempted.step in (3, 4)  # depends on the order of the sending and the checking callback
     assert steps(runs.folder / "preempted")[0] == ("last", preempted.step)
     assert [rank["preempted"].said.count("SIGTERM on rank 1") for rank in runs.ranks] == [1, 0]
 

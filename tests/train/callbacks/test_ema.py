@@ -1,4 +1,4 @@
-"""ExponentialMovingAverage: a plain average, on sharded weights, saved, resumed and used for validation."""
+"""ExponentialMovingAverage: an average of sharded weights that is saved, resumed and used for validation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DECAY, STEPS = 0.75, 4
 
 
 class Trained(UserModule):
-    """Takes large steps, and keeps the weights after each."""
+    """A module that trains with large steps and records the weights after each step and each validation batch."""
 
     def __init__(self) -> None:
         super().__init__("value")
@@ -64,7 +64,7 @@ def _fit(steps: int, save: str | None = None, resume: str | None = None) -> dict
     loader = DataLoader(cast("Any", rows), batch_size=6)
     trainer.fit(module, loader, loader, ckpt_path=resume)
     if save is not None:
-        with ema.averaged(module):  # the weights are saved all the same
+        with ema.averaged(module):  # the checkpoint must hold the weights, not the average
             trainer.save_checkpoint(save)
     return {
         "seen": module.seen,

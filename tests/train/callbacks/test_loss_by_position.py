@@ -22,7 +22,7 @@ def test_table_against_a_loop(seed: int, batch: int, seqlen: int, shared: bool) 
     labels = torch.randint(0, 5, (batch, seqlen), generator=generator)
     labels[torch.rand(batch, seqlen, generator=generator) < 0.3] = -100
     losses = torch.rand(batch, seqlen, generator=generator)
-    losses[labels == -100] = torch.nan  # whatever is there does not count
+    losses[labels == -100] = torch.nan  # losses without a label must not count
     expected: dict[str, tuple[int, float]] = {}
     for row in range(batch):
         for column in range(seqlen):

@@ -43,7 +43,7 @@ def test_what_a_log_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [1, 20, len(LOG) - 8, len(LOG) - 30, len(LOG)])
 def test_a_run_that_goes_on(tmp_path: Path, end: int) -> None:
-    """The log may end anywhere in a line."""
+    """Checks the report of a run in progress, with a log that may end inside a line."""
     run = write_run(tmp_path / "run", LOG[:end])
     assert main.main(["report", str(run), "--to", str(tmp_path / "pages" / "page.md")]) == 0
     page = (tmp_path / "pages" / "page.md").read_text()

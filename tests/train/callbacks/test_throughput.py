@@ -16,7 +16,7 @@ CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2
 
 
 class Clock:
-    """Stands in for the time module."""
+    """A replacement of the time module."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ class Run:
         for index in range(micro_batches):
             self.clock.now += seconds
             self.trainer.global_step += index == micro_batches - 1
-            # Most have no label, as of a prompt: they are work all the same.
+            # Most tokens have no label, as in a prompt. They count as work too.
             batch = {"labels": torch.full((1, tokens), -100), "num_valid_tokens": torch.tensor(1)}
             self.callback.on_train_batch_end(self.trainer, self.module, None, batch, 0)
 

@@ -24,11 +24,11 @@ def test_exposed_is_what_no_kernel_hides() -> None:
             event("cpu_op", "aten::mm", 0, 500),
             event("kernel", "attention", 100, 40),
             event("kernel", "attention", 150, 40),
-            event("kernel", "ncclDevKernel_AllGather", 130, 30),  # 10 between the kernels
-            event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 190, 20),  # nothing beside it
-            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 190, 20),  # hides nothing
-            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 200, 5),  # hides 5 of it
-            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 220, 10, args={"stream": 20}),  # of a peer's memory
+            event("kernel", "ncclDevKernel_AllGather", 130, 30),  # 10 us lie between the kernels
+            event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 190, 20),  # exposed, without a kernel
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 190, 20),  # hides no message
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 200, 5),  # hides 5 us of the message
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 220, 10, args={"stream": 20}),  # from a peer
             event("kernel", "adam", 250, 50),
             event("ac2g", "flow", 0, 0) | {"ph": "s"},
         ]

@@ -1,4 +1,4 @@
-"""Checkpoints: resume at another world size, damage, other models, unsafe content."""
+"""Loading of checkpoints: resume at another world size, damage, other models, unsafe content."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.train.runs import MODEL, Outcome
 
 @pytest.fixture
 def folder(worlds: Worlds, tmp_path: Path) -> Path:
-    """A checkpoint of two ranks, to damage."""
+    """Returns a copy of a checkpoint of two ranks, which a test may damage."""
     return Path(shutil.copytree(worlds.folder / "two", tmp_path / "checkpoint"))
 
 
 def sign(folder: Path, name: str) -> None:
-    """Makes the manifest agree with a changed file."""
+    """Updates the manifest's size and hash of a changed file."""
     manifest = json.loads((folder / MANIFEST).read_text())
     content = (folder / name).read_bytes()
     manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -44,7 +44,7 @@ def sign(folder: Path, name: str) -> None:
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -105,7 +105,7 @@ def test_damaged_file(folder: Path, name: str, damage: str) -> None:
         file.unlink()
     else:
         file.write_bytes(bytes(content) if damage == "flip" else bytes(content)[:-1])
-    missing = (name, damage) == (MANIFEST, "remove")  # then there is no checkpoint
+    missing = (name, damage) == (MANIFEST, "remove")  # without a manifest there is no checkpoint
     with pytest.raises(
         CheckpointError if missing else CheckpointCorrupt, match=name if (name, damage) != (MANIFEST, "flip") else None
     ):
@@ -194,7 +194,7 @@ def test_fuzzed_content_with_the_right_digest_loads_or_is_called_corrupt(folder:
         sign(folder, name)
         try:
             load_decoder(folder)
-        except CheckpointError as error:  # a name or shape may be another one, and all the rest is damage
+        except CheckpointError as error:  # a changed name or shape may look like another model
             refused.append(error)
     damage = [error for error in refused if isinstance(error, CheckpointCorrupt)]
     assert damage
@@ -220,7 +220,7 @@ def test_corrupt_content_with_the_right_digest_falls_back_on_every_rank(tmp_path
 
 
 def _save_on_two(folder: str) -> list[str]:
-    """Saves over a leftover, then with a full disk on rank 1, then an object; returns what was raised."""
+    """Returns the errors of saves over a leftover folder, with a full disk on rank 1, and of an unsupported object."""
     tensor = torch.arange(40_000.0).reshape(200, 200) + dist.get_rank()
     checkpoint = {"state_dict": {f"rank {dist.get_rank()}": tensor}, "epoch": 1}
     path, texts = Path(folder) / "checkpoint", []
@@ -299,7 +299,7 @@ def test_saving_deletes_nothing_but_checkpoints(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """An exception in place of the process's end."""
 
 
 def _loaded(path: Path) -> float:
@@ -311,7 +311,7 @@ def _loaded(path: Path) -> float:
 
 
 def _saves_killed_everywhere(folder: str, between_renames: bool) -> list[float]:
-    """What is loaded after a save of 2 over 1 that dies before its n-th change of the file system, for all n."""
+    """Returns the loaded values after a save of 2 over 1 that dies before its n-th file system change, for all n."""
     seen = []
     for last in count():
         path = Path(folder) / str(last) / "checkpoint"
@@ -335,7 +335,7 @@ def _saves_killed_everywhere(folder: str, between_renames: bool) -> list[float]:
                 patch.setattr(os, name, dying(getattr(os, name)))
             try:
                 save(state_of(filled(2)), path)
-            except (Killed, CheckpointError):  # DCP makes an error even of a KeyboardInterrupt
+            except (Killed, CheckpointError):  # DCP converts even a KeyboardInterrupt to an error
                 complete = False
         seen.append(_loaded(path))
         verify(locate(path))

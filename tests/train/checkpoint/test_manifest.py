@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which stay, which is the newest, what a kill leaves, and `ringflash checkpoint verify`."""
+"""Folders of checkpoints: those to keep, the newest, the state after a kill, and `ringflash checkpoint verify`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringflash.train.checkpoint.manifest import (
 
 
 def put(path: Path, step: int, keep: Keep | None = None) -> None:
-    """Saves a checkpoint that holds its step and no tensors."""
+    """Saves a checkpoint that holds its step but no tensors."""
     partial = prepare(path)
     for name in (STATE, TENSOR_INDEX):
         (partial / name).write_text(f"{name} of step {step}")
@@ -79,7 +79,7 @@ def test_the_newest_is_complete(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """An exception in place of the process's end."""
 
 
 def test_a_kill_at_any_point_leaves_the_newest_and_the_one_before(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_kill_at_any_point_leaves_the_newest_and_the_one_before(tmp_path: Path
             except Killed:
                 complete = False
         left = steps(folder)
-        assert left[:2] in ([3, 2], [4, 3], [4, 2]), left  # the last: step 3 is complete too, under its hidden name
+        assert left[:2] in ([3, 2], [4, 3], [4, 2]), left  # [4, 2]: step 3 is complete under a hidden name
         assert verify(locate(folder / "last")).step in (3, 4)
         put(folder / "last", 5, Keep(2))
         assert steps(folder)[0] == 5
@@ -118,7 +118,7 @@ def test_a_kill_at_any_point_leaves_the_newest_and_the_one_before(tmp_path: Path
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without fsync a power cut may leave a folder of the right name with empty files in it."""
+    """Checks for fsync before the rename: without it, a power cut may leave empty files under the right name."""
     synced: set[int] = set()
     fsync, rename = os.fsync, os.rename
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
             assert {MANIFEST, STATE, TENSOR_INDEX} <= {file.name for file in content}
             assert {file.stat().st_ino for file in content} <= synced
         rename(source, target)
-        synced.discard(tmp_path.stat().st_ino)  # what it holds has changed
+        synced.discard(tmp_path.stat().st_ino)  # the folder's content has changed
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(os, "rename", checking_rename)

@@ -1,4 +1,4 @@
-"""Saver: a rank that is killed while it writes, and copies from GPUs."""
+"""Saver: a rank that is killed while it writes a checkpoint, and copies of tensors on GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _killed_while_writing(folder: str, asynchronous: bool) -> Outcome:
     checkpoint: dict[str, Any] = {"state_dict": {f"rank {dist.get_rank()}": torch.ones(100)}, "global_step": 1}
     saver.save(checkpoint, path, SaveOptions())
     if dist.get_rank() == 1:
-        setattr(saving._Writer, "write_data", die)  # noqa: B010 - pyright knows what it should be
+        setattr(saving._Writer, "write_data", die)  # noqa: B010 - pyright checks the type of an assignment
     options = SaveOptions(asynchronous=asynchronous)
     save = partial(saver.save, {**checkpoint, "global_step": 2}, path, options)
     outcome = outcome_of(saver.wait if asynchronous and save() is None else save)
@@ -69,7 +69,7 @@ def _copied_from_gpus(folder: str) -> list[bool]:
         for tensor in checkpoint["state_dict"].values():
             (tensor.to_local() if tensor is weight else tensor).zero_()
         saver.wait()
-        # no_dist says so in a warning, which is an error here
+        # no_dist makes torch warn, and warnings are errors here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         found = {"model.weight": torch.zeros(1001), "model.rank 1": torch.zeros(3)}
         load_tensors({**found}, storage_reader=SafeReader(path), no_dist=True)

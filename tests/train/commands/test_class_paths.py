@@ -1,4 +1,4 @@
-"""Configurations from elsewhere: nothing that they name is imported or called unless it is on the list."""
+"""Class paths in untrusted configurations: only names on the list are imported or called."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ARGUMENTS = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder from which modules can be imported, with one that leaves a proof when it is."""
+    """Returns a working folder with an importable module that writes a file as proof when it is imported."""
     (tmp_path / "evil.py").write_text(
         "from pathlib import Path\nPath('proof').touch()\n"
         "from lightning.pytorch import Callback\nclass Evil(Callback):\n    pass\n"

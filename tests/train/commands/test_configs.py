@@ -1,4 +1,4 @@
-"""What the configurations of GPUs need fits into an H200, by the estimate that is said before training."""
+"""Memory of the configurations for GPUs: by the estimate printed before training, they fit into an H200."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringflash.train.models.memory import TrainingShape, estimate_memory
 
 CONFIGS = Path(ringflash.__file__).parents[1] / "configs"
 H200 = 141e9  # bytes
-LEFT_OUT = 0.2  # of it, for what the estimate leaves out: buffers, temporaries, caches, the CUDA context
+LEFT_OUT = 0.2  # fraction of it, for memory outside the estimate: buffers, temporaries, caches, the CUDA context
 
 
 def sizes(trainer: dict[str, Any]) -> tuple[int, int, int]:
-    """Data-parallel and context-parallel sizes, and the ranks that share one copy of the weights."""
+    """Returns the data-parallel and context-parallel sizes, and the number of ranks that share one copy of weights."""
     strategy = trainer.get("strategy")
     options = strategy["init_args"] if isinstance(strategy, dict) else {}
     world_size = trainer["devices"] * trainer.get("num_nodes", 1)

@@ -41,7 +41,7 @@ CU_SEQLENS = torch.tensor([[0, 70, 70, 140, SEQLEN, SEQLEN]])
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:
-    """Sequences with labels, some of them masked."""
+    """Returns sequences with labels, some of which are masked."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 257, (count, SEQLEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -54,7 +54,7 @@ def stack(part: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def drawn_in_float64() -> Decoder:
-    """The weights that training starts from, which are not those that are drawn in float32."""
+    """Returns a decoder with the initial weights of training; weights drawn in float32 would differ."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -64,7 +64,7 @@ def drawn_in_float64() -> Decoder:
 
 
 def reference(decoder: Decoder, part: list[dict[str, Tensor]], cu_seqlens: Tensor) -> dict[str, tuple[int, float]]:
-    """(tokens, mean loss) by bucket, each document through the decoder on its own."""
+    """Returns (tokens, mean loss) of each bucket of positions, with each document run alone through the decoder."""
     found: dict[str, tuple[int, float]] = {}
     ends = cu_seqlens.unique().tolist()
     for batch in (stack([row]) for row in part):
@@ -81,7 +81,7 @@ def reference(decoder: Decoder, part: list[dict[str, Tensor]], cu_seqlens: Tenso
 
 
 def _run(folder: str) -> tuple[Tensor, Tensor]:
-    """Two steps of training under all callbacks, and two evaluations, on the ranks of the default group."""
+    """Trains two steps with all callbacks, then evaluates twice, on the ranks of the default group."""
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*log directory.*|.*logs directory.*")

@@ -1,4 +1,4 @@
-"""Exported folders: transformers generates and stops as the run does, for both kinds of models."""
+"""Exported folders: transformers generates the same text and stops at the same token, for both kinds of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def own_generation(path: Path, tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run with a tokenizer of its own and a chat template."""
+    """Returns the folder of a run with its own tokenizer and a chat template."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "made"))
     tokenizer.save(tmp_path / "run" / "tokenizer")
     (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
@@ -56,7 +56,7 @@ def test_an_exported_decoder_generates_and_stops_as_the_run_does(run: Path, tmp_
         torch.nn.init.normal_(parameter, 1 if parameter.ndim == 1 else 0, 0.3)
     head = decoder.state_dict()["lm_head.weight"]
     new: list[int] = []
-    for _ in range(2):  # the second save has a head that ends the text at the fifth token, or before
+    for _ in range(2):  # the second save's head ends the text at the fifth token or before
         state = {f"_decoder.{name}": value for name, value in decoder.state_dict().items()}
         run_ranks(1, _save, str(path), {"state_dict": state, "model_config": asdict(config)})
         new = own_generation(path, tokenizer)

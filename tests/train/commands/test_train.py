@@ -25,14 +25,14 @@ from ringflash.train.commands.retrieval_fit import RetrievalCLI
 from tests.patience import PATIENCE
 from tests.train.command_line import CONFIG, command, environment, write_config
 
-# Lightning's use of a jsonargparse method that has a new name.
+# Lightning calls a jsonargparse method by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CONFIGS = Path(ringflash.__file__).parents[1] / "configs"
 
 
 def children(folder: Path) -> list[int]:
-    """Living processes whose working directory is `folder`."""
+    """Returns the ids of living processes with the working directory `folder`."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -45,7 +45,7 @@ def children(folder: Path) -> list[int]:
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether `condition` comes true in time."""
+    """Returns whether `condition` becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -54,7 +54,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 @dataclass(frozen=True)
 class Fit:
-    """A run of twelve steps on two processes, one that goes on to the sixteenth, and one that finds nothing left."""
+    """A run of twelve steps on two processes, a run that resumes it up to step 16, and one with no steps left."""
 
     folder: Path
     first: subprocess.CompletedProcess[str]
@@ -108,7 +108,7 @@ def test_a_run_on_two_processes(fit: Fit) -> None:
         names = {*next(csv.reader(stream))}
     position = "train/loss_by_position"
     assert {f"{position}/0-63", f"{position}/64-127", "train/learning_rate", "train/grad_norm"} <= names
-    # Both speak of the last step that was logged and of the settings that were saved.
+    # The report has the last logged step and the saved settings.
     page = (run / "report.md").read_text()
     assert "| last step logged | 12 of 12 |" in page
     assert "| data.context_length | `128` |" in page
@@ -380,7 +380,7 @@ def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         assert config.summary.sample_tokens == 0
         longest = config.data.first_length << (config.trainer.max_steps - 1) // config.data.double_every
-        assert longest >= 2 * config.data.context_length  # some of the steps are of whole sequences
+        assert longest >= 2 * config.data.context_length  # some steps train on whole sequences
 
 
 @pytest.mark.parametrize(

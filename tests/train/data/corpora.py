@@ -1,4 +1,4 @@
-"""Text and tokenizers for tests of data."""
+"""Texts and tokenizers for tests of data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringflash.train.data.tokens import TokenFiles
 
 
 def write(folder: Path, **documents: str) -> Path:
-    """A folder with a .txt file a document."""
+    """Writes one .txt file per document and returns the folder."""
     folder.mkdir(exist_ok=True, parents=True)
     for name, text in documents.items():
         (folder / f"{name}.txt").write_text(text)
@@ -23,14 +23,14 @@ def write(folder: Path, **documents: str) -> Path:
 
 
 def write_lines(path: Path, texts: list[str], field: str = "text") -> Path:
-    """A file of JSON lines."""
+    """Writes a file of JSON lines and returns its path."""
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text("".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts)))
     return path
 
 
 def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns and turns around the ring\n") -> Path:
-    """A small byte-pair tokenizer of bytes, so that any text comes back, with the pairs of `text`."""
+    """Writes a small byte-level BPE tokenizer trained on `text`; it decodes every text exactly. Returns its file."""
     folder.mkdir(exist_ok=True, parents=True)
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +42,7 @@ def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns
         show_progress=False,
     )
     made.train_from_iterator([text] * 10, trainer)
-    made.enable_truncation(4)  # what a file asks for must not cut documents
+    made.enable_truncation(4)  # the file's truncation must not cut documents
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -50,11 +50,11 @@ def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns
 def prepared(
     folder: Path, sources: Path | list[Path], tokenizer: Tokenizer | None = None, **options: Any
 ) -> TokenFiles:
-    """`prepare` with bytes, or another tokenizer."""
+    """Returns the result of `prepare` with the byte tokenizer or another one."""
     names = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
     return prepare(names, folder, Recipe(tokenizer or Tokenizer()), **options)
 
 
 def documents(files: TokenFiles) -> list[list[int]]:
-    """The ids of each document in order."""
+    """Returns the ids of each document in order."""
     return [files.read(i, 0, int(n)).tolist() for i, n in enumerate(files.lengths)]

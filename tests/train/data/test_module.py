@@ -23,7 +23,7 @@ TEXT = "".join(chr(33 + i % 90) for i in range(1000))
 
 
 def module(tmp_path: Path, **options: Any) -> TextDataModule:
-    if not (tmp_path / "text.txt").exists():  # ranks that start together must not write it under each other's eyes
+    if not (tmp_path / "text.txt").exists():  # a rank must not rewrite a file that another rank reads
         (tmp_path / "text.txt").write_text(TEXT)
     options = {"context_length": 50, "val_fraction": 0.101, "documents": "joined"} | options
     return TextDataModule(str(tmp_path / "text.txt"), cache_dir=str(tmp_path / "cache"), **options)
@@ -103,7 +103,7 @@ def test_a_logged_run_keeps_the_tokenizer(tmp_path: Path) -> None:
 
 
 class Reader(pl.LightningModule):
-    """Trains a number, and keeps the batches that it is given."""
+    """A module with one number as its weight that records its batches."""
 
     def __init__(self, vocab_size: int = 257) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_tokens_of_another_tokenizer_than_the_model_s(tmp_path: Path) -> None:
 
 
 def _read(folder: Path, use_distributed_sampler: bool) -> list[list[list[int]]]:
-    # spawned ranks turn warnings into errors; both are Lightning's, see ringflash.train.commands.train.quieten
+    # warnings are errors in spawned ranks; Lightning gives both warnings, see ringflash.train.commands.train.quieten
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     data = module(folder, batch_size=6)

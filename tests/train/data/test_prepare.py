@@ -1,4 +1,4 @@
-"""Text becomes token files: the same whoever makes them, complete or not there, finished parts kept."""
+"""Token files prepared from text: equal for every number of processes, never incomplete, with finished parts kept."""
 
 from __future__ import annotations
 

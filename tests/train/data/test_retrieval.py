@@ -1,4 +1,4 @@
-"""The retrieval task: what a sequence holds, who counts, and that only a whole ring can answer."""
+"""The retrieval task: the content of sequences, the count of right answers, and that only a whole ring can answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_label_is_the_value_that_its_key_was_planted_with(vocab: int, seqlen: 
     n, row = task.num_keys, task.row(seqlen, (seed,), depth)
     tokens, labels = row["input_ids"].tolist(), row["labels"].tolist()
     facts = {token // n: (place, token % n) for place, token in enumerate(tokens) if token < n * n}
-    assert len(facts) == sum(token < n * n for token in tokens) == min(n, seqlen // 8)  # no key twice
+    assert len(facts) == sum(token < n * n for token in tokens) == min(n, seqlen // 8)  # no key occurs twice
     assert all(0 <= token < vocab for token in tokens)
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         asks = n * n <= token < n * n + n
@@ -70,7 +70,7 @@ def test_what_is_counted() -> None:
     assert batch["input_ids"].shape == (3, 48)
     assert (batch["labels"][2] == -100).all()
     logits = torch.nn.functional.one_hot(batch["labels"].clamp(min=0), 32).double()
-    logits[0, -1] = 0  # a wrong answer, and all others right
+    logits[0, -1] = 0  # one wrong answer, all others right
     assert count(logits, batch["labels"], torch.arange(48), 47).tolist() == [0, 1, 0]
     right = torch.zeros(len(GRID), dtype=torch.int64)
     right[3:5] = 1
@@ -89,7 +89,7 @@ def test_pictures_and_figures_are_written(tmp_path: Path) -> None:
 
 
 def _answer(decoder: Decoder, tokens: Tensor, context: rf.ContextParallel, *, hops: bool) -> Tensor:
-    """Logits of the last token; without hops every rank attends to its own shard alone."""
+    """Returns the logits of the last token; without hops, every rank attends only to its own shard."""
     positions = context.positions(len(tokens))
     if hops:
         return context.unshard(decoder(context.shard(tokens[None]), positions, context))[0, -1]
@@ -99,7 +99,7 @@ def _answer(decoder: Decoder, tokens: Tensor, context: rf.ContextParallel, *, ho
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_without_hops_no_fact_of_another_rank_can_be_known(layout: str) -> None:
-    """The fact says nothing to the answer: whatever is learned, such an answer is right by chance."""
+    """Checks that without hops a fact on another rank cannot change the answer, which is then right only by chance."""
     decoder, context, n, seqlen = Decoder(CONFIG, seed=3).double(), rf.ContextParallel.local(2, layout), 4, 64
     own = next(rows for rows in context.positions(seqlen).chunk(2) if seqlen - 1 in rows).tolist()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_bad_sequences() -> None:
 
 
 def _trained() -> tuple[dict[str, float], list[Cell], list[Cell], list[Cell]]:
-    """Metrics and cells of a short run, and of a decoder measured over the ring and alone."""
+    """Returns metrics and cells of a short run, and cells of a decoder measured over the ring and without it."""
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     callback, data = RetrievalAccuracy(), RetrievalDataModule(32, 2, 16, 1, [48], 4, 1)
     module = LanguageModel(CONFIG, OptimizerConfig(max_steps=2, warmup_steps=1), "float32", seed=5)
@@ -179,10 +179,10 @@ def _trained() -> tuple[dict[str, float], list[Cell], list[Cell], list[Cell]]:
     trainer.fit(module, data)
     metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
     loader: Any = trainer.train_dataloader
-    assert (len(loader), loader.state_dict()) == (2, {"number": 2})  # none was asked for ahead
+    assert (len(loader), loader.state_dict()) == (2, {"number": 2})  # no batch was prefetched
     decoder, context = Decoder(CONFIG, seed=4).double(), rf.ContextParallel(dist.group.WORLD)
     assert decoder.lm_head is not None
-    with torch.no_grad():  # a guess of what is no answer would never be right
+    with torch.no_grad():  # without these zeros, the decoder would also guess tokens that are no answers
         decoder.lm_head.weight[: TASK.num_keys * (TASK.num_keys + 1)] = 0
         decoder.lm_head.weight[TASK.num_keys * (TASK.num_keys + 2) :] = 0
     return metrics, callback.cells, measure(decoder, GRID, context), measure(decoder, GRID)

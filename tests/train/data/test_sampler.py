@@ -19,7 +19,7 @@ def ranks(total: int, batch_size: int, world_size: int) -> list[BatchSampler]:
 
 
 def take(samplers: list[BatchSampler], batches: int | None = None) -> list[list[int]]:
-    """The next global batches, and what the samplers remember of them."""
+    """Returns the next global batches, and counts them in the samplers as handed out."""
     taken = []
     for rows in zip(*(list(s) for s in samplers), strict=True):
         if len(taken) == batches:
@@ -59,7 +59,7 @@ def test_resume_at_another_data_parallel_size(batch_size: int) -> None:
         if state is not None:
             for sampler in samplers:
                 sampler.load_state_dict(state)
-                sampler.set_epoch(1)  # as Lightning does after a run that ended within epoch 0
+                sampler.set_epoch(1)  # as Lightning does after a run that ended inside epoch 0
         length = len(samplers[0])
         taken = take(samplers, batches)
         seen += [index for batch in taken for index in sorted({*batch} - {PADDING}, key=reference.index)]

@@ -1,4 +1,4 @@
-"""Documents in a line, cut into samples."""
+"""Samples cut from a stream of documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = 256
 
 
 def line_of(folder: Path, lengths: list[int], shard_bytes: int = 200) -> TokenStream:
-    """A line of documents of these lengths, end included, none but their own byte in each."""
+    """Returns a stream of documents of these lengths, each of one repeated byte and the end token."""
     texts = [chr(33 + i % 90) * max(length - 1, 0) for i, length in enumerate(lengths)]
     return TokenStream(prepared(folder / "to", write_lines(folder / "in.jsonl", texts), shard_bytes=shard_bytes))
 
@@ -70,7 +70,7 @@ def test_whole_documents_are_cut_only_where_they_must(tmp_path: Path, lengths: l
         row = samples[i]
         for begin, end in pairwise(row["cu_seqlens"].tolist()):
             ids, targets = row["input_ids"][begin:end].tolist(), row["labels"][begin:end].tolist()
-            if set(ids) == {END} and end == seqlen:  # what fills a sample up, or one that cannot be told from it
+            if set(ids) == {END} and end == seqlen:  # padding, or a document equal to it
                 assert set(targets) == {-100}
                 continue
             assert targets[:-1] == ids[1:]

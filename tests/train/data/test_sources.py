@@ -1,4 +1,4 @@
-"""Documents are found, divided and read."""
+"""Sources of documents: they are found, divided into parts and read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.train.data.corpora import write, write_lines
 
 
 def texts(source: Path | str, part_bytes: int, field: str = "text") -> list[list[str]]:
-    """The documents of each group of parts."""
+    """Returns the documents of each group of parts."""
     groups = []
     for group in divide(find_sources(str(source)), part_bytes):
         groups.append([""])
@@ -113,7 +113,7 @@ def test_tables(tmp_path: Path) -> None:
 
 
 class Rows:
-    """What a saved data set is to its library, as far as it is used."""
+    """A fake of a saved data set, with the methods that are used."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts, self.column_names = texts, ["text"]

@@ -1,4 +1,4 @@
-"""Text to ids and back."""
+"""Tokenizers: text to ids and back."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_is_saved_is_transformers_too(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "saved")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.eos_token_id == tokenizer.end_of_document
-    assert theirs("the ring")["input_ids"] == tokenizer.encode("the ring")[:4]  # they cut where the file says
+    assert theirs("the ring")["input_ids"] == tokenizer.encode("the ring")[:4]  # truncated, as the file says
 
 
 def test_where_the_end_of_a_document_is_named(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_same_ids_of_files_that_differ(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "model")
     content = json.loads(path.read_text())
     tokenizer = Tokenizer.load(path)
-    older = [" ".join(pair) for pair in content["model"]["merges"]]  # as the library wrote pairs before
+    older = [" ".join(pair) for pair in content["model"]["merges"]]  # the format of older versions of tokenizers
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "Ġ"}')
     path.write_text(json.dumps(content | {"truncation": None, "model": content["model"] | {"merges": older}}, indent=4))
     assert Tokenizer.load(path).end_of_document != tokenizer.end_of_document

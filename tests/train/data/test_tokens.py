@@ -1,4 +1,4 @@
-"""Token files from elsewhere: whatever their headers say, reading them gives ids of the vocabulary or CorpusError."""
+"""Token files with untrusted headers: reading them gives ids of the vocabulary or raises CorpusError."""
 
 from __future__ import annotations
 

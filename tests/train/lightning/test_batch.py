@@ -1,4 +1,4 @@
-"""What a batch must be."""
+"""Requirements on a batch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_a_good_batch() -> None:
 
 def test_labels_that_equal_their_input_by_nature() -> None:
     same = torch.full((2, 8), 7)
-    check_batch({"input_ids": same, "labels": same.clone()}, 4)  # shifted labels of one repeated token
+    check_batch({"input_ids": same, "labels": same.clone()}, 4)  # shifted labels of a single repeated token
     single = torch.full((2, 16), -100)
     single[:, 3:6] = torch.arange(3, 6)
-    check_batch({"input_ids": torch.arange(16).repeat(2, 1), "labels": single}, 4)  # too few to know
+    check_batch({"input_ids": torch.arange(16).repeat(2, 1), "labels": single}, 4)  # too few labels to judge
     shifted = torch.arange(1, 17).repeat(2, 1)
     check_batch({"input_ids": shifted - 1, "labels": shifted}, 4)
 
@@ -44,7 +44,7 @@ def test_further_entries() -> None:
     entries = {"loss_mask": torch.ones(2, 8), "attention_mask": ids(2, 8) + 1, "weight": torch.ones(2), "name": "a"}
     good = batch(**entries)
     check_batch(good, 4, ("loss_mask",))
-    check_batch(good, 1)  # nothing is cut
+    check_batch(good, 1)  # one rank cuts nothing
     assert cut_keys(good, ("loss_mask",)) == ("input_ids", "labels", "attention_mask", "loss_mask")
     with pytest.raises(ArgumentError, match=r"batch\['scores'\]: expected a tensor \(2, 8\).*got no such key"):
         check_batch(good, 4, ("scores",))

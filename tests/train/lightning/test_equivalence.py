@@ -1,4 +1,4 @@
-"""Training on a ring of ranks is training on one."""
+"""Training on a ring of ranks equals training on one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) -> None:
-    """The whole gradient within `bar`, each weight's, where rounding weighs more, within three times that."""
+    """Checks the whole gradient against `bar`, and each weight's gradient against three times `bar`.
+
+    Rounding has a larger effect on the gradient of a single weight.
+    """
     assert outcome.gradients.keys() == expected.keys()
     errors = {name: relative_error(outcome.gradients[name], expected[name]) for name in expected}
     assert max(errors.values()) <= 3 * bar, errors
@@ -38,7 +41,7 @@ def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) 
     assert relative_error(whole, reference) <= bar
 
 
-# Steps that cost messages and little else, of windows of two micro-batches of two sequences, each of four documents.
+# Steps with little cost besides messages. A window has two micro-batches of two sequences, each with four documents.
 CURVE = Run(
     steps=200,
     micro_batches=2,
@@ -60,7 +63,7 @@ def _curves(runs: list[Run]) -> list[list[float]]:
 BARS: dict[ComputeDtype, float] = {"float64": 1e-8, "float32": 1e-4}
 
 
-@pytest.mark.timeout(3600)  # four processes take their time on two cores
+@pytest.mark.timeout(3600)  # four processes are slow on two cores
 def test_loss_curves_do_not_depend_on_the_number_of_ranks() -> None:
     runs = [replace(CURVE, dtype=dtype) for dtype in BARS]
     one, two = (run_ranks(world_size, _curves, runs)[0] for world_size in (1, 2))
@@ -117,7 +120,7 @@ def test_clipping(worlds: Worlds, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_validation_and_test_loss(worlds: Worlds, world_size: int) -> None:
     one, many = (worlds[n]["evaluate"].logged for n in (1, world_size))
-    assert len(many["val/loss"]) == 3  # after both epochs of fit, and in validate
+    assert len(many["val/loss"]) == 3  # after each of the two epochs of fit, and in validate
     assert many["val/loss"] == pytest.approx(one["val/loss"], rel=1e-12)
     assert many["test/loss"] == pytest.approx([one["val/loss"][-1]], rel=1e-12)
     assert many["train/loss"] == pytest.approx(train_alone(RUNS["evaluate"]), rel=1e-10)

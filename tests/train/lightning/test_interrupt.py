@@ -10,15 +10,15 @@ from ringflash.train.lightning.interrupt import Interrupt
 
 
 class Finalized:
-    """Interrupts this process when it is collected."""
+    """An object that interrupts this process when it is collected."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # handlers run between bytecodes
+        for _ in range(1000):  # gives Python bytecodes to run the handler between
             pass
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the interrupt that Python drops
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops this interrupt
 def test_interrupt_that_falls_into_a_finalizer() -> None:
     callback, nothing = Interrupt(), cast("Any", None)
     callback.on_train_start(nothing, nothing)

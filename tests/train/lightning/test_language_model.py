@@ -1,4 +1,4 @@
-"""LanguageModel: one device, its optimizer and schedule, non-finite losses, configuration errors."""
+"""LanguageModel: one device, the optimizer and its schedule, non-finite losses, configuration errors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_step_gives_each_token_s_loss() -> None:
 
 
 def shard_of_three_ranks(valid: int) -> tuple[LanguageModel, dict[str, torch.Tensor]]:
-    """A module, and a batch of which this rank has `valid` labels, where all ranks have 13."""
+    """Returns a module and a batch with `valid` labels on this rank and 13 labels on all ranks together."""
     module = LanguageModel(MODEL, compute_dtype="float64")
     module.trainer = trainer()
     module.configure_model()

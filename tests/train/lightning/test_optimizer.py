@@ -1,4 +1,4 @@
-"""OptimizerConfig: schedules against their formulas, and what they refuse."""
+"""OptimizerConfig: schedules against their formulas, and options that they refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_wsd() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=4, max_steps=100, min_lr_ratio=0.2, schedule="wsd")
     scales = [config.lr_scale(step) for step in range(120)]
     assert scales[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert set(scales[4:91]) == {1.0}  # the last tenth decays
+    assert set(scales[4:91]) == {1.0}  # the decay is the last tenth
     assert [scales[90 + i] for i in range(11)] == pytest.approx([0.2 + 0.8 * (1 - (i / 10) ** 0.5) for i in range(11)])
     assert set(scales[100:]) == {0.2}
 

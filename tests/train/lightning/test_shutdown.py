@@ -1,4 +1,4 @@
-"""Ranks that leave their process group."""
+"""The shutdown of ranks, which leave their process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("shutdown")
 
-# One process imports torch, and is forked into the ranks, which end as processes of their own do.
+# One process imports torch and forks the ranks, which then end like independent processes.
 SCRIPT = """
 import json
 import os
@@ -62,7 +62,7 @@ print("end")
 
 @dataclass(frozen=True)
 class Ends:
-    """Exit codes, outputs and ends, in seconds from the first, of three ranks, of which rank 0 serves the store."""
+    """Exit codes, outputs and end times of three ranks, in seconds after the first end; rank 0 serves the store."""
 
     codes: list[int]
     outputs: list[str]
@@ -86,7 +86,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
 def test_a_slow_rank_is_waited_for(ends: dict[str, Ends]) -> None:
     slow = ends["slow"]
     assert (slow.codes, slow.outputs) == ([0, 0, 0], ["end\n"] * 3)
-    assert max(slow.seconds) < 3  # though they came to their ends three seconds apart
+    assert max(slow.seconds) < 3  # although the ranks reached their ends three seconds apart
 
 
 @pytest.mark.parametrize(("case", "code"), [("failed", 3), ("late", 0)])

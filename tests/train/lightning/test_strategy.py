@@ -84,7 +84,7 @@ LOSSES = {"train/loss", "val/loss", "test/loss"}
 
 
 class Probe(RingAttentionStrategy):
-    """Keeps the first batch it shards."""
+    """A strategy that records the first batch that it shards."""
 
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
         self.seen = getattr(self, "seen", None) or super().batch_to_device(*args, **kwargs)
@@ -103,7 +103,7 @@ def _probe() -> dict[str, Any]:
     assert parallel.shard_mesh.size() == 2
     evaluated = train(Run(steps=1, epoch_batches=1, validate=True))
     assert evaluated.extra["metrics"].keys() >= LOSSES
-    for name in LOSSES:  # equal on all ranks, so whatever Lightning does to bring them together must leave them alone
+    for name in LOSSES:  # they are equal on all ranks, so Lightning's reduction must not change them
         assert evaluated.extra["metrics"][name] == pytest.approx(evaluated.logged[name][-1], rel=1e-6), name
     return {"batch": strategy.seen, "whole": parallel.seen, "random": outcome.extra["random"], "evaluated": evaluated}
 

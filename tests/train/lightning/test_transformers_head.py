@@ -1,4 +1,4 @@
-"""Which models' logits are their head's product alone, and that loss and gradients are then those of whole logits."""
+"""Models with logits that are only the product of the head: their loss and gradients equal those of whole logits."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_looking_leaves_nothing_behind() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most numbers that any tensor had whose last dimension is the vocabulary."""
+    """Records the largest number of elements of all tensors with the vocabulary as last dimension."""
 
     def __init__(self) -> None:
         super().__init__()

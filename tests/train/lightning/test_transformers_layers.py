@@ -1,4 +1,4 @@
-"""Layers of transformers models as they train: the same gradients, each ring once, one graph a kind of layer."""
+"""Layers of transformers models in training: the same gradients, each ring run once, one graph per kind of layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = {
     "initializer_range": 0.1,
     "sliding_window": 7,
 }
-# torch 2.11's own: when its compiler is imported, and when that looks at the input of the second block.
+# torch 2.11 warns when its compiler is imported, and when the compiler inspects the input of the second block.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -94,8 +94,9 @@ def test_gradients_are_the_same_and_no_ring_runs_twice(
             layer.compile(frames)
     assert_same(gradients(model), expected)
     assert frames.frame_count == compiled  # one graph serves all layers
-    assert len(rings) == 2 * LAYERS  # of two virtual ranks
-    # Input and out of each layer, 24 x 32 float64; lse is smaller than what pays; weights, cosines and sines stay.
+    assert len(rings) == 2 * LAYERS  # two virtual ranks
+    # The input and out of each layer go to the host, 24 x 32 float64 each. lse is too small to pay; weights, cosines
+    # and sines stay.
     assert packed == ([SEQLEN * 32 * 8] * 2 * LAYERS if offload else [])
 
 
@@ -108,7 +109,7 @@ def test_each_kind_of_layer_is_compiled_once(family: str, kinds: int) -> None:
         layer.compile(frames)
     for (n, seed), before in zip(calls, expected, strict=True):
         assert_same(gradients(model, seqlen=n, seed=seed), before)
-    assert frames.frame_count == 2 * kinds  # for one length, then for any
+    assert frames.frame_count == 2 * kinds  # one graph for a fixed length, one for any length
 
 
 def test_compiled_dropout_is_that_of_each_layer_and_step() -> None:

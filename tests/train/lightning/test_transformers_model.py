@@ -1,4 +1,4 @@
-"""A transformers model fine-tuned on a ring of ranks has the gradients of one that trains whole."""
+"""A transformers model fine-tuned on a ring of ranks has the gradients of a model trained on whole sequences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEED = 4
 
 @dataclass(frozen=True)
 class Run:
-    """One run of `TransformersModel` on a tiny model, of `family`."""
+    """Options of one run of `TransformersModel` on a tiny model of `family`."""
 
     family: str = "Qwen3"
     tied: bool = True
@@ -62,7 +62,7 @@ class Run:
     export: str | None = None
 
 
-BY_LENGTH: dict[str, Any] = {  # RoPE of other frequencies from half of the sequence on
+BY_LENGTH: dict[str, Any] = {  # RoPE that changes its frequencies for sequences longer than half of SEQLEN
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -70,7 +70,7 @@ BY_LENGTH: dict[str, Any] = {  # RoPE of other frequencies from half of the sequ
     "short_factor": [1.0] * 8,
     "long_factor": [3.0] * 8,
 }
-CHANGING = {"Gemma2": {"final_logit_softcapping": 2.0}, "Granite": {"logits_scaling": 8.0}}  # what their heads give
+CHANGING = {"Gemma2": {"final_logit_softcapping": 2.0}, "Granite": {"logits_scaling": 8.0}}  # change the logits
 
 
 def config_of(run: Run) -> Any:
@@ -98,7 +98,7 @@ def rows(run: Run) -> list[dict[str, Tensor]]:
 
 
 class Recorded(TransformersModel):
-    """Keeps the first step's gradients, losses unrounded, and of how many tokens the head gave logits."""
+    """Records the gradients of the first step, unrounded losses, and the number of tokens in each call of the head."""
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         optimizer = OptimizerConfig(lr=3e-3, warmup_steps=1, max_steps=20)
@@ -157,7 +157,7 @@ def train(run: Run) -> Outcome:
 def _all_runs(folder: str) -> dict[str, Outcome]:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-    # torch's own, when its compiler is imported, and when that looks at the input of the second block
+    # torch warns when its compiler is imported, and when the compiler inspects the input of the second block
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
@@ -196,9 +196,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, O
 
 
 def reference(run: Run, seed: int = 0, weights: dict[str, Tensor] | None = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the first step, from a whole model on its own attention.
+    """Returns loss and gradients of the first step of an unsharded model with its own attention.
 
-    With dropout, and for Gemma 2, which transformers has no fused attention for, on that of one device.
+    With dropout it uses ringflash's attention on one device. So does Gemma 2, because transformers has no fused
+    attention for it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +209,7 @@ def reference(run: Run, seed: int = 0, weights: dict[str, Tensor] | None = None)
     model: Any = AutoModelForCausalLM.from_config(config_of(run), attn_implementation=attention).train()
     model.to(torch.float64 if run.dtype == "float64" else torch.float32)
     if weights is not None:
-        model.load_state_dict(weights, strict=False)  # tied ones have one name
+        model.load_state_dict(weights, strict=False)  # tied weights have a single name
     batch = {name: torch.stack([row[name] for row in rows(run)[:2]]) for name in ("input_ids", "labels")}
     keywords = {"ring_dropout_seed": seed} if run.dropout else {}
     cuts = CUTS if run.packed else [0, SEQLEN]
@@ -235,7 +236,7 @@ def test_logits_are_whole_only_where_the_model_changes_them(
 ) -> None:
     calls = trained[1][name].extra["logits"]
     assert len(calls) == (RUNS[name].family in CHANGING)
-    assert all(tokens >= 2 * (SEQLEN // 2) for tokens in calls)  # all that a rank has of two sequences
+    assert all(tokens >= 2 * (SEQLEN // 2) for tokens in calls)  # a rank's whole share of two sequences
 
 
 def test_validates_after_training(trained: tuple[Path, dict[str, Outcome]]) -> None:
@@ -247,7 +248,7 @@ def test_validates_after_training(trained: tuple[Path, dict[str, Outcome]]) -> N
 
 
 def dropout_seed() -> int:
-    """That of the first micro-batch of all."""
+    """Returns the dropout seed of the very first micro-batch."""
     return int.from_bytes(hashlib.blake2b(f"{SEED}/0/0".encode(), digest_size=8).digest()) >> 1
 
 
@@ -268,7 +269,7 @@ def test_exports_and_starts_from_a_folder(trained: tuple[Path, dict[str, Outcome
 
 
 def configured(**options: Any) -> TransformersModel:
-    """On one device of the CPU, with the model made."""
+    """Returns a configured module on one CPU device."""
     module = TransformersModel(options.pop("model", config_of(Run())), compute_dtype="float32", **options)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)

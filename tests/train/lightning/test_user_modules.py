@@ -1,4 +1,4 @@
-"""A LightningModule of the user's own under RingAttentionStrategy: loss, gradients, logged figures, callbacks."""
+"""A user's own LightningModule under RingAttentionStrategy: loss, gradients, logged figures, callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.test_token_mean import TinyModel, alone, make_batches, make_model
 
 
 class UserModule(pl.LightningModule):
-    """A module as a user writes it, right or wrong as `way` says."""
+    """A module as a user may write it; `way` selects a right or a wrong version."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ class UserModule(pl.LightningModule):
 
 
 def quiet() -> None:
-    """Lets warnings pass that are about these toy models."""
+    """Ignores warnings about these toy models."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*configure_model.*doesn't support sharding")
-    # Lightning's advice, whether it is followed or not
+    # Lightning gives this advice even to modules that follow it
     warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
 
 
@@ -105,7 +105,7 @@ def _fit(way: str, data_parallel: int = 1, accumulate: int = 2) -> dict[str, Any
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=data_parallel > 1 and way != "unsharded data",  # it shuffles, which the order forbids
+        use_distributed_sampler=data_parallel > 1 and way != "unsharded data",  # it would shuffle
         callbacks=callbacks,
     )
     module = UserModule(way)
@@ -220,7 +220,7 @@ def test_every_way_to_read_the_number_of_valid_tokens_is_noticed(way: str) -> No
 
 
 class Failing(UserModule):
-    """Fails on rank 1, and on rank 0 when rank 1 has ended."""
+    """A module that raises on rank 1, and on rank 0 after rank 1 has ended."""
 
     def __init__(self, store: Any) -> None:
         super().__init__("value")
@@ -235,7 +235,7 @@ class Failing(UserModule):
 
 def _fail(folder: str) -> dict[str, Any]:
     quiet()
-    warnings.simplefilter("ignore")  # Lightning's advice about validation and checkpoints that this run does without
+    warnings.simplefilter("ignore")  # Lightning's advice about validation and checkpoints, which this run does not have
     store: Any = FileStore(f"{folder}/meeting", 2)
     rows = [{"input_ids": tokens[0], "labels": labels[0]} for tokens, labels in make_batches(2)]
     trainer = pl.Trainer(

@@ -1,4 +1,4 @@
-"""What blocks keep and compute again: the same gradients, each ring once, and what lies in the host's memory."""
+"""Activations that blocks keep, recompute or offload: the same gradients, each ring run once, and the host's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringflash.train.models.rotary import rotary_angles
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, ffn_dim=48)
 SEQLEN = 20
 
-# torch 2.11's own: when its compiler is imported, and when that looks at the input of the second block.
+# torch 2.11 warns when its compiler is imported, and when the compiler inspects the input of the second block.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -35,7 +35,7 @@ pytestmark = [
 
 
 class Counts:
-    """Attention forwards that ran, and tensors taken to the host's memory, with their bytes."""
+    """Counts of attention forwards, and sizes in bytes of the tensors moved to the host's memory."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rings, self.packed = 0, []
@@ -54,7 +54,7 @@ class Counts:
                 self.packed.append(x.nbytes)
             return result
 
-        for module, name in ((schedule, "forward"), (autograd, "_on_one_device")):  # with a context, and without
+        for module, name in ((schedule, "forward"), (autograd, "_on_one_device")):  # with and without a context
             patch.setattr(module, name, counted(getattr(module, name)))
         patch.setattr(HostMemory, "pack", counted_pack)
 
@@ -73,12 +73,12 @@ def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pyte
     held: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        """The most tokens whose gate, up, their product or a gradient of these are there at once."""
+        """Records the largest number of rows alive at once in the gate, up, their product and their gradients."""
         nodes = list(graph.graph.nodes)
         spans = []
         for begin, node in enumerate(nodes):
             shape = getattr(node.meta.get("val"), "shape", (0,))
-            if shape[-1] == CONFIG.ffn_dim and shape[0] != CONFIG.dim:  # a weight's
+            if shape[-1] == CONFIG.ffn_dim and shape[0] != CONFIG.dim:  # no weight's shape
                 spans.append((begin, max(map(nodes.index, node.users), default=begin), shape[0]))
         held.append(max(sum(rows for a, b, rows in spans if a <= at <= b) for at in range(len(nodes))))
         return nop(graph, inputs)
@@ -88,7 +88,7 @@ def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pyte
     decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=count))
     gradients(decoder)
     assert min(held) > 0
-    assert max(held) <= 6 * 5  # of all tokens the same would be 6 * SEQLEN
+    assert max(held) <= 6 * 5  # it would be 6 * SEQLEN for all tokens at once
 
 
 def test_any_number_of_lengths_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_gradients_are_the_same_and_no_ring_runs_twice(
         torch.testing.assert_close(a, b, atol=1e-13, rtol=0)
     assert counts.rings == CONFIG.n_layers
     assert frames.frame_count == compiled  # one graph serves all blocks
-    # Of each block its input, out and what lies behind attention, 20 x 32 float64; lse is smaller than what pays,
-    # weights stay.
+    # Each block's input, out and the sum after attention go to the host, 20 x 32 float64 each. lse is too small to
+    # pay, and weights stay.
     assert counts.packed == ([5120] * 9 if offload else [])
 
 
@@ -137,7 +137,7 @@ def test_what_is_kept_without_checkpointing_is_more() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x.detach())[1], lambda x: x):
             decoder.layers[1](torch.randn(1, SEQLEN, 32, requires_grad=True), step)
         kept[mode] = sum(sizes)
-    assert kept["block"] == SEQLEN * 32 * 4  # the input; attention's results are in storage of their own
+    assert kept["block"] == SEQLEN * 32 * 4  # the input; attention's results are stored elsewhere
     assert kept["none"] > 10 * kept["block"]
 
 
@@ -175,7 +175,7 @@ def test_tensors_leave_behind_and_come_back_ahead(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(activations, name, value)
     memory, xs = HostMemory(), [torch.randn(100 + i, device=device) for i in range(4)]
     packed = [memory.pack(x) for x in xs]
-    dropped = packed.pop(1)  # of a graph whose backward never runs
+    dropped = packed.pop(1)  # belongs to a graph without a backward
     del dropped
 
     def here() -> list[bool]:
@@ -186,13 +186,13 @@ def test_tensors_leave_behind_and_come_back_ahead(monkeypatch: pytest.MonkeyPatc
     assert here() == [False, True, False]
     for each, x in zip(reversed(packed[:2]), (xs[2], xs[0]), strict=True):
         assert torch.equal(memory.unpack(each), x)
-    assert torch.equal(memory.unpack(packed[2]), xs[3])  # once more, for retain_graph
+    assert torch.equal(memory.unpack(packed[2]), xs[3])  # a second time, as with retain_graph
     assert not any(here())
     more = [memory.pack(x) for x in xs]
     assert torch.equal(memory.unpack(more[3]), xs[3])
     assert isinstance(more[2], Packed)
     assert more[2].here is not None
-    last = memory.pack(xs[0])  # of another forward: the backward has not gone on
+    last = memory.pack(xs[0])  # starts another forward before the backward continues
     assert more[2].here is None
     assert torch.equal(memory.unpack(more[2]), xs[2])
     assert torch.equal(memory.unpack(last), xs[0])

@@ -1,4 +1,4 @@
-"""Decoder: shapes, positions, cache, initial weights."""
+"""Decoder: shapes, positions, cache and initial weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_matches_transformers_llama(tied: bool) -> None:
     state = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in decoder.state_dict().items()}
     assert not llama.load_state_dict(state, strict=False).unexpected_keys
     x = tokens(2, 33)
-    # transformers forms its angles in float32
+    # transformers computes its angles in float32
     torch.testing.assert_close(decoder(x, torch.arange(33)), llama(x).logits, atol=1e-6, rtol=0)
 
 
@@ -99,7 +99,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 def test_initial_spread() -> None:
     config = replace(CONFIG, dim=256, n_heads=4, n_layers=8, ffn_dim=512)
     state = Decoder(config).state_dict()
-    clipped = 0.9866  # standard deviation of a normal cut at three
+    clipped = 0.9866  # standard deviation of a normal distribution cut at 3
     assert state["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02 * clipped, rel=0.01)
     assert state["layers.7.mlp.down_proj.weight"].std().item() == pytest.approx(0.02 * clipped / 4, rel=0.01)
     assert state["layers.7.self_attn.o_proj.weight"].std().item() == pytest.approx(0.02 * clipped / 4, rel=0.02)

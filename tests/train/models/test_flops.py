@@ -24,7 +24,8 @@ def test_matmul_parameters_are_the_models() -> None:
 
 
 def test_formula() -> None:
-    # Forward by hand for 1000 tokens that see 500 keys each: 2 a weight; q k and p v, 2 a multiply-add.
+    # The forward by hand for 1000 tokens that see 500 keys each: a weight costs 2 FLOP per token, and q k^T and p v
+    # cost 2 FLOP per multiply-add.
     forward = 1000 * (2 * matmul_parameters(CONFIG) + CONFIG.n_layers * 2 * 2 * CONFIG.dim * 500)
     assert training_flops(CONFIG, 1000, CONFIG.n_layers * 1000 * 500) == 3 * forward
 

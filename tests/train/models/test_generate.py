@@ -16,7 +16,7 @@ PROMPT = torch.tensor([3, 1, 4, 1, 5])
 
 def decoder() -> Decoder:
     model = Decoder(CONFIG, seed=2)
-    # Sharper than a fresh model, whose logits are all but equal.
+    # Larger weights make distinct logits; a fresh model has almost equal ones.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)
@@ -58,7 +58,7 @@ def test_only_the_likeliest_are_drawn() -> None:
         (Sampling(top_p=0.5), {0}),
         (Sampling(top_p=0.51), {0, 3}),
         (Sampling(top_p=0.85), {0, 1, 3}),
-        (Sampling(top_k=2, top_p=0.6), {0}),  # 0.625 of the two
+        (Sampling(top_k=2, top_p=0.6), {0}),  # token 0 has 0.625 of the two's probability
         (Sampling(vocab_size=2, top_p=0.99), {0, 1}),
     ):
         drawn = sampling.draw(logits, torch.Generator().manual_seed(0))

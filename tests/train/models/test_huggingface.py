@@ -1,4 +1,4 @@
-"""Models of transformers': shapes, refusals, and logits that are theirs."""
+"""Models loaded from transformers: shapes, refusals, and equal logits."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_logits_are_transformers_own(family: str, tmp_path: Path) -> None:
         with torch.no_grad():
             got, unscaled = decoder(x, positions), plain(x, positions)
             expected = model.double()(x).logits
-        # transformers forms angles and norms in float32 whatever the dtype: angles are off by about 1e-7 a position, by
-        # how much also goes by how the processor rounds powers
+        # transformers computes angles and norms in float32 for every dtype. Angles are off by about 1e-7 per position;
+        # the exact error also depends on how the processor rounds powers.
         largest = expected.abs().max()
         error, of_scaling = ((logits - expected).abs().max() / largest for logits in (got, unscaled))
         assert error <= 2e-7 * seqlen, f"{kind}, {rope}, {seqlen}: {error}"
@@ -77,7 +77,7 @@ def test_dynamic_scaling_goes_by_the_whole_sequence() -> None:
 def test_documents_are_sequences_of_their_own() -> None:
     windows = replace(from_transformers(LLAMA), sliding_window=6, sliding_layers=(1,), rope_scaling=DYNAMIC)
     decoder, x = Decoder(windows).double(), tokens(1, 90)
-    lengths = (50, 40)  # dynamic scaling goes by the longest
+    lengths = (50, 40)  # dynamic scaling depends on the longest document
     positions = torch.cat([torch.arange(length) for length in lengths])
     packed = decoder(x, positions, documents=rf.Documents([0, 50, 90]))
     torch.testing.assert_close(packed[:, :50], decoder(x[:, :50], torch.arange(50)), atol=1e-12, rtol=0)

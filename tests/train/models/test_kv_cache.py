@@ -1,4 +1,4 @@
-"""The KV cache, whole and sharded: exact logits token by token, with unequal prompts and with windows."""
+"""The KV cache, whole and sharded: exact logits for each token, with unequal prompts and with windows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decoder() -> Decoder:
     model = Decoder(CONFIG, seed=2).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # sharper than a fresh model, whose logits are all but equal
+            parameter.mul_(4)  # distinct logits; a fresh model has almost equal ones
     return model
 
 
@@ -39,7 +39,7 @@ def tokens() -> Tensor:
 
 
 def follow(context: rf.ContextParallel | None) -> list[Tensor]:
-    """Newest logits after the prompts and after each of the tokens that follow."""
+    """Returns the newest logits after the prompts and after each step of new tokens."""
     model, x, lengths = decoder(), tokens(), torch.tensor(LENGTHS)
     given: dict[str, Any] = {"context": context, "prompt_lengths": lengths}
     cache = KVCache.empty(CONFIG, 3, max(LENGTHS) + NEW, "cpu", torch.float64, **given)
@@ -49,7 +49,7 @@ def follow(context: rf.ContextParallel | None) -> list[Tensor]:
     with torch.no_grad():
         out = [model(prompt, positions, context, cache, newest=True)[:, 0]]
         while (cache.seqlens < lengths + NEW).all():
-            # one new token, then three at once, then one again
+            # one new token, then three at once, then one at a time
             count = 3 if int(cache.seqlens[0]) == LENGTHS[0] + 1 else 1
             at = cache.seqlens[:, None] + torch.arange(count)
             out.append(model(x.gather(1, at), at, context, cache, newest=True)[:, 0])
@@ -65,7 +65,10 @@ def expected_logits() -> list[Tensor]:
 
 
 class Windowed:
-    """Attention of random queries through a window, its keys given in turn; `last` are the outputs of new tokens."""
+    """Windowed attention of random queries, with keys added to the cache step by step.
+
+    `out` has the outputs of the cache, and `expected` has those of attention over the whole sequence.
+    """
 
     def __init__(self, lengths: tuple[int, ...], mask: Mask, context: rf.ContextParallel | None) -> None:
         generator = torch.Generator().manual_seed(3)

@@ -15,7 +15,7 @@ from tests.accuracy import rms_of
 
 VOCAB, DIM = 19, 8
 
-# torch 2.11's own, when its compiler is imported, and what it says of GPUs.
+# torch 2.11 warns when its compiler is imported, and about GPUs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
@@ -78,7 +78,7 @@ def test_low_precision_is_summed_in_float32(
     wanted = torch.autograd.grad(expected.sum() / 1e4, inputs)
     total, tokens = linear_token_loss(hidden.requires_grad_(), weight.requires_grad_(), labels)
     assert total.dtype == tokens.dtype == torch.float32
-    # The logits are not rounded: with them as they are, only float32 is left to err.
+    # The logits are not rounded to the dtype, so the only error is float32's.
     torch.testing.assert_close(tokens.double(), expected.detach(), atol=1e-5, rtol=0)
     for actual, exact in zip(torch.autograd.grad(total / 1e4, (hidden, weight)), wanted, strict=True):
         assert actual.dtype == dtype
@@ -121,7 +121,7 @@ def test_garbage_at_ignored_tokens_does_not_leak_into_the_loss() -> None:
 
 
 def test_without_gradient_nothing_is_computed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_loss, "_add_product", None)  # who calls it raises
+    monkeypatch.setattr(linear_loss, "_add_product", None)  # a call of it would raise
     hidden, weight, labels = example(torch.float32)
     with torch.no_grad():
         total, _ = linear_token_loss(hidden, weight, labels)

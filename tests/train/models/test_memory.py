@@ -1,4 +1,4 @@
-"""The estimate of training's memory, against formulas written out and against what a decoder keeps."""
+"""The estimate of training's memory, against explicit formulas and against the tensors that a decoder keeps."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_decoder_keeps_no_less_than_estimated(mode: Any) -> None:
     estimate = estimate_memory(config, TrainingShape(tokens, compute_dtype=torch.float32, checkpointing=mode))
     results = (
         tokens * (4 * config.dim + 4 * config.n_heads) if mode == "block" else 0
-    )  # out and lse, which no hook sees
+    )  # out and lse; saved-tensor hooks do not see them
     assert estimate.activations <= sum(size for size, _ in kept.values()) + results
 
 
@@ -133,7 +133,7 @@ def test_a_module_knows_its_data_and_ranks() -> None:
     assert module.memory_estimate() == estimate_memory(MODEL, replace(shape, tokens=1280))
 
 
-# torch 2.11's own: when its compiler is imported, when that looks at the input of the second block, and of GPUs.
+# torch 2.11 warns when its compiler is imported, when it inspects the input of the second block, and about GPUs.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

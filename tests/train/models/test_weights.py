@@ -1,4 +1,4 @@
-"""Safetensors of whole folders and of shards, and folders that are not what they should be."""
+"""Safetensors of whole models and of shards, and errors for damaged or unsuitable folders."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_transformers_loads_what_is_written(tied: bool, tmp_path: Path) -> None:
 
 
 def _ranks(folder: str, saved: str) -> dict[str, Any]:
-    """A meta-initialised decoder that each rank fills with its part, its logits, and an evaluation by the Trainer."""
+    """Returns the weights and logits of a decoder that ranks load in parts, and its loss by the Trainer."""
     world_size = dist.get_world_size()
     with torch.device("meta"):
         decoder = Decoder(read_config(folder), weights=Weights(folder)).double()
@@ -123,7 +123,7 @@ def _ranks(folder: str, saved: str) -> dict[str, Any]:
             assert isinstance(tensor, DTensor)
             assert torch.equal(full[local_part(tensor)], tensor.to_local())
 
-    # Lightning's advice on loader processes, and its own use of a name that PyTorch has moved
+    # Lightning's advice on loader processes, and its use of a name that PyTorch has moved
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     trainer = pl.Trainer(
@@ -258,7 +258,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
-# Lightning's use of a jsonargparse method that has a new name.
+# Lightning calls a jsonargparse method by its deprecated name.
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_command_line_takes_a_folder_or_a_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingCLI, "_run_subcommand", lambda self, subcommand: None)
