@@ -1,7 +1,7 @@
-"""Families of transformers' causal language models on a ring: makes each one small, runs it, and writes the table.
+"""Families of transformers' causal language models, run on a ring with small sizes, and the table of the results.
 
-`python -m tests.integrations.hf_families` runs all of them and writes docs/transformers-families.md. Names of families
-after it limit the run to these, and their rows are printed.
+`python -m tests.integrations.hf_families` runs all of them and writes docs/transformers-families.md. With names of
+families as arguments, it runs only these and prints their rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringflash.errors import ArgumentError
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-families.md"
 SEQLEN = 21
 RANKS = 3
-MOST = 40_000_000  # parameters of a model that is small
+MOST = 40_000_000  # largest number of parameters of a small model
 BAR = 1e-5  # relative error of logits and gradients; rotations and experts are float32 in any dtype
 HEAD = """# Families of transformers on a ring
 
@@ -131,7 +131,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    """A small configuration of a family of transformers."""
+    """Returns a small configuration of a family of transformers."""
     from transformers import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[family]
@@ -142,7 +142,7 @@ def config_of(family: str) -> Any:
 
 
 def model_of(family: str) -> Any:
-    """A random small model of a family, on ring attention."""
+    """Returns a small model of a family with random weights and ring attention."""
     from transformers import AutoModelForCausalLM
 
     rf.hf.register()
@@ -159,9 +159,9 @@ class Row:
 
     Args:
         family: name in transformers' mapping.
-        model: its class.
+        model: name of the model's class.
         status: "works", "refused" or "not run".
-        reason: for what does not work.
+        reason: reason why the family does not work; empty if it works.
     """
 
     family: str
@@ -174,17 +174,17 @@ class Row:
 
 
 def classes() -> dict[str, str]:
-    """Families of causal language models that transformers has, and their classes."""
+    """Returns the families of causal language models in transformers, and the names of their classes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def row_of(family: str) -> Row:
-    """Makes a family small, checks it, and compares it on a ring with its own attention.
+    """Returns the row of a family after checking a small model and comparing it on a ring with its own attention.
 
     Raises:
-        AssertionError: the check accepts a model whose results differ.
+        AssertionError: if the check accepts a model that has different results on a ring.
     """
     name = classes()[family]
     try:
@@ -202,14 +202,14 @@ def row_of(family: str) -> Row:
         return Row(family, name, "refused", _reason(error))
     try:
         error = difference(model.double())
-    except RuntimeError:  # experts without float64
+    except RuntimeError:  # its experts do not support float64
         error = difference(model_of(family))
     assert error <= BAR, f"{family}: {error}"
     return Row(family, name, "works")
 
 
 def difference(model: Any) -> float:
-    """Largest relative error of logits and gradients on a ring, against the model's own attention."""
+    """Returns the largest relative error of logits and gradients on a ring, against the model's own attention."""
     ids = torch.randint(3, 60, (2, SEQLEN), generator=torch.Generator().manual_seed(2))
     context = rf.ContextParallel.local(RANKS)
     positions = context.positions(SEQLEN)[None]
@@ -220,7 +220,7 @@ def difference(model: Any) -> float:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The page of these rows."""
+    """Returns the page with these rows."""
     import transformers
 
     rows = list(rows)
@@ -230,7 +230,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def read_table() -> tuple[str, dict[str, Row]]:
-    """transformers' version of the page, and its rows by family."""
+    """Returns the version of transformers on the page, and the page's rows by family."""
     page = PAGE.read_text()
     version = re.search(r"transformers\s+(\d\S+) lists", page)
     assert version is not None
@@ -239,7 +239,7 @@ def read_table() -> tuple[str, dict[str, Row]]:
 
 
 def _config(family: str) -> str | None:
-    """Says why a family has no small model here; None if it has one."""
+    """Returns the reason why a family has no small model here, or None if it has one."""
     from transformers import AutoModelForCausalLM
 
     rf.hf.register()
@@ -262,7 +262,7 @@ def _reason(error: ArgumentError) -> str:
 
 
 def _run(model: Any, context: rf.ContextParallel | None, **given: Any) -> list[Tensor]:
-    """Logits of the whole sequence, and the gradients of all weights."""
+    """Returns the logits of the whole sequence, and the gradients of all weights."""
     model.zero_grad()
     logits = model(use_cache=False, **given).logits
     logits = logits if context is None else context.unshard(logits)
@@ -272,7 +272,7 @@ def _run(model: Any, context: rf.ContextParallel | None, **given: Any) -> list[T
 
 
 def main(families: list[str]) -> None:
-    """Runs these families and prints their rows; without names all families, for the page."""
+    """Runs these families and prints their rows; without names, runs all families and writes the page."""
     import transformers
 
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""transformers models on ring attention by name: every family equal to its own attention; what cannot be raises."""
+"""transformers models with ring attention by name: families agree with their own attention, unsupported calls raise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BOTH_LAYERS = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """A model class of transformers, its configuration, and which of its own attentions to compare with."""
+    """A model class of transformers, its configuration, and the attention of transformers to compare with."""
 
     model: str
     config: str
@@ -58,7 +58,7 @@ class Family:
         return names.get(self.model, self.model.removesuffix("ForCausalLM").lower())
 
     def build(self, **changes: Any) -> Any:
-        """A random model, the same every time, that attends by its `own`."""
+        """Returns a model with fixed random weights and the attention `own`."""
         rf.hf.register()
         config_class, model_class = (
             getattr(importlib.import_module(f"transformers.models.{self.folder}.{kind}_{self.folder}"), name)
@@ -90,7 +90,7 @@ FAMILIES = {
         "GptOssConfig",
         {"sliding_window": WINDOW, "layer_types": BOTH_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
         "eager",
-        torch.float32,  # its experts know no float64
+        torch.float32,  # its experts do not support float64
     ),
     "bert": Family("BertForMaskedLM", "BertConfig"),
 }
@@ -109,7 +109,7 @@ def tokens(batch: int = 2) -> Tensor:
 
 
 def run(model: Any, whole: Callable[[Tensor], Tensor] = lambda x: x, **inputs: Any) -> Result:
-    """Logits and gradients of a forward; `whole` puts logits of shards together."""
+    """Returns the logits and gradients of a forward; `whole` joins the logits of shards."""
     inputs |= {} if model.config.model_type in ENCODERS else {"use_cache": False}
     logits = whole(model(**inputs).logits)
     dout = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(logits.dtype)
@@ -139,7 +139,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_same(got: Result, expected: Result, bar: float) -> None:
-    """Logits and the whole gradient within `bar`; norms and rotations are rounded to float32 in any dtype."""
+    """Checks logits and the whole gradient against `bar`; norms and rotations are rounded to float32 in any dtype."""
     assert relative(got.logits, expected.logits) <= bar
     assert got.gradients.keys() == expected.gradients.keys()
     gradients = [torch.cat([g[n].flatten() for n in expected.gradients]) for g in (got.gradients, expected.gradients)]
@@ -157,7 +157,7 @@ def test_families_equal_their_own_attention(name: str) -> None:
 
 
 def apart(model: Any, ids: Tensor, cuts: list[int]) -> Result:
-    """Each document on its own, which packing must be equal to; logits one after another."""
+    """Returns the result of running each document alone, with concatenated logits; packing must give the same."""
     model.set_attn_implementation(LLAMA.own if model.config.model_type == "llama" else "eager")
     first, *rest = itertools.pairwise(cuts)
 
@@ -183,7 +183,7 @@ def test_packed_documents(name: str) -> None:
     for keywords in ways:
         assert_same(run(model, input_ids=ids, **keywords), expected, bar)
     mask = rf.Causal() & documents
-    # A balanced layout follows the mask, so that all layers must have the same.
+    # A balanced layout depends on the mask, so all layers must have the same mask.
     for layout in ("zigzag", "contiguous", *(["balanced"] if name == "llama" else [])):
         context = rf.ContextParallel.local(3, layout)
         positions = context.positions(SEQLEN, mask=mask)
@@ -256,7 +256,7 @@ def test_dropout_is_the_same_on_every_ring() -> None:
 
 
 def refused(**changes: Any) -> dict[str, Any]:
-    """A call of Llama under a context of two virtual ranks, with changes."""
+    """Returns the arguments of a call of Llama on two virtual ranks, with changes; `...` removes an argument."""
     context = rf.ContextParallel.local(2)
     inputs = {
         "input_ids": context.shard(tokens()),
@@ -268,7 +268,7 @@ def refused(**changes: Any) -> dict[str, Any]:
 
 
 def asked(seqlen: int, function: Callable[..., Tensor], **keywords: Any) -> Asked:
-    """What is read off a mask function."""
+    """Returns the description of a mask that `describe` reads off a mask function."""
     size: dict[str, Any] = {"batch_size": 1, "q_length": seqlen, "kv_length": seqlen, "device": torch.device("cpu")}
     return describe(mask_function=function, **size, **keywords)
 
@@ -383,7 +383,7 @@ def test_masks_are_read_off_their_functions(data: st.DataObject) -> None:
         return seen & (document[q.clamp(max=seqlen - 1)] == document[k.clamp(max=seqlen - 1)]) & inside
 
     if not causal and seqlen > 1 and cuts[1] == 1:
-        return  # the first row is a document of its own, as if it were causal
+        return  # the first row is its own document, so the mask looks causal
     mask = resolve_mask(asked(seqlen, function, local_size=window), None, None, None)
     batch = torch.zeros(1, 1, dtype=torch.int64)
     expected = function(batch, batch, rows[:, None], rows[None])
@@ -427,7 +427,7 @@ def test_models_that_keep_keywords_from_attention() -> None:
 
 
 def _on_ranks() -> tuple[Tensor, list[str]]:
-    """Logits of two ranks, and what each raises when one has default positions, no seed for dropout, or padding."""
+    """Returns the logits of two ranks, and the errors for default positions, dropout without a seed, and padding."""
     model, ids = by_name(LLAMA.build(attention_dropout=0.4)), tokens()
     context, group = rf.ContextParallel(dist.group.WORLD, "contiguous"), list[str]()
     local: dict[str, Any] = {"input_ids": context.shard(ids), "use_cache": False, "ring_context": context}

@@ -1,4 +1,4 @@
-"""The check of a transformers model before its first forward on a ring refuses wrong models, and disturbs no other."""
+"""The check of a transformers model before its first forward on a ring: it refuses wrong models and alters no other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_positions_that_begin_behind_the_padding_are_refused_at_the_first_forwar
 
 
 class Mixing(nn.Module):
-    """Adds each row to the next one, as a convolution over tokens does."""
+    """A module that adds each row to the next one, like a convolution over tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * x.roll(1, dims=1)
@@ -143,7 +143,7 @@ def test_training_state_stays_as_it_was() -> None:
 
     model.model.layers[1].register_forward_pre_hook(count)
     long = torch.arange(40)[None]
-    model(input_ids=long, position_ids=long, use_cache=False)  # RoPE keeps the frequencies of 40 tokens
+    model(input_ids=long, position_ids=long, use_cache=False)  # RoPE caches its frequencies for 40 tokens
     before = {name: value.clone() for name, value in model.named_buffers()}
     modes = [module.training for module in model.modules()]
     attributes = dict(vars(model.model.rotary_emb))
@@ -188,7 +188,7 @@ def test_compiled_models_run_on_one_device_and_are_checked_on_a_ring() -> None:
         return graph.forward
 
     model.compile(backend=backend)
-    warnings.simplefilter("ignore")  # of torch's own compiler, about gradients of what is no leaf
+    warnings.simplefilter("ignore")  # torch's compiler warns about gradients of non-leaves
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-9)
     compiled = len(graphs)
     rf.hf.check_model(model)

@@ -1,4 +1,4 @@
-"""The table of transformers' families is what this library does with them, and has all of them."""
+"""The table of transformers' families has all families and agrees with their results on this library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.integrations.hf_families import classes, read_table, row_of
 
 transformers = pytest.importorskip("transformers")
 
-# Families that transformers 5.17 and 5.23 write alike, at least one for each reason.
+# Families with the same code in transformers 5.17 and 5.23, at least one for each reason.
 SAMPLE = [
     *["bert", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "llama"],
     *["mistral", "mixtral", "olmo2", "phi3", "phimoe", "qwen2", "qwen3_moe", "smollm3"],

@@ -1,4 +1,4 @@
-"""RoPE that depends on length, on processes that each have their own positions: equal to the model on one device."""
+"""RoPE that depends on length, on processes with their own positions: results equal the model's on one device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.integrations.test_hf import FAMILIES, SEQLEN, by_name, relative, run,
 
 pytest.importorskip("transformers")
 
-SHORT = 16  # tokens, from which on these kinds change their frequencies; half of the sequence is more
-HALF = 8  # frequencies of a head
+SHORT = 16  # length in tokens from which these kinds change their frequencies; half of the sequence is longer
+HALF = 8  # number of frequencies of a head
 ROPE: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
     "longrope": {
@@ -48,8 +48,8 @@ class Ranks:
     """Results of a rank for one kind of RoPE.
 
     Args:
-        logits: of the whole sequence.
-        gradients: of all weights, summed over the ranks.
+        logits: logits of the whole sequence.
+        gradients: gradients of all weights, averaged over the ranks.
         sharded: logits of the model sharded by FSDP2.
     """
 
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def _on_ranks() -> dict[str, Ranks]:
-    """Results of two ranks; a second forward follows the one that checks the model."""
+    """Returns the results of two ranks from a second forward, because the first one also checks the model."""
     context, results = rf.ContextParallel(dist.group.WORLD, "contiguous"), {}
     given: dict[str, Any] = {"input_ids": context.shard(tokens()), "ring_context": context}
     given["position_ids"] = context.positions(SEQLEN)[None]
@@ -75,7 +75,7 @@ def _on_ranks() -> dict[str, Ranks]:
         fully_shard(sharded)
         with torch.no_grad():
             logits = context.unshard(sharded(use_cache=False, **given).logits)
-        # Each rank took the loss of the whole sequence.
+        # Each rank computed the loss of the whole sequence, so the sum of the gradients is divided.
         results[kind] = Ranks(result.logits, gradients / context.world_size, logits)
     return results
 
