@@ -1,4 +1,4 @@
-"""Resources of contexts: descriptors, threads and memory stay level, and a closed context raises."""
+"""Resources of contexts: descriptors, threads and memory do not leak, and a closed context raises."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
 from tests.patience import PATIENCE
 
-Counts = tuple[int, int, int]  # descriptors, threads, MiB of resident memory
+Counts = tuple[int, int, int]  # numbers of descriptors and threads, MiB of resident memory
 SLACK = (4, 4, 16)
 
 
 def _counts() -> Counts:
     for thread in threading.enumerate():
         if thread.name == "ringflash-gloo" and thread is not threading.current_thread():
-            thread.join(0.05)  # one that was told to end; those of open contexts stay
+            thread.join(0.05)  # threads of closed contexts end; those of open contexts stay
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     memory = pages * resource.getpagesize() >> 20
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir())), memory
@@ -57,7 +57,7 @@ def _broken_ring() -> None:
 
 
 def _soak() -> list[tuple[Counts, Counts]]:
-    """Counts after a few repetitions of each kind, and after many."""
+    """Returns counts after a few repetitions of each action, and after many."""
     actions: list[tuple[int, Callable[[int], None]]] = [
         (60, lambda _: _new_group(closes=True)),
         (60, lambda _: _new_group(closes=False)),
@@ -81,14 +81,14 @@ def _is_level(before: Counts, after: Counts) -> bool:
 
 
 def _settled(before: Counts) -> Counts:
-    """Counts once connections have closed, which a broken ring's threads do by themselves; what leaks never settles."""
+    """Returns counts after connections have closed; a broken ring's threads close them, and a leak never settles."""
     give_up = time.monotonic() + PATIENCE / 4
     while True:
         gc.collect()
         after = _counts()
         level = _is_level(before, after) or time.monotonic() > give_up
         every = torch.tensor(level)
-        dist.all_reduce(every, dist.ReduceOp.MIN)  # ranks wait together, else one would run into its group's timeout
+        dist.all_reduce(every, dist.ReduceOp.MIN)  # ranks wait together, or one would reach its group's timeout
         if every:
             return after
         time.sleep(0.1)
@@ -101,7 +101,10 @@ def test_descriptors_threads_and_memory_stay_level_over_200_contexts() -> None:
 
 
 def _alive_after_a_failure(hop: int) -> int:
-    """Contexts of broken rings that live on after the program has dropped them; hops of the backward come second."""
+    """Returns the number of contexts of broken rings that are still alive after the program has dropped them.
+
+    The hops of the backward are counted after those of the forward.
+    """
     contexts: list[weakref.ref[rf.ContextParallel]] = []
     for _ in range(3):
         context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
@@ -131,7 +134,7 @@ def _after_close() -> list[Outcome]:
         outcome_of(rf.flash_decode, x.detach(), x.detach(), x.detach(), cache_seqlens=2, context=context),
         outcome_of(out.sum().backward),
     ]
-    call_ring(other)  # a context beside it stays open
+    call_ring(other)  # another context stays open
     call_ring(rf.ContextParallel(dist.group.WORLD))
     return outcomes
 
@@ -148,7 +151,7 @@ def _dropped_before_the_backward() -> bool:
     problem = Problem.random(seqlen=8, batch=1)
     x = rf.ContextParallel(dist.group.WORLD).shard(problem.k).requires_grad_()
     out = as_tensor(rf.ring_attention(x, x, x, rf.ContextParallel(dist.group.WORLD, "contiguous", timeout=9.0)))
-    rf.ContextParallel(dist.group.WORLD, timeout=8.0)  # closes what nobody uses
+    rf.ContextParallel(dist.group.WORLD, timeout=8.0)  # closes unused contexts
     out.sum().backward()
     return bool(x.grad is not None and x.grad.isfinite().all())
 

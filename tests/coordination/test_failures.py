@@ -1,4 +1,4 @@
-"""What users see when a rank raises, hangs, dies or goes astray: a named error on every rank, soon."""
+"""Failures of a rank that raises, hangs, dies or leaves the plan: every rank soon gets a named error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORLD = 3
 
 
 def _with_fault(step: int, action: Callable[[], None], timeout: float) -> Outcome:
-    """A call in which `action` comes over rank 1; its connection is of no use afterwards, the group is."""
+    """Returns the outcome of a call with `action` on rank 1, which breaks the connection but not the group."""
     usual = usual_seconds()
     context = rf.ContextParallel(dist.group.WORLD, timeout=timeout)
     with planted(step, action):
@@ -49,9 +49,9 @@ def _with_fault(step: int, action: Callable[[], None], timeout: float) -> Outcom
 
 def _raises_in_mid_ring() -> list[Outcome]:
     outcomes = []
-    for step in (0, 1, 3, 5):  # hops 0 and 1 of the forward, 0 and 2 of the backward
+    for step in (0, 1, 3, 5):  # hops 0 and 1 of the forward, hops 0 and 2 of the backward
         outcomes.append(_with_fault(step, raise_out_of_memory, 20.0))
-        call_ring(rf.ContextParallel(dist.group.WORLD, timeout=20.0))  # a new connection is as good as ever
+        call_ring(rf.ContextParallel(dist.group.WORLD, timeout=20.0))  # a new connection works
     return outcomes
 
 
@@ -81,16 +81,16 @@ def test_a_context_stays_broken() -> None:
 
 
 def _sockets() -> int:
-    """Counts the sockets that this process has open."""
+    """Returns the number of open sockets of this process."""
     names = []
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of the folder itself is gone by now
+        with suppress(OSError):  # the descriptor of the folder itself is closed by now
             names.append(str(path.readlink()))
     return sum(name.startswith("socket:") for name in names)
 
 
 def _connections_of_a_broken_ring() -> bool:
-    """Says whether sockets of the ring are closed once it has broken, long before waits end at its deadline."""
+    """Returns whether a broken ring closes its sockets long before its deadline."""
     context = rf.ContextParallel(dist.group.WORLD, timeout=50.0)
     before = _sockets()
     with planted(1, raise_out_of_memory):
@@ -109,10 +109,10 @@ def _hangs() -> list[Outcome]:
     outcomes = []
     for step in (0, 4):
         outcomes.append(_with_fault(step, lambda: time.sleep(5), 2.0))
-        dist.barrier()  # a rank that comes late to the next one would have less to wait for
+        dist.barrier()  # a rank that is late for the next call would wait less
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     if context.rank == 1:
-        time.sleep(5)  # before it joins the others
+        time.sleep(5)  # the others wait for rank 1 meanwhile
     return [*outcomes, replace(outcome_of(call_ring, context), usual=outcomes[0].usual)]
 
 
@@ -128,12 +128,12 @@ def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
             assert outcome.fields["hop"] in ({0, 1}, {1, 2}, {None})[case], outcome
             assert "waited 2 s for rank 1 at" in outcome.text
             assert "rank 1: left no word" in outcome.text
-        assert by_rank[1][case].kind == "RingTimeout"  # when it comes, the others have gone
+        assert by_rank[1][case].kind == "RingTimeout"  # when rank 1 continues, the others have given up
 
 
 @contextmanager
 def _astray() -> Iterator[None]:
-    """Rank 1 drops the last hop of its plan."""
+    """Makes rank 1 drop the last hop of its plan."""
     call_ring(rf.ContextParallel.local(2))
     original = contexts.make_plan
 
@@ -192,7 +192,7 @@ def _die_before_a_call() -> Outcome:
     usual = usual_seconds()
     call_ring(context)
     if context.rank == 1:
-        time.sleep(0.5)  # the others wait for it
+        time.sleep(0.5)  # the others wait for this rank
         die()
     return replace(outcome_of(call_ring, context), usual=usual)
 
@@ -214,7 +214,10 @@ def test_a_rank_that_is_killed(function: Callable[..., Outcome], args: tuple[Any
 
 
 def _server_dies(step: int | None) -> Outcome:
-    """Rank 0, which serves the store, dies at a hop, or before a call; rank 2 leaves as soon as it knows."""
+    """Returns the outcome when rank 0, which serves the store, dies at hop `step`, or before a call if None.
+
+    Rank 2 leaves as soon as it knows.
+    """
     usual = usual_seconds()
     context = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
     if step is None:
@@ -324,7 +327,7 @@ def _watched(done: Callable[[], bool], deadline: float) -> tuple[Faults, Watch, 
 
 
 def _wait_for_a_stream() -> None:
-    for _ in range(1000):  # in calls that know nothing of the ring
+    for _ in range(1000):  # like calls outside of the ring
         time.sleep(0.01)
 
 
@@ -342,11 +345,11 @@ def test_a_message_on_a_gpu_that_is_late_raises_where_the_process_waits() -> Non
 def test_messages_on_a_gpu_that_come() -> None:
     seen = threading.Event()
     faults, watch, released = _watched(seen.is_set, 1.0)
-    time.sleep(0.2)  # far from the deadline, however busy the cores
+    time.sleep(0.2)  # far below the deadline, even on busy cores
     seen.set()
     time.sleep(0.2)
     watch.add(lambda: True, 3, [1])
-    time.sleep(1.2)  # nothing is awaited
+    time.sleep(1.2)  # longer than the deadline, without a pending message
     faults.check()
     assert not released
 
@@ -374,10 +377,10 @@ def test_words_of_ranks() -> None:
         return FailureReport(rank, kind, hop, peers, f"plan or traceback of {rank}")
 
     late, closed = said(2, "late", 1, 1), said(0, "closed", 2, 2)
-    error = conclude([closed, late], [], 4, 3.0, rank=0)  # rank 3 is busy, nobody waited for it
+    error = conclude([closed, late], [], 4, 3.0, rank=0)  # no rank waited for rank 3
     assert isinstance(error, RingTimeout)
     assert (error.peers, error.hop, error.deadline, error.rank) == ([1], 1, 3.0, 0)
-    error = conclude([closed, late], [1], 4, 3.0, rank=2)  # its process is known to have ended
+    error = conclude([closed, late], [1], 4, 3.0, rank=2)  # the process of rank 1 has ended
     assert isinstance(error, PeerLost)
     assert (error.peers, error.hop, error.rank) == ([1], 1, 2)
     error = conclude([said(0, "closed", 1, 2)], [], 3, 3.0, rank=0)
@@ -398,13 +401,13 @@ def test_words_of_ranks() -> None:
 
 
 def test_a_pass_that_took_too_long_looks_back() -> None:
-    """Where the process does not wait for messages: the others may have given up meanwhile."""
+    """Checks a process that does not wait for messages: after a slow pass, it asks whether others have given up."""
     store = HashStore()
     faults, peer = Faults(store, 1, 2, 5.0), Faults(store, 0, 2, 5.0)
     faults.identities = peer.identities = ["", ""]
     faults.look_back(0.0)
     peer.broken("late", 1, [1])
-    faults.look_back(time.monotonic())  # it was quick: nobody has given up on it
+    faults.look_back(time.monotonic())  # a quick pass: no rank can have given up
     with pytest.raises(RingTimeout) as caught:
         faults.look_back(0.0)
     assert caught.value.peers == [1]

@@ -1,4 +1,4 @@
-"""Texts on a board of shared memory: read by others when they are whole."""
+"""Texts on a board in shared memory, which other ranks read only if they are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement that goes on without waiting, over gloo: what GPUs have, where messages are waited for on the device."""
+"""Optimistic agreement, which continues without waiting, tested over gloo; GPUs use it, as they wait on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL = {"operation": "attention", "seqlen": 8}
 
 
 def control_of_all() -> ControlPlane:
-    """Agreement between all ranks, in which known calls do not wait."""
+    """Returns a control plane of all ranks in which known calls do not wait."""
     group = dist.group.WORLD
     assert group is not None
     gloo, faults = _own_gloo(range(dist.get_world_size()), [group], timedelta(seconds=20))
@@ -27,7 +27,7 @@ def control_of_all() -> ControlPlane:
 
 
 def _runs() -> list[str]:
-    """What each of some stories comes to on this rank."""
+    """Returns the outcomes of several cases on this rank."""
     rank, stories = dist.get_rank(), []
     control = control_of_all()
     for _ in range(3):
@@ -49,7 +49,7 @@ def _runs() -> list[str]:
         return "nothing"
 
     changed = {**CALL, "operation": "backward"} if rank == 1 else CALL
-    stories.append(told(changed, CALL))  # rank 0 knows the call, and hears of it in the next
+    stories.append(told(changed, CALL))  # rank 0 knows the call and raises in the next one
     control = control_of_all()
     lengths = {"operation": "attention", "seqlen": 5}
 
@@ -60,7 +60,7 @@ def _runs() -> list[str]:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
     assert agreed(5) == "[5, 5]"
-    stories.append(agreed(5 + rank))  # rank 0 cannot know
+    stories.append(agreed(5 + rank))  # rank 0 cannot notice the change yet
     stories.append(agreed(5))
     control = control_of_all()
     told(CALL)
@@ -72,7 +72,7 @@ def _runs() -> list[str]:
     control = control_of_all()
     assert agreed(5) == "[5, 5]"
     for seqlen in (5 + rank, 5):
-        if rank == 0:  # whose shard is as long as before, of another whole
+        if rank == 0:  # its shard has the same length, but of another sequence
             control.forget()
         stories.append(agreed(seqlen))
     return stories
@@ -93,7 +93,7 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
 
 
 def _between_calls() -> list[str]:
-    """Calls that go on ahead, with exchanges of other kinds before they are looked at."""
+    """Runs calls that continue without waiting, with other kinds of exchanges before their results are checked."""
     rank, control = dist.get_rank(), control_of_all()
     for number in range(40):
         assert control.agree({**CALL, "rank": rank}, free="rank") == [0, 1]
@@ -109,7 +109,7 @@ def test_calls_ahead_are_looked_at_after_other_exchanges() -> None:
 
 
 def _known_calls() -> list[str]:
-    """What calls of two kinds come to, of which one has a conclusion that raises."""
+    """Returns the results of repeated calls of two kinds, and their descriptions; the calls of one kind raise."""
     rank, control, described, told = dist.get_rank(), control_of_all(), list[str](), list[str]()
 
     def call(kind: str) -> list[int]:
@@ -138,12 +138,12 @@ def test_known_calls_are_not_described_again_and_raise_again() -> None:
 
 
 def _many_calls() -> tuple[int, int]:
-    """How many calls and messages are kept after more than that."""
+    """Returns the numbers of kept calls and messages after more calls than the limit."""
     control = control_of_all()
     for number in range(_MAX_CALLS + 3):
-        for _ in range(2):  # the second finds what the first left
+        for _ in range(2):  # the second call finds the first one's entry
             assert control.agree({**CALL, "number": number}, free="seqlen") == [8]
-    assert isinstance(control._words, GlooWords)  # of one rank
+    assert isinstance(control._words, GlooWords)  # a single rank shares no memory
     return len(control._calls), len(control._words._messages)
 
 

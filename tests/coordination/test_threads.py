@@ -1,4 +1,4 @@
-"""Threads that end before the interpreter does."""
+"""Threads that end before the interpreter ends."""
 
 import subprocess
 import sys
@@ -10,7 +10,8 @@ import pytest
 from ringflash.coordination import threads
 from tests.patience import PATIENCE
 
-# Nearly always in C++: a thread that is not awaited is there when the interpreter ends, and aborts the process.
+# The thread of this program is nearly always in C++ code. If nothing waited for it, it would still run when the
+# interpreter ends, and would abort the process.
 PROGRAM = """
 import time
 from torch.distributed import TCPStore
@@ -45,6 +46,6 @@ def test_those_that_do_not_come_are_not_awaited_for_long(monkeypatch: pytest.Mon
     assert not threads.is_ending()
     let_go.set()
     stuck.join(10)
-    late = threads.start(lambda: None, "late", lambda: None)  # in what runs after the end, such as another's atexit
+    late = threads.start(lambda: None, "late", lambda: None)  # started after the end, as by another atexit handler
     late.join(10)
     assert not {patient, stuck, late} & threads._helpers.keys()

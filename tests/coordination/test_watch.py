@@ -1,4 +1,4 @@
-"""The thread that watches messages of GPUs, with messages made up: what it concludes, and whom it tells."""
+"""The thread that watches messages of GPUs, with fake messages: its conclusions, and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringflash.errors import PeerLost, RingflashError, RingTimeout
 
 
 class OfThreeRanks(Faults):
-    """Faults of rank 0, with others' words and ends made up."""
+    """Faults of rank 0 in a world of three ranks, with fake reports and ends of the other ranks."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(cast("Any", None), 0, 3, deadline)
@@ -35,7 +35,7 @@ class OfThreeRanks(Faults):
 
 
 def _raised(action: Callable[[], None], seconds: float) -> RingflashError | None:
-    """What is raised here, in the main thread, within that time."""
+    """Returns the error that is raised in the main thread within `seconds`, or None."""
     try:
         action()
         end = time.monotonic() + seconds
@@ -49,7 +49,7 @@ def _raised(action: Callable[[], None], seconds: float) -> RingflashError | None
 def test_messages_that_come_are_no_fault() -> None:
     faults = OfThreeRanks(deadline=1.5)
     watch, start = Watch(faults), time.monotonic()
-    for hop in range(4):  # each takes less than the deadline, all together more
+    for hop in range(4):  # each message takes less than the deadline, all together take more
         watch.add(lambda hop=hop: time.monotonic() > start + 0.6 * hop, hop, [1])
     assert _raised(lambda: None, 2.5) is None
     assert not faults.released
@@ -66,7 +66,7 @@ def test_a_message_that_does_not_come() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.7])
 @pytest.mark.parametrize("comes", [False, True])
 def test_ranks_that_gave_up(comes: bool, seconds: float) -> None:
-    """Also where the message is done: who gives up lets go what waits, with nothing in it."""
+    """Checks that completed messages fail too: a rank that gave up has released waiting messages without their data."""
     faults = OfThreeRanks(deadline=60)
     watch = Watch(faults)
     watch.add(lambda: True, 0, [1])

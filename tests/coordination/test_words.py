@@ -1,4 +1,4 @@
-"""Words that ranks exchange, over gloo and in memory that they share."""
+"""Exchange of a few integers (words) between ranks, over gloo and in shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 
 
 def _exchanges() -> list[str]:
-    """What carries words, after many exchanges over each, of which some are left open, with ranks that come late."""
+    """Returns the classes of both carriers after many exchanges over each, with late ranks and some waits left open."""
     control, rank, ranks = control_of_all(), dist.get_rank(), range(dist.get_world_size())
     carriers: list[Words] = [control._words, control._over_gloo]
     for carrier in carriers:
@@ -47,7 +47,7 @@ def test_all_ranks_words_arrive() -> None:
 
 
 def _one_cannot(folder: str) -> str:
-    """What carries words where a rank has no such memory."""
+    """Returns the class of the carrier when one rank has no shared memory."""
     path, mapped = Path(folder), module._mapped
     module._mapped = lambda file: None if dist.get_rank() == 1 else mapped(file)
     module._SHARED = path
@@ -64,7 +64,7 @@ def test_ranks_that_share_no_memory(tmp_path: Path) -> None:
 
 def _of_two(rank: int, memory: mmap.mmap, deadline: float = 60.0) -> SharedWords:
     class Alone(Faults):
-        """Of a ring whose other rank lives, and says nothing."""
+        """Faults of a ring of two ranks in which the other rank lives but reports nothing."""
 
         def was_reported(self) -> bool:
             return False
@@ -112,7 +112,7 @@ def test_a_file_that_has_no_room_is_not_left_behind(tmp_path: Path, monkeypatch:
 
 def test_only_processes_that_see_each_other_share() -> None:
     assert together(["host 1 10 99", "host 1 11 99"])
-    assert not together(["host 1 10 99", "host 2 10 99"])  # of another container
+    assert not together(["host 1 10 99", "host 2 10 99"])  # in another container
     assert not together(["host 1 10 99", ""])
 
 
