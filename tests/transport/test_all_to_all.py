@@ -1,4 +1,4 @@
-"""Two dimensions, and a ring of rings, over gloo processes: the same bits as virtual ranks, and what is refused."""
+"""Ranks in two dimensions, and a double ring, over gloo: the same bits as virtual ranks, and refused calls."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def _options(problem: Problem, device: str) -> dict[str, Any]:
 
 
 def _attend(context: rf.ContextParallel, device: str = "cpu") -> list[Tensor]:
-    """This process's shards of out, lse, dq, dk and dv of every problem, rows in dimension 1."""
+    """Returns this process's shards of out, lse, dq, dk and dv of every problem, with rows in dimension 1."""
     results = []
     for given in PROBLEMS:
         problem = given.mapped(lambda x: context.shard(x).to(device))
@@ -63,7 +63,7 @@ def _four_ranks() -> tuple[int, list[Tensor], list[Tensor], list[str]]:
 
 
 def _decode(context: rf.ContextParallel) -> None:
-    """A cache may be sharded over the ranks of both dimensions."""
+    """Checks a cache that is sharded over the ranks of both dimensions."""
     generator = torch.Generator().manual_seed(1)
     q, cache = (torch.randn(2, rows, 4, 16, generator=generator) for rows in (3, 40))
     shard = cache[:, context.rank * 10 : context.rank * 10 + 10]

@@ -1,4 +1,4 @@
-"""Every layout, mask, schedule and transport, on processes or GPUs: the same bits as virtual ranks, within the bars."""
+"""All layouts, masks, schedules and transports, on CPUs or GPUs: the same bits as virtual ranks, within the bars."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS: dict[str, Mask] = {
 
 
 def _differences(layout: str) -> list[str]:
-    """Which of the calls do not give this rank the bits that virtual ranks give."""
+    """Returns the calls in which this rank does not get the bits of virtual ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{rank % one_gpu.GPUS}" if ON_GPUS else "cpu"
     found = []
@@ -49,7 +49,7 @@ def _differences(layout: str) -> list[str]:
                     try:
                         whole = problem.ring(virtual, deterministic=deterministic)
                         assert_accurate(whole, problem, rounding=ROUNDING)
-                    except Exception as error:  # told when all are done: the others wait for what comes next
+                    except Exception as error:  # reported at the end: other ranks wait for the next step
                         found.append(f"{virtual} {name}: {error!r}")
                 whole = [one_gpu.broadcast(x) for x in whole]
                 alike = torch.equal if deterministic or not ON_GPUS else _are_close
@@ -66,7 +66,7 @@ def _differences(layout: str) -> list[str]:
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:
-    """What a GPU adds up in any order."""
+    """Returns whether two results are close, for sums that a GPU adds in any order."""
     return torch.allclose(a, b, rtol=0.02, atol=0.02)
 
 

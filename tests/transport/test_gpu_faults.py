@@ -1,4 +1,4 @@
-"""What users see on GPUs, where the process does not wait for messages: the same named errors, as soon."""
+"""Failures on GPUs, where the process does not wait for messages: the same named errors, as soon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _hang() -> None:
 
 def _with_fault(transport: str, step: int, action: Callable[[], None]) -> Outcome:
     context = rf.ContextParallel(dist.group.WORLD, transport=transport, timeout=3.0, hops="ring")
-    call_ring(context)  # compiles
+    call_ring(context)  # compiles the kernels before the fault
     with planted(step, action):
         return outcome_of(call_ring, context)
 
@@ -70,7 +70,7 @@ def test_a_fault_in_mid_ring(
     code: int,
     seconds: tuple[float, float],
 ) -> None:
-    step = world + 1 if backward else 0  # hops of the forward come first
+    step = world + 1 if backward else 0  # the hops of the forward are counted first
     exits, outcomes = run_to_their_ends(world, _with_fault, transport, step, action, backend="nccl")
     assert exits == [code if rank == 1 else 3 for rank in range(world)], outcomes
     for outcome in (outcomes[0], *outcomes[2:]):

@@ -1,4 +1,4 @@
-"""Virtual ranks: what is sent arrives when all have yielded, and plans that do not match are found."""
+"""Virtual ranks: messages arrive when all ranks have yielded, and plans that do not match are found."""
 
 from collections.abc import Generator
 
@@ -11,7 +11,7 @@ from ringflash.transport.local import LocalNetwork, LocalTransport, run_lockstep
 
 
 def _pass_on(transport: LocalTransport, rank: int, world: int, steps: int) -> Generator[None, None, Tensor]:
-    """Sends a number around the ring, a step a hop."""
+    """Sends a number around the ring, one rank further at each step."""
     here = torch.tensor([float(rank)])
     for _ in range(steps):
         arriving = torch.full((1,), torch.nan)

@@ -1,4 +1,4 @@
-"""The ring over NCCL: the same bits as virtual ranks on one GPU, within the bars at every layout, mask and dtype."""
+"""The ring over NCCL: the same bits as virtual ranks on one GPU, within the bars for every layout, mask and dtype."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def _shards(layout: str, hops: str) -> list[list[Tensor]]:
-    """This rank's shards of out, dq, dk and dv in every case."""
+    """Returns this rank's shards of out, dq, dk and dv in every case."""
     context = rf.ContextParallel(dist.group.WORLD, layout, transport="nccl", hops=hops)
     results = []
     for case in CASES:

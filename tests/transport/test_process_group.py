@@ -27,9 +27,9 @@ def _rings(layout: str) -> list[list[Tensor]]:
     results = []
     for problem in PROBLEMS:
         out, *grads = problem.ring(context)
-        for grad in grads:  # q, k and v are the same leaves on every rank
+        for grad in grads:  # all ranks have equal leaves q, k and v
             dist.all_reduce(grad)
-        results.append([out, *(grad / context.world_size for grad in grads)])  # so are the ranks' losses
+        results.append([out, *(grad / context.world_size for grad in grads)])  # and equal losses
     return results
 
 
@@ -37,12 +37,12 @@ def _rings(layout: str) -> list[list[Tensor]]:
 def test_accuracy(world: int, layout: str) -> None:
     for results in run_ranks(world, _rings, layout):
         for got, problem in zip(results, PROBLEMS, strict=True):
-            if problem.q.dtype != torch.bfloat16:  # summed over ranks in bfloat16 above; see the test below
+            if problem.q.dtype != torch.bfloat16:  # the sum over ranks above is in bfloat16; see the test below
                 assert_accurate(got, problem)
 
 
 def _shards(layout: str) -> list[Tensor]:
-    """This rank's shard of out, dq, dk and dv."""
+    """Returns this rank's shards of out, dq, dk and dv."""
     context = rf.ContextParallel(dist.group.WORLD, layout)
     results = []
     for problem in PROBLEMS:
@@ -111,7 +111,7 @@ def test_no_process_group() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_of_two_neighbours_one_sends_first(rank: int) -> None:
-    """A backend that takes one operation after another would block where both begin by sending."""
+    """Checks that neighbours do not both send first: a backend that runs operations in sequence would deadlock."""
     receives = Message((rank - 1) % 4, torch.zeros(1), 0, sends=False, hop=0)
     sends = Message((rank + 1) % 4, torch.zeros(1), 0, sends=True, hop=0)
     for posted in ([sends, receives], [receives, sends]):
@@ -142,7 +142,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 
 def _call(change: dict[str, Any]) -> None:
-    """Rank 1 calls with `change`, the others without."""
+    """Calls ring_attention, with `change` applied to the arguments of rank 1 only."""
     given: dict[str, Any] = {"layout": "zigzag", "seqlen": 6, "nheads": 2, "nheads_kv": 2, "headdim": 16, "batch": 1}
     given |= {"dtype": torch.float32, "mask": None, "scale": None, "device": "cpu", "dropout": rf.Dropout(0.1, seed=7)}
     given |= change if dist.get_rank() == 1 else {}
@@ -157,7 +157,7 @@ def _call(change: dict[str, Any]) -> None:
 
 
 def _calls() -> list[str]:
-    """What each change raises, one after another: after a mismatch the group is as good as before."""
+    """Returns the error of each change, then checks that the group still works after the mismatches."""
     raised = []
     for _, change in CHANGES:
         with pytest.raises(RankMismatch) as caught:
@@ -174,7 +174,7 @@ def test_ranks_that_differ_all_raise() -> None:
 
 
 def _seeds_drawn() -> list[Any]:
-    """Ranks draw the seed of dropout themselves: seeded alike, and not."""
+    """Returns the result for ranks that draw equal dropout seeds, and the error for different seeds."""
     context = rf.ContextParallel(dist.group.WORLD)
     q = torch.ones(1, 6, 2, 16)
     torch.manual_seed(3)
@@ -236,7 +236,7 @@ def test_values_of_cu_seqlens_that_differ() -> None:
 
 
 def _half_precisions() -> str:
-    """Messages of both are equally long: gloo would take the bits of one for the other without an error."""
+    """Returns the error for ranks with different 16-bit dtypes, which gloo would mix up without an error."""
     q = torch.zeros(1, 6, 2, 16, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
     with pytest.raises(RankMismatch) as caught:
         rf.ring_attention(q, q, q, rf.ContextParallel(dist.group.WORLD))

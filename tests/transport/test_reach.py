@@ -1,4 +1,4 @@
-"""What is found of peers: whether their GPUs can be reached, and whether their processes live."""
+"""Facts about peers: reachability of their GPUs, and ends of their processes."""
 
 import subprocess
 import sys
@@ -39,8 +39,8 @@ def test_processes_that_end() -> None:
         elsewhere = f"another-host {other.split(maxsplit=1)[1]}"
         assert processes.ended([own, other, elsewhere, ""]) == []
         process.kill()
-        while processes.ended([own, other, elsewhere, ""]) != [1]:  # dead, and not yet buried
+        while processes.ended([own, other, elsewhere, ""]) != [1]:  # killed, but not yet reaped
             time.sleep(0.01)
     assert processes.ended([own, other]) == [1]
-    again = f"{own.rsplit(' ', 1)[0]} 1"  # another process has got the number since
+    again = f"{own.rsplit(' ', 1)[0]} 1"  # another process has reused the id
     assert processes.ended([again]) == [0]

@@ -1,4 +1,4 @@
-"""Ranks that have shared memory with others before find each other's, where their own counts of exchanges differ."""
+"""Rendezvous of ranks for shared memory, although exchanges with other ranks left them with different counts."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from ringflash.transport.rendezvous import OwnNumbers, Rendezvous
 
 
 def exchange(store: Store, number: int, rank: int, value: str) -> None:
-    """What torch writes; through a store of C++, which calls Python's as torch does."""
+    """Writes a value like torch, through a C++ store that calls the Python store."""
     PrefixStore(f"memory/{number}", store).set(str(rank), value)
 
 
@@ -27,7 +27,7 @@ def test_ranks_with_other_numbers_meet() -> None:
     shared = HashStore()
     first, second = OwnNumbers(shared), OwnNumbers(shared)
     for i in range(3):
-        of_first, of_second = 7 + 2 * i, i  # the first takes part in other exchanges in between
+        of_first, of_second = 7 + 2 * i, i  # the first rank has other exchanges in between
         exchange(first, of_first, 0, f"a{i}")
         exchange(second, of_second, 1, f"b{i}")
         assert read(first, of_first, 1) == b"b%d" % i
@@ -42,7 +42,7 @@ def test_who_does_not_come_is_waited_for_as_long_as_asked() -> None:
 
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_store_of_its_own_where_counts_differ(monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
-    """Torch's own way is left only where it would wait forever."""
+    """Checks that torch's own rendezvous is replaced only if it would wait forever."""
     names, groups = [], {}
 
     class Memory:

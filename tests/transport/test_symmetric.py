@@ -1,4 +1,4 @@
-"""The symmetric transport: the same bits as NCCL, or as virtual ranks where one GPU has all ranks, at any size."""
+"""The symmetric transport: the same bits at any size as NCCL, or as virtual ranks if all ranks share one GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPEATABLE = rf.AttentionOptions(deterministic=True)
 
 
 def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
-    """This rank's shards of out, dq, dk and dv."""
+    """Returns this rank's shards of out, dq, dk and dv."""
     if context.transport_kind == "local":
         place = rf.ContextParallel(dist.group.WORLD, context.layout, transport="symmetric")
         whole = problem.mapped(lambda x: x.cuda()).ring(context, deterministic=True)
@@ -35,7 +35,7 @@ def _call(context: rf.ContextParallel, problem: Problem) -> list[Tensor]:
 
 
 def _contexts(layout: str, hops: str = "ring") -> tuple[rf.ContextParallel, rf.ContextParallel]:
-    """Two that give the same bits: the second is over NCCL, or of virtual ranks where ranks share a GPU."""
+    """Returns a symmetric context and a reference with the same bits: NCCL, or virtual ranks if ranks share a GPU."""
     symmetric = rf.ContextParallel(dist.group.WORLD, layout, transport="symmetric", hops=hops)
     if one_gpu.is_shared(symmetric.world_size):
         return symmetric, rf.ContextParallel.local(symmetric.world_size, layout, hops=hops)
@@ -47,7 +47,7 @@ def _compare(layout: str, hops: str) -> str:
     _, ring = _contexts(layout)
     reference = "local" if one_gpu.is_shared(symmetric.world_size) else "nccl"
     assert (symmetric.transport_kind, nccl.transport_kind) == ("symmetric", reference)
-    for seqlen, batch in ((1531, 2), (64, 1), (4096, 1)):  # what is kept is too large, then too small
+    for seqlen, batch in ((1531, 2), (64, 1), (4096, 1)):  # kept memory is too large, then too small
         for dtype in (torch.bfloat16, torch.float32):
             for index, mask in enumerate(MASKS if seqlen == 1531 else MASKS[:3]):
                 problem = Problem.random(
@@ -68,14 +68,14 @@ def test_same_bits_as_nccl(world: int, layout: str, hops: str) -> None:
 
 
 def _repeat(hops: str) -> None:
-    """Calls one after another, without a pause in which a rank could catch up."""
+    """Runs calls without a pause in which a late rank could catch up."""
     symmetric, nccl = _contexts("zigzag", hops)
     problems = [Problem.random(seqlen=2048, batch=1, mask=rf.Causal(), seed=seed) for seed in range(4)]
     expected = [_call(nccl, problem) for problem in problems]
     results = []
     for index in range(100):
         if index % 10 == dist.get_rank():
-            torch.cuda._sleep(20_000_000)  # this rank comes late
+            torch.cuda._sleep(20_000_000)  # makes this rank late
         results.append(_call(symmetric, problems[index % 4]))
     for index, result in enumerate(results):
         assert all(torch.equal(a, b) for a, b in zip(result, expected[index % 4], strict=True)), index
@@ -88,7 +88,7 @@ def test_calls_one_after_another(world: int, hops: str) -> None:
 
 
 def _replay(transport: str, hops: str) -> None:
-    """Forward and backward captured in a CUDA graph, and replayed with other inputs, after a larger call too."""
+    """Captures forward and backward in a CUDA graph, and replays it with other inputs, also after a larger call."""
     context = rf.ContextParallel(dist.group.WORLD, transport=transport, hops=hops)
     _, nccl = _contexts("zigzag", hops)
     first, second = (Problem.random(seqlen=1024, batch=1, mask=rf.Causal(), seed=seed) for seed in range(2))
@@ -109,7 +109,7 @@ def _replay(transport: str, hops: str) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     for index, problem in enumerate((second, first, second)):
-        if index == 2:  # memory grows, and what the graph knows of stays
+        if index == 2:  # memory grows, and the graph's memory stays
             _call(context, Problem.random(seqlen=32768, batch=1, mask=rf.Causal()))
         with torch.no_grad():
             for x, whole in ((q, problem.q), (k, problem.k), (v, problem.v), (local.dout, problem.dout)):
@@ -129,7 +129,7 @@ def test_replay_of_a_graph(world: int, transport: str, hops: str) -> None:
 
 
 def _replayed_calls(hops: str) -> int:
-    """A context that captures its passes itself: calls of several shapes and inputs, and some that run as they are."""
+    """Runs a context that captures its passes, with several shapes and inputs; some calls are never captured."""
     context = rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops=hops, cuda_graphs=True)
     _, nccl = _contexts("zigzag", hops)
     masks = (rf.Causal(), rf.Causal() & rf.SlidingWindow(100), rf.Causal() & rf.Documents([0, 100, 1024]))
@@ -146,7 +146,7 @@ def _replayed_calls(hops: str) -> int:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_context_that_captures(world: int, hops: str) -> None:
     graphs = run_ranks(world, _replayed_calls, hops, backend="nccl")
-    assert graphs == [6] * world  # forward and backward, but of documents
+    assert graphs == [6] * world  # forward and backward, except under documents
 
 
 def _elsewhere() -> list[str]:
