@@ -151,7 +151,7 @@ def test_doctor_reports_kernels_that_raise(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Hides one package's metadata, as if it were not installed; every other one has a version."""
+    """Hides the metadata of one package, as if it were not installed; every other package has a version."""
 
     def version(name: str) -> str:
         if name == package:

@@ -1,4 +1,4 @@
-"""`ringflash plan`: tables, a picture, and errors that say what to do."""
+"""The command `ringflash plan`: tables, a picture, and errors with a remedy."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_tables_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 3 of a contiguous causal ring: 7/16 of the work, hops computed 4 of 4, nothing sent."""
+    """Checks rank 3 of a contiguous causal ring: 7/16 of the work, 4 of 4 hops computed, nothing sent forward."""
     assert main([*COMMON, "--layout", "contiguous", "--nheads", "8", "--nheads-kv", "2", "--headdim", "64"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("│    ")]
     cells = [[cell for cell in row if cell != "│"] for row in rows]
@@ -37,7 +37,7 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
         "4",
         "of",
         "4",
-    ]  # backward: its the gradients of three ranks' keys go home
+    ]  # backward: the gradients of three ranks' keys return to their owners
     assert cells[0][6:] == ["0.5", "1.5", "0%", "1", "of", "4"]
 
 
@@ -65,7 +65,7 @@ def test_large_worlds_are_shown_in_part(capsys: pytest.CaptureFixture[str], monk
     assert "The first 64 of 72 hops." in out
     assert "Layouts are compared over up to 71 ranks." in out
     assert "The same under every layout" not in out
-    assert "│   71 │" in out  # every rank is there
+    assert "│   71 │" in out  # the table has every rank
     assert "│  63 │" in out
     assert "│  64 │" not in out
 
