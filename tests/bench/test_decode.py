@@ -1,4 +1,4 @@
-"""The decoding benchmark runs, writes its figures, and says what failed."""
+"""The decoding benchmark runs, writes its figures, and reports failures."""
 
 import json
 from pathlib import Path

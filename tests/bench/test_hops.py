@@ -1,4 +1,4 @@
-"""The hop benchmark has figures for every role, checks hops before it times them, and says what failed."""
+"""The hop benchmark has figures for every role, checks hops before it times them, and reports failures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
     forward, calls = prefill.forward, iter(range(99))
 
     def flawed(q: Any, k: Any, v: Any, *given: Any, first: bool, last: bool, **named: Any) -> None:
-        attention_itself = first and last and next(calls) % 2 == 0  # what the hops are compared with
+        attention_itself = first and last and next(calls) % 2 == 0  # the reference of the hops
         if (first, last) == role and not attention_itself:
             v = v * 1.5
         forward(q, k, v, *given, first=first, last=last, **named)

@@ -1,4 +1,4 @@
-"""The kernel benchmark runs where there is no GPU, says what failed or is missing, and its arithmetic is right."""
+"""The kernel benchmark runs without a GPU, reports failures and missing peers, and counts correctly."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_tiled_bytes_are_those_of_the_loops(causal: bool) -> None:
 
 
 def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
-    """Queries that a forward owns, of which the keys are loaded; keys that the backward owns."""
+    """Checks bytes by tiles: the forward loads all keys per owned tile of queries, the backward owns tiles of keys."""
     rows = 2 * 2 * 4096
 
     def kv(headdim: int, block_m: int) -> int:
@@ -189,7 +189,7 @@ def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
             added = 8 * headdim * met + (zeros + 4 * headdim + row) * rows
             assert passes[f"backward {mode}"] == before + dkdv + added
     short = tiles.pass_bytes(Shape(16, 512, 8, 2, 64, causal=True), tiles.HOPPER)
-    assert short["backward fast"] == short["backward deterministic"]  # in turns
+    assert short["backward fast"] == short["backward deterministic"]  # both add in order
     little = Shape(1, 512, 8, 2, 64, causal=True)
     for mode in ("fast", "deterministic"):
         assert (
@@ -200,7 +200,7 @@ def test_bytes_of_the_hopper_kernels_are_of_their_tiles() -> None:
         assert wide[f"backward {mode}"] == portable[f"backward {mode}"]
     for other in (over(128, itemsize=4), over(20)):
         assert tiles.pass_bytes(other, tiles.HOPPER) == tiles.pass_bytes(other)
-    uneven = Shape(1, 1000, 2, 2, 64, causal=False)  # masked at its end, by the tiles of a mask
+    uneven = Shape(1, 1000, 2, 2, 64, causal=False)  # its masked end needs the tiles for masks
     forward = traffic.forward_kernel(uneven, Tile(128, 128))
     assert tiles.pass_bytes(uneven, tiles.HOPPER)["forward"] == forward
 
@@ -253,7 +253,7 @@ def test_a_profilers_output_is_read() -> None:
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c", "d"]])
 def test_turns(names: list[str]) -> None:
-    """Each round has all of them, each of them comes first, and none always after the same one."""
+    """Checks that each round has all names, that each name comes first once, and that predecessors vary."""
     rounds = [timing.turns(names, number) for number in range(2 * len(names))]
     assert all(sorted(each) == names for each in rounds)
     assert {each[0] for each in rounds} == set(names)

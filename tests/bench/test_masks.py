@@ -1,4 +1,4 @@
-"""The mask benchmark counts what masks show, compares documents with their batch, and says what failed."""
+"""The mask benchmark counts visible pairs, compares documents with a batch of them, and reports failures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_case_that_fails_is_said_in_its_row(
 
 
 def _cute() -> ModuleType:
-    """What FlashAttention-4's module has of functions, computed by ours."""
+    """Returns a fake of FlashAttention-4's module with its functions, computed by flash_attention."""
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: Any = (None, None)) -> Any:
         assert causal
@@ -111,13 +111,13 @@ def _cute() -> ModuleType:
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-    """torch's, which has no backward on CPUs, by its rule for single pairs."""
+    """Replaces torch's flex attention, which has no backward on CPUs; applies the mask's rule for single pairs."""
     zero, row = torch.zeros((), dtype=torch.int64), torch.arange(q.shape[2])
     seen = block_mask.mask_mod(zero, zero, row[:, None], row)
     return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=enable_gqa)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from Dynamo
 def test_peers_are_given_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", _cute())

@@ -1,4 +1,4 @@
-"""The cost model: its walk against formulas and the plan's own pace, its kernels against measured ones, its command."""
+"""The cost model: its walk against formulas and the plan's critical path, its kernels against measurements, the CLI."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_messages_a_ring_keeps_the_pace_of_its_plan(layout: str, world: 
 def test_an_even_ring_is_what_its_formula_says(
     world: int, compute: float, kv: float, gradient: float, add: float
 ) -> None:
-    """A hop ends with the later of its work and its messages; the last gradient goes home with nothing beside it."""
+    """Checks that a hop ends with its work or its messages, and that nothing overlaps the last gradient's return."""
     work, hosts = np.full((world, world), compute), np.zeros(world, int)
     near = Cost(kv, 0.0), Cost(99.0, 0.0)
     assert seconds(Costs(work, hosts, near)) == pytest.approx((world - 1) * max(compute, kv) + compute)
@@ -80,12 +80,12 @@ def test_issuing_hops_bounds_a_ring() -> None:
 
 
 def test_an_inner_ring_hides_a_slow_link_behind_a_revolution() -> None:
-    """4 ranks on 2 hosts: a ring waits for the link at every hop, the ring of rings once a revolution."""
+    """Checks 4 ranks on 2 hosts: a ring waits for the slow link at every hop, a double ring once per inner pass."""
     costs = Costs(np.full((4, 4), 1.0), np.array([0, 0, 1, 1]), (Cost(0.5, 0.0), Cost(1.9, 0.0)))
     assert seconds(costs) == pytest.approx(3 * 1.9 + 1)
     assert seconds(costs, inner=2) == pytest.approx(4)
     there_and_back = replace(costs, gradient=(Cost(0.5, 0.0), Cost(1.9, 0.0)))
-    assert seconds(there_and_back, inner=2) == pytest.approx(4 + 1.9)  # the last revolution's goes home alone
+    assert seconds(there_and_back, inner=2) == pytest.approx(4 + 1.9)  # nothing overlaps the last inner pass's gradient
     owners = [step.owner.tolist() for step in steps(costs.compute > 0, 2)]
     assert owners == [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
 
@@ -133,7 +133,7 @@ def test_faster_links_make_no_ring_slower(world: int, heads: int, seqlen: int, l
 
 
 def test_transports_within_a_host_are_those_measured() -> None:
-    """Microseconds of messages of 1, 8 and 32 MiB, launched eagerly."""
+    """Compares with the measured microseconds of messages of 1, 8 and 32 MiB, launched eagerly."""
     measured = {"nccl": (40, 65, 228), "symmetric": (8.3, 29, 108)}
     for name, of in measured.items():
         for size, microseconds in zip((1, 8, 32), of, strict=True):
@@ -148,7 +148,7 @@ def test_rings_alone_are_beside_predictions(tmp_path: Path) -> None:
     assert main([*SMALL.split(), "--measured", str(measured), "--json", str(path)]) == 0
     record, rows = json.loads(path.read_text()), json.loads(measured.read_text())["rows"]
     named = {(row["seqlen"], row["name"]): row["forward_ms"] for row in rows}
-    rings = {n: named[n, "ringflash zigzag, ring"] for n in (8192, 16384)}  # of which the first row is of grouped hops
+    rings = {n: named[n, "ringflash zigzag, ring"] for n in (8192, 16384)}  # their plain rows are of grouped hops
     rings |= {n: named[n, "ringflash zigzag"] for n in (32768, 65536)}
     assert {row["seqlen"]: row["forward_ms"] for row in record["measured"]} == rings
     assert {row["transport"] for row in record["measured"]} == {"symmetric"}
@@ -235,7 +235,7 @@ def test_symmetric_memory_ends_with_the_host(tmp_path: Path) -> None:
 
 
 def test_the_page_has_what_the_command_says(tmp_path: Path) -> None:
-    """Of one host; more take long."""
+    """Checks the rows of one host; those of more hosts take too long."""
     path, page = tmp_path / "model.json", Path(__file__).parents[2] / "docs" / "performance" / "cost-model.md"
     assert main(["bench", "model", "--seqlens", "8192", "--world-sizes", "4", "8", "--json", str(path)]) == 0
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]

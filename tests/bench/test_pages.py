@@ -1,4 +1,4 @@
-"""The pages on performance: their figures are those of the records, and their pictures are drawn from them."""
+"""The pages on performance: their figures agree with the records, and their pictures are drawn from the records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(page: str, name: str) -> Cells:
 
 
 def assert_rounded(cell: str, *exact: float) -> None:
-    """Checks that a cell has these values, each to the digits that it shows."""
+    """Checks that a cell has these values, each rounded to the digits shown."""
     shown = [part.replace(",", "").rstrip("%") for part in cell.split(" / ")] if cell else []
     assert len(shown) == len(exact), (cell, exact)
     for text, value in zip(shown, exact, strict=True):
@@ -132,7 +132,7 @@ def test_masks() -> None:
 def test_rings(name: str, records: tuple[str, ...]) -> None:
     keys = "forward_ms", "forward_backward_ms"
     of: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in reversed(rows(*records)):  # where two records have a length, the first counts
+    for row in reversed(rows(*records)):  # the first record with a length wins
         of[row["seqlen"], row["name"]] = row
     ours = [f"ringflash zigzag{variant}" for variant in ("", ", fixed-lengths", ", graphs", ", graph")]
     for tokens, *cells in table("ring", name):

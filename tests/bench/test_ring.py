@@ -1,4 +1,4 @@
-"""The ring benchmark runs under masks too, its yardsticks are what they say, and its errors are the reference's."""
+"""The ring benchmark runs under masks too, its yardsticks are consistent, and its errors are against the reference."""
 
 import json
 import os
@@ -54,15 +54,15 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
         assert row["errors_over_plain"]["out max"] < 5
     rest = [row for row in record["rows"] if not row["name"].startswith("ringflash")]
     assert [row["name"].split()[0] for row in rest[:3]] == ["torch", "torch", "ring-flash-attn"]
-    assert all("failed" in row for row in rest)  # torch's kernels are not of CPUs
+    assert all("failed" in row for row in rest)  # torch's kernels do not run on CPUs
 
 
 def _check_figures(row: dict[str, Any]) -> None:
-    """Yardsticks and what is said of them fit together."""
+    """Checks that the yardsticks agree with the figures derived from them."""
     for part in ("forward", "forward_backward"):
         assert row[f"{part}_of_one_kernel"] * row[f"{part}_over_flops"] == pytest.approx(1, rel=0.02)
         ratio = row[f"one_kernel_{part}_ms"] / row[f"{part}_ms"]
-        assert row[f"{part}_of_one_kernel"] == pytest.approx(ratio, rel=0.15)  # times share: tokens are whole
+        assert row[f"{part}_of_one_kernel"] == pytest.approx(ratio, rel=0.15)  # up to the share, since tokens are whole
     exposed = row["forward_ms"] - row["without_messages_forward_ms"]
     assert row["forward_exposed_us_a_hop"] == pytest.approx(exposed / row["hops"] * 1e3, abs=1)
 
@@ -78,12 +78,12 @@ def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
         assert windows["transport"] == "gloo"
         assert [row["schedule"] for row in (windows, documents, auto)] == ["ring", "grouped", "ring"]
         assert (documents["hops"], auto["hops"]) == (1, 2)
-        assert sent == {"messages": 2, "without": 0}  # KV of one hop there and here
+        assert sent == {"messages": 2, "without": 0}  # KV of one hop, sent and received
         assert zigzag is None or zigzag < 1e-5
         assert [row["gpus"] for row in scaled if row["seqlen"] == 64][-1] == 2
     windows, _, _, scaled, _, _ = results[0]
     assert all(value < 5 for value in windows["errors_over_plain"].values())
-    assert [(row["seqlen"], row["gpus"]) for row in scaled] == [(32, 1), (32, 2), (64, 2)]  # 64 on one are too many
+    assert [(row["seqlen"], row["gpus"]) for row in scaled] == [(32, 1), (32, 2), (64, 2)]  # (64, 1) is too long
     assert "forward_backward_strong" in scaled[1]
     assert "forward_backward_strong" not in scaled[2]
     assert scaled[2]["forward_weak"] == pytest.approx(2 * scaled[0]["forward_ms"] / scaled[2]["forward_ms"], rel=0.01)
@@ -111,7 +111,7 @@ def _everything(folder: str) -> tuple[Any, ...]:
 
 
 def _sent(mesh: Any) -> dict[str, int]:
-    """Messages of a forward, with messages and without."""
+    """Returns the number of messages of a forward, in the usual run and in the run without messages."""
     context = rf.ContextParallel(mesh)
     problem = Problem.random(64, 4, 2, 16, CPU, torch.float32)
     seen = list[Any]()
@@ -135,9 +135,9 @@ def _sent(mesh: Any) -> dict[str, int]:
 
 
 def _zigzag(mesh: Any) -> float | None:
-    """Largest error of ring-flash-attn over kernels of plain PyTorch, where it is installed.
+    """Returns the largest error of ring-flash-attn with kernels of plain PyTorch, or None if it is not installed.
 
-    In float64: in float32 it takes a buffer for its float32 copy.
+    It runs in float64, because in float32 it mistakes a buffer for its float32 copy.
     """
     kernels = ring_flash_attn.Kernels("plain", _plain_forward, _plain_backward)
     problem = Problem.random(64, 4, 2, 16, CPU, torch.float64)
@@ -160,7 +160,7 @@ def _plain_forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> Any:
 def _plain_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool, *to: Any
 ) -> None:
-    """With the lse and out of all keys, as flash attention's."""
+    """Computes the backward of some keys with the lse and out of all keys, like flash attention."""
     group = q.shape[2] // k.shape[2]
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k.repeat_interleave(group, 2))
     p = torch.exp(scores - lse[..., None])

@@ -1,4 +1,4 @@
-"""The training benchmark runs, its contenders train the same model, and failures are said in rows on all ranks."""
+"""The training benchmark runs, its contenders train the same model, and all ranks report failures in rows."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_two_processes(tmp_path: Path) -> None:
             assert ours["tokens_per_second_per_gpu"] == pytest.approx(ours["context"] / ours["seconds"] / 2, rel=0.01)
             assert len(ours["each_seconds"]) == 2
             assert (ours["transport"], ours["dtype"], ours["world_size"]) == ("gloo", "float32", 2)
-        # torch's own attention has no ring of CPUs.
+        # torch's own attention cannot run a ring on CPUs.
         assert "failed" not in failed[0]
         assert failed[1]["failed"].startswith("NotImplementedError: Operator aten._scaled_dot_product")
         said = ["OutOfMemoryError: rank 0 tried to allocate 9 TiB", "not tried: out of memory at 64"]
@@ -62,7 +62,7 @@ def _out_of_memory(*args: object) -> Decoder:
 
 
 class _Gather(torch.autograd.Function):
-    """Shards of all ranks along dimension 2, in rank order."""
+    """Concatenates the shards of all ranks along dimension 2, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What context_parallel makes of scaled_dot_product_attention: causal, over keys of all ranks, cut in zigzag."""
+    """Replaces scaled_dot_product_attention under context_parallel: causal, over all ranks' keys in a zigzag layout."""
     context = rf.ContextParallel.local(2)
     positions = context.shard(torch.arange(2 * q.shape[2]), dim=0)
     hidden = positions.chunk(2)[dist.get_rank()][:, None] < positions
