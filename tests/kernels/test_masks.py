@@ -111,7 +111,7 @@ def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", *GPU_BACKENDS])
 @pytest.mark.parametrize("size", [16, 32])  # of a mask block; tiles have 32 rows in the interpreter, 64 on GPUs
 @pytest.mark.parametrize(
-    ("shown", "border", "blind"),
+    ("shown", "border", "fully_masked"),
     [
         # The blocks show keys to these rows, and so do the documents, but none in common: in a part of a tile,
         ([(0, 0), (1, 0), (1, 2), (2, 1), (3, 3)], 1.25, (1.25, 2)),

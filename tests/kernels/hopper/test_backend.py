@@ -164,7 +164,7 @@ def test_sums_of_dq_that_are_mostly_padding(calls: list[Any], monkeypatch: pytes
     assert [kernels for kernels, _, _ in calls] == ["hopper", *["portable"] * 2]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_portable.py has it on GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests of the Triton backend have it on GPUs")
 @pytest.mark.parametrize("headdim", [64, 72, 128])
 @pytest.mark.parametrize(
     "mask", [rf.Causal(), rf.Documents([0, 7, SEQLEN]), block_sparse(SEQLEN, 16, seed=0, density=0.5)]
