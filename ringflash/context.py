@@ -317,8 +317,8 @@ class ContextParallel(TokenMeans):
     ) -> T:
         """Returns `then(seqlen)` with the result of `agree`, cached for calls of the same `kind`.
 
-        `fields` and `then` depend on `kind` alone, and neither is called again for a known kind. Virtual ranks need no
-        agreement and cache nothing.
+        `fields` and `then` depend on `kind` alone; a known kind calls neither, but for one more `then` if `optimistic`.
+        Virtual ranks need no agreement and cache nothing.
         """
         if self._control is None:
             return then(local_seqlen)

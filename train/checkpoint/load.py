@@ -44,7 +44,7 @@ def load(
 
     Args:
         path: a checkpoint, or a folder of checkpoints, from which the newest undamaged one is loaded. Damaged newer
-            checkpoints are named on stderr.
+            checkpoints are named in the log.
         model: module with the parameters to fill, sharded or not.
         optimizers: optimizers to restore too; empty for evaluation.
         model_config: configuration of `model`; None: not compared.

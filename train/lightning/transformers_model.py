@@ -44,7 +44,7 @@ class TransformersModel(RingModule):
 
     Batches may hold packed documents: "cu_seqlens" (batch, ndocuments + 1), of the whole sequences. The loss uses the
     logits only: a mixture of experts is trained without the auxiliary loss of its router. The whole logits are never
-    stored, unless the model changes the output of its head; a printed line then says so.
+    stored, unless the model changes the output of its head; a warning in the log then says so.
 
     Each rank holds the whole model on its CPU before it keeps its shard.
 
