@@ -15,6 +15,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
 from ringflash.masks import Mask, as_mask
 from ringflash.ops import decode_op
+from ringflash.torch_private import assert_async, forward_mode_level
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -183,11 +184,11 @@ def flash_decode(
     if options.check_lengths:
         valid = (lengths >= 0) & (lengths <= k_cache.shape[1] // lengths.shape[0])
         message = "cache_seqlens: expected 0 to the cache's capacity"
-        torch._assert_async(valid.all(), message)  # pyright: ignore[reportPrivateImportUsage] - there is no other
+        assert_async(valid.all(), message)
         if context is not None and context.world_size > 1:
             lacks = decode_op.lacks_new_tokens(lengths, q.shape[1], mask, context, options.newest_rank)
             message = "cache_seqlens: expected the new tokens among those of newest_rank"
-            torch._assert_async(~lacks, message)  # pyright: ignore[reportPrivateImportUsage]
+            assert_async(~lacks, message)
     out, lse = decode_op.decode(
         q,
         k_cache,
@@ -254,7 +255,7 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
         expected, got = "none that requires a gradient: decoding has no backward", "one that does"
         remedy = "Call under torch.no_grad(), or use rf.flash_attention, which has a backward."
         raise ArgumentError(name, expected=expected, got=got, remedy=remedy)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_mode_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         expected, got = "none with a tangent: decoding has no derivative", "a dual tensor (or torch.func.jvp, jacfwd)"
         remedy = "Use ringflash.reference.attention, the plain formula, over the valid keys."
         raise ArgumentError(name, expected=expected, got=got, remedy=remedy)

@@ -16,6 +16,7 @@ from ringflash.errors import ArgumentError
 from ringflash.ops.autograd import attention, attention_backward, gradients, save
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.decode_op import decode
+from ringflash.torch_private import AutoDispatchBelowAutograd, are_transforms_active
 
 _PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
 
@@ -77,7 +78,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
         inputs = q, k, v, *call._replace(sinks=sinks)
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             output = attention(*inputs)
         save(ctx, inputs, output)
         return output
@@ -89,7 +90,7 @@ class _Eager(torch.autograd.Function):
             return *gradients(attention_backward, ctx.call, saved, *grads), None
         if torch.is_grad_enabled():
             return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             return *gradients(attention_backward, ctx.call, saved, *grads), None
 
 
@@ -118,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
     """Returns `attention` of the call, differentiable, by the shortest way to it."""
     if torch.compiler.is_compiling():
         return attention(q, k, v, *call)
-    if torch._C._are_functorch_transforms_active():
+    if are_transforms_active():
         sinks, alibi_slopes, dropout_seed, *values = call
         result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
         return cast("tuple[Tensor, Tensor]", result)

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ringflash.torch_private import copy_each
+
 Inputs = Sequence[Tensor | None]
 R = TypeVar("R", bound=tuple[Tensor, ...])
 
@@ -39,11 +41,11 @@ class _Graph(Generic[R]):
     def replay(self, inputs: Inputs) -> R:
         """Returns the result of `compute(*inputs)`, bit for bit, in new tensors."""
         for places, targets in self._copied_in:
-            _copy([inputs[place] for place in places], targets)
+            copy_each(targets, [inputs[place] for place in places])
         self._graph.replay()
         outputs = tuple(map(_like, self._outputs))
         for places, sources in self._copied_out:
-            _copy(sources, [outputs[place] for place in places])
+            copy_each([outputs[place] for place in places], sources)
         return cast("R", outputs)
 
 
@@ -84,11 +86,6 @@ def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
             places.append(place)
             alike.append(x)
     return list(found.values())
-
-
-def _copy(sources: Sequence[Tensor | None], targets: Sequence[Tensor]) -> None:
-    """Copies all sources to their targets, in one launch if they are dense."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
 class GraphCache:

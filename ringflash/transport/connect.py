@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ringflash.coordination import processes
 from ringflash.coordination.failures import Faults
@@ -21,6 +20,7 @@ from ringflash.coordination.mesh import MeshControlPlane
 from ringflash.coordination.session import ControlPlane, is_alive
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
+from ringflash.torch_private import timeouts_of
 from ringflash.transport import gloo, groups, nccl, reach
 from ringflash.transport.all_to_all import HeadsTransport, ProcessGroupHeads
 from ringflash.transport.base import Transport
@@ -239,7 +239,9 @@ def _own_gloo(
 ) -> tuple[dist.ProcessGroup, Faults]:
     """Returns a gloo group that the ring owns, and the `Faults` that turn failed waits in this group into errors."""
     own = new_group(ranks, through, timeout=deadline, backend="gloo")
-    store = PrefixStore(f"ringflash/{own.group_name}", _get_default_store())
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(f"ringflash/{own.group_name}", world.get_group_store())
     faults = Faults(store, dist.get_rank(own), len(ranks), deadline.total_seconds())
     faults.on_break(lambda: gloo.close(own))
     faults.on_close(lambda: groups.close(own))
@@ -272,7 +274,7 @@ def _symmetric(
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Returns the shortest timeout of the backends of `group`."""
-    return min(group._get_backend(device).options._timeout for device in group._device_types)
+    return min(timeouts_of(group))
 
 
 def deadline_of(group: dist.ProcessGroup, timeout: timedelta | float | None) -> timedelta:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ringflash.errors import GroupFailed, RingflashError
+from ringflash.torch_private import number_of_groups, numbered_group
 
 _GROUPS = itertools.count()  # numbers that no group name was made from yet
 
@@ -73,21 +73,15 @@ def all_have(number: int, groups: Sequence[dist.ProcessGroup]) -> bool:
 def _one_name(through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """Makes ranks that belong to different numbers of groups give the next group the same name.
 
-    torch derives a group's name from the ranks and from the number of groups of the process. Ranks with different names
+    torch derives a group's name from the ranks and from a number that each process counts. Ranks with different names
     for one group would wait for each other until the deadline. The name of a closed group is never used again, because
     the store still holds the addresses of that group.
     """
-    names = distributed_c10d._world.pg_names
     device = "cuda" if backend_of(through[0], "cpu") is None else "cpu"
-    most = torch.tensor([max(len(names), next(_GROUPS))], device=device)
+    most = torch.tensor([max(number_of_groups(), next(_GROUPS))], device=device)
     for group in through:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     while next(_GROUPS) < int(most):
         pass
-    fillers: dict[Any, Any] = {object(): f"ringflash {i}" for i in range(int(most) - len(names))}
-    names.update(fillers)
-    try:
+    with numbered_group(int(most)):
         yield
-    finally:
-        for filler in fillers:
-            del names[filler]

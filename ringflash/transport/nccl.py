@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash import torch_private
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.watch import Watch
 from ringflash.transport import groups
@@ -51,7 +52,7 @@ class NcclTransport:
 
 def abort(group: dist.ProcessGroup) -> None:
     """Ends the kernels that wait for a peer, so that waits for the GPU end too; `group` is unusable afterwards."""
-    group._get_backend(torch.device("cuda")).abort()
+    torch_private.abort(group, torch.device("cuda"))
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -99,7 +100,7 @@ def new_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta
     if default.bound_device_id is not None and dist.get_world_size(group) < dist.get_world_size():
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
+    torch_private.set_timeout(options, timeout)
     if hasattr(options, "config"):
         options.config.cga_cluster_size = 0
     ranks = dist.get_process_group_ranks(group)

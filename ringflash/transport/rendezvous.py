@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - torch documents them
 
+from ringflash import torch_private
 from ringflash.coordination.session import ControlPlane
+
+if TYPE_CHECKING:
+    from ringflash.torch_private import SymmetricMemory
 
 _EXCHANGES = itertools.count()  # exchanges of this process, which torch counts too
 
@@ -57,15 +61,15 @@ class Rendezvous:
         self._control, self._group = control, group
         self._own: tuple[str, Store] | None = None  # kept alive, as torch does not keep the Python part of a store
 
-    def share(self, own: Tensor) -> _SymmetricMemory:
+    def share(self, own: Tensor) -> SymmetricMemory:
         """Returns the memory of all ranks; each rank passes `own` of the same size. A collective."""
         even = len(set(self._control.tell(str(next(_EXCHANGES))))) == 1
-        return _SymmetricMemory.rendezvous(own, self._group.group_name if even else self._name())
+        return torch_private.share(own, self._group.group_name if even else self._name())
 
     def _name(self) -> str:
         """Returns the name under which torch finds these ranks with a store of their own."""
         if self._own is None:
             control = self._control
             self._own = uuid4().hex, OwnNumbers(PrefixStore("memory", control.faults.store))
-            _SymmetricMemory.set_group_info(self._own[0], control.rank, control.world_size, self._own[1])
+            torch_private.name_group(self._own[0], control.rank, control.world_size, self._own[1])
         return self._own[0]

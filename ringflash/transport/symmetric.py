@@ -14,20 +14,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.coordination import threads
 from ringflash.coordination.cuda_driver import ContextBeside, Driver
 from ringflash.coordination.session import ControlPlane
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
+from ringflash.torch_private import allocate_shared
 from ringflash.transport.base import Message
 from ringflash.transport.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from ringflash.torch_private import SymmetricMemory
 
 _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
@@ -61,14 +64,14 @@ class _Region:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         # Not from torch's pool of symmetric memory, because there the pieces of ranks may start at different offsets.
         # All ranks allocate before the exchange, because a rank without memory could not abort the exchange.
-        make = partial(_SymmetricMemory.empty_strided_p2p, (self.nbytes,), (1,), torch.uint8, device)
+        make = partial(allocate_shared, self.nbytes, device)
         with torch.inference_mode(False):  # the memory outlives the call that makes it
             self.own = _together(control, make)
             self._handle, self.of = _together(control, partial(self._exchange, rendezvous, control.world_size))
         self._rank, self._start = control.rank, self.own.data_ptr()
         self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[_SymmetricMemory, list[Tensor]]:
+    def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[SymmetricMemory, list[Tensor]]:
         """Returns the handle that keeps the peers' memory mapped, and the bytes of every rank."""
         with _without_multicast():
             handle = rendezvous.share(self.own)

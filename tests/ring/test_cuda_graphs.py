@@ -10,7 +10,8 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.ring import cuda_graphs
-from ringflash.ring.cuda_graphs import GraphCache, _by_dtype, _copy, _Memory
+from ringflash.ring.cuda_graphs import GraphCache, _by_dtype, _Memory
+from ringflash.torch_private import copy_each
 from tests.distributed import run_ranks
 
 
@@ -59,7 +60,7 @@ def test_copies_are_of_every_dtype() -> None:
     launches = _by_dtype(targets)
     assert [places for places, _ in launches] == [[0, 4], [1]]
     for places, alike in launches:
-        _copy([sources[place] for place in places], alike)
+        copy_each(alike, [sources[place] for place in places])
     for source, target in zip(sources, targets, strict=True):
         if source is not None and target is not None:
             assert torch.equal(source, target)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ringflash.transport import rendezvous
 from ringflash.transport.rendezvous import OwnNumbers, Rendezvous
@@ -47,14 +47,14 @@ def test_a_store_of_its_own_where_counts_differ(monkeypatch: pytest.MonkeyPatch,
 
     class Memory:
         @staticmethod
-        def rendezvous(own: Any, name: str) -> None:
+        def share(own: Any, name: str) -> None:
             names.append(name)
 
         @staticmethod
-        def set_group_info(name: str, rank: int, world_size: int, store: Store) -> None:
+        def name_group(name: str, rank: int, world_size: int, store: Store) -> None:
             groups[name] = rank, world_size, type(store)
 
-    monkeypatch.setattr(rendezvous, "_SymmetricMemory", Memory)
+    monkeypatch.setattr(rendezvous, "torch_private", Memory)
     faults = SimpleNamespace(store=HashStore())
     control: Any = SimpleNamespace(
         rank=1, world_size=2, faults=faults, tell=lambda text: [str(int(text) - behind), text]

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+
+from ringflash.torch_private import storage_info
+
+if TYPE_CHECKING:
+    from ringflash.torch_private import StorageInfo
 
 
 def to_json(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> str:
@@ -56,7 +60,7 @@ def from_json(text: str | bytes) -> Metadata:
     if not isinstance(tensors, dict):
         raise ValueError("no table of tensors")
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
     for name, entry in tensors.items():
         if not isinstance(entry, dict):
             raise ValueError(f"{name}: {entry!r}")
@@ -77,7 +81,7 @@ def from_json(text: str | bytes) -> Metadata:
                 raise ValueError(f"{name}: data in {file!r}")
             start, length = _integer(name, chunk.get("start")), _integer(name, chunk.get("length"))
             parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-            places[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(file, start, length)
+            places[MetadataIndex(name, torch.Size(offsets))] = storage_info(file, start, length)
         entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), parts)
     return Metadata(entries, storage_data=places)
 

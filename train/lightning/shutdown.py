@@ -7,7 +7,6 @@ import contextlib
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 PATIENCE = timedelta(seconds=20)
 
@@ -42,7 +41,9 @@ class Shutdown:
         dist.destroy_process_group()
 
     def _arrive(self, stage: str, *, wait: bool) -> None:
-        store, key = distributed_c10d._get_default_store(), f"ringflash/shutdown/{stage}"
+        world = dist.group.WORLD
+        assert world is not None, "`leave` has asked whether there is a group"
+        store, key = world.get_group_store(), f"ringflash/shutdown/{stage}"
         if store.add(key, 1) == dist.get_world_size():
             store.set(f"{key}/all", "1")
         if wait:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import ringflash as rf
 from ringflash.errors import ConfigError
+from ringflash.torch_private import tree_leaves
 from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, recompute
 
 

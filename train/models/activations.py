@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ringflash.errors import ConfigError
+from ringflash.torch_private import TorchDispatchMode
 
 ActivationCheckpointing = Literal["none", "block"]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

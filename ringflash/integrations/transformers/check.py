@@ -20,6 +20,7 @@ from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.integrations.transformers.rope import rotary_modules
 from ringflash.masks import Mask, as_mask
+from ringflash.torch_private import buffers_of, is_compiled, version_of
 
 TOKENS = 16
 RANKS = 2
@@ -219,7 +220,7 @@ def _same_rows(got: Tensor, expected: Tensor, order: Tensor, dim: int) -> bool:
 
 def _eager(modules: list[nn.Module]) -> AbstractContextManager[object]:
     """Returns a context manager that keeps compiled modules from compiling a graph for the check."""
-    if any(module._compiled_call_impl is not None for module in modules):
+    if any(is_compiled(module) for module in modules):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 
@@ -230,7 +231,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [{n: x for n, x in vars(m).items() if not n.startswith("_")} for m in modules]
     buffers = [
-        {n: (x, x.detach().clone(), _version(x)) for n, x in m._buffers.items() if x is not None} for m in modules
+        {n: (x, x.detach().clone(), _version(x)) for n, x in buffers_of(m).items() if x is not None} for m in modules
     ]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     cached = torch.is_autocast_cache_enabled()
@@ -246,7 +247,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 del vars(module)[name]
             vars(module).update(kept)
             for name, (buffer, value, version) in tensors.items():
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
                 if _version(buffer) != version:  # an earlier forward's graph may hold an unchanged buffer
                     with torch.no_grad():
                         buffer.copy_(value)
@@ -257,4 +258,4 @@ def _version(x: Tensor) -> int:
 
     It is 0 for an inference tensor, which counts no changes and cannot change outside of inference mode.
     """
-    return 0 if x.is_inference() else x._version
+    return 0 if x.is_inference() else version_of(x)
