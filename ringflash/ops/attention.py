@@ -23,7 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions:
-    """What is rarely changed about a call.
+    """Options of a call that are rarely changed.
 
     Args:
         return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm; differentiable too.
@@ -319,7 +319,7 @@ def _call(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """What torch.autocast makes of an input of scaled_dot_product_attention."""
+    """Returns `x` in the dtype that torch.autocast gives to inputs of scaled_dot_product_attention."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -337,7 +337,7 @@ def _validate(
     softcap: float,
     options: AttentionOptions,
 ) -> float:
-    """Checks what any attention needs, and returns the scale."""
+    """Checks the arguments of any attention, and returns the scale."""
     if not isinstance(options, AttentionOptions):
         remedy = "Pass rf.AttentionOptions(...), or leave it out."
         raise ArgumentError("options", expected="a rf.AttentionOptions", got=repr(options), remedy=remedy)

@@ -30,7 +30,7 @@ R = TypeVar("R", bound=tuple[Tensor, ...])
 
 
 class _Ranks:
-    """The ranks that one call runs in this process: one, or all virtual ones."""
+    """Ranks that one call runs in this process: one, or all virtual ranks."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Ranks:
 
     @property
     def transports(self) -> list[Transport]:
-        """One for each plan."""
+        """Transport of each plan."""
         if self._context is not None and self._context.transport is not None:
             return [self._context.transport]
         if self._context is None:
@@ -71,7 +71,7 @@ class _Ranks:
         return [self._network.transport(r, self._context.grid.ring_of(r)) for r in self._context.local_ranks]
 
     def _group(self, context: ContextParallel, lengths: Sequence[int], rank: int) -> Group | None:
-        """The ranks that `rank` splits heads with, if any; `lengths` are what all ranks store."""
+        """Returns the group with which `rank` splits heads, if any; `lengths` are the rows that each rank stores."""
         if context.grid.heads == 1:
             return None
         members = context.grid.group(rank)
@@ -79,15 +79,15 @@ class _Ranks:
         return Group(members.index(rank), tuple(lengths[member] for member in members), transport)
 
     def shards(self, x: Tensor, dim: int = 1) -> Sequence[Tensor]:
-        """Each rank's part of `x`."""
+        """Returns each rank's part of `x`."""
         if len(self.plans) == 1:
             return [x]
         return x.split(self._lengths, dim)
 
     def computed(self, compute: Callable[..., R], inputs: Sequence[Tensor | None]) -> R:
-        """`compute(kernel_run, *inputs)`, a pass of the operation; replayed, where the context replays such passes.
+        """Returns `compute(kernel_run, *inputs)`, replayed from a CUDA graph if the context captures its passes.
 
-        A mask of tensors, such as documents, is seldom seen again, and dropout's seed is new in every call.
+        Calls with a mask of tensors, such as documents, or with dropout are not captured, because they seldom recur.
         """
         context, plan, kernel_run = self._context, self.plans[0], self._kernel_run
         score_config = kernel_run.score_config
@@ -107,7 +107,7 @@ class _Ranks:
         return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
 
     def run(self, ranks: Sequence[Generator[None, None, T]]) -> list[T]:
-        """Runs all ranks to their ends."""
+        """Runs all ranks to their ends and returns their results."""
         if self._context is None:
             return [run_alone(ranks[0])]
         with in_ring(self._context, self.plans[0]):
@@ -115,7 +115,7 @@ class _Ranks:
 
 
 def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
-    """Of a token's keys and values on that of some ranks which split heads that has most."""
+    """Returns the bytes of a token's keys and values on the rank with most KV heads, if `ranks` ranks split heads."""
     nheads_kv = ulysses.most_kv_heads(q.shape[2], k.shape[2], ranks)
     return k.shape[0] * nheads_kv * (k.shape[3] + v.shape[3]) * k.itemsize
 
@@ -123,13 +123,13 @@ def _row_bytes(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> int:
 def _planned(
     context: ContextParallel, mask: Mask, row_bytes: int | None, seqlen: int
 ) -> tuple[list[Plan], tuple[int, ...]]:
-    """The plans of this process's ranks, and the rows that every rank stores."""
+    """Returns the plans of this process's ranks, and the number of rows that every rank stores."""
     plans = [context.plan(mask, seqlen, rank, row_bytes=row_bytes) for rank in context.local_ranks]
     return plans, split_rows(plans[0].layout, context.grid).lengths
 
 
 def _values(kernel_run: KernelRun) -> tuple[Hashable, ...]:
-    """All of `kernel_run` that ranks agree on, beside the dtype."""
+    """Returns the parts of `kernel_run` that all ranks must agree on, except the dtype."""
     score_config = kernel_run.score_config
     slopes, sinks = (None if x is None else x.shape for x in (score_config.alibi_slopes, score_config.sinks))
     plain = score_config.softmax_scale, score_config.softcap, score_config.dropout_p, score_config.dropout_seed
@@ -139,7 +139,7 @@ def _values(kernel_run: KernelRun) -> tuple[Hashable, ...]:
 def _fields(
     operation: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel_run: KernelRun
 ) -> dict[str, int | float | str]:
-    """What all ranks must call with alike."""
+    """Returns the arguments that all ranks must agree on, by name."""
     score_config = kernel_run.score_config
     slopes, sinks = (
         None if x is None else str(tuple(x.shape)) for x in (score_config.alibi_slopes, score_config.sinks)

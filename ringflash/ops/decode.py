@@ -23,7 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class DecodeOptions:
-    """What is rarely changed about a decoding call.
+    """Options of a decoding call that are rarely changed.
 
     Args:
         return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm.
@@ -144,7 +144,7 @@ def flash_decode(
             consecutive in memory, the others are as they are: a cache is never copied.
         v_cache: (batch, capacity, nheads_kv, headdim_v), likewise.
         cache_seqlens: valid keys of each sequence, the new ones among them: int32 or int64 (batch,) on q's device, or
-            one integer for all; of a sharded cache, those of this rank. What lies past them is not looked at.
+            one integer for all; of a sharded cache, those of this rank. Entries past them are not read.
         mask: None sees all valid keys; `rf.Causal()` is causal among the new tokens; `rf.SlidingWindow` counts from
             each query's position; `rf.Tree(parents)` makes the new tokens a tree: each sees what was before them, its
             ancestors and itself. They compose with `&`.
@@ -262,7 +262,7 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
 
 
 def _lengths(cache_seqlens: Tensor | int, q: Tensor, k: Tensor, context: ContextParallel | None) -> Tensor:
-    """cache_seqlens as a tensor (ranks in this process, batch)."""
+    """Returns cache_seqlens as a tensor (ranks in this process, batch)."""
     ranks = 1 if context is None else len(context.local_ranks)
     capacity = k.shape[1] // ranks
     if k.shape[1] % ranks:

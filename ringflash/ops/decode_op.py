@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +20,18 @@ from ringflash.ops.guard import Guard, Phase
 
 
 class DecodeKernels(Protocol):
-    """What decoding asks of a backend; shapes as in `rf.flash_decode`, lengths (batch,)."""
+    """Operations of a backend that decodes; shapes as in `rf.flash_decode`, lengths (batch,)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """out and lse over the first `lengths` keys."""
+        """Returns out and lse over the first `lengths` keys."""
         ...
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
-        """One state over the first `lengths` keys, without sinks."""
+        """Returns one state over the first `lengths` keys, without sinks."""
         ...
 
     def combine(self, partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out in `dtype` and lse over the keys of all states."""
+        """Returns out in `dtype` and lse over the keys of all states."""
         ...
 
 
@@ -39,7 +39,7 @@ EAGER: DecodeKernels = decode_eager
 
 
 def kernels_for(backend: str, q: Tensor) -> DecodeKernels:
-    """The decoding kernels of the backend that `backends.choose` takes for `q`, with its errors."""
+    """Returns the decoding kernels of the backend that `backends.choose` takes for `q`, and raises its errors."""
     if backends.choose(backend, q) is prefill:
         return EAGER
     from ringflash.kernels.triton import decode  # here, so that CPU users never import Triton
@@ -65,7 +65,7 @@ def decode(
     splits: int,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse over the valid keys of all ranks of the named context."""
+    """Returns out and lse over the valid keys of all ranks of the named context."""
     ranks = context_by_name(context) if context else None
     with Guard(ranks) as guard:
         kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
@@ -99,23 +99,7 @@ def decode(
 
 
 @decode.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    context: str,
-    mask: str,
-    mask_tensors: Sequence[Tensor],
-    softmax_scale: float,
-    softcap: float,
-    backend: str,
-    newest_rank: int,
-    splits: int,
-    tiles: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_parameters: Any) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[3])), lse
@@ -128,12 +112,12 @@ def _check_on_cpu(lengths: Tensor, capacity: int) -> None:
 
 
 def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextParallel, newest_rank: int) -> Tensor:
-    """Whether the rank that masks the new tokens is seen to lack some: by (ranks in this process, batch) lengths."""
+    """Returns whether `lengths` (ranks in this process, batch) show that `newest_rank` lacks some of the new tokens."""
     newest = newest_rank % ranks.world_size
     if isinstance(mask, Full) or newest not in ranks.local_ranks:
         return lengths.new_zeros((), dtype=torch.bool)
     there = lengths[ranks.local_ranks.index(newest)]
-    begun = there > 0 if len(lengths) == 1 else lengths.sum(0) > there  # one rank cannot tell who has none at all
+    begun = there > 0 if len(lengths) == 1 else lengths.sum(0) > there  # one rank does not know the others' lengths
     return (begun & (there < seqlen_q)).any()
 
 
@@ -176,7 +160,7 @@ def _agree(
 
 
 def _of_all_ranks(ranks: ContextParallel, parts: Sequence[Partials]) -> Partials:
-    """The states of all ranks in rank order, the same on every rank."""
+    """Returns the states of all ranks in rank order, the same on every rank."""
     own = torch.cat([part.storage for part in parts])
     storage = own if ranks._control is None else ranks._control.stack(own[0])
     return Partials(storage, parts[0].batch, parts[0].seqlen_q, parts[0].nheads, parts[0].headdim_v)

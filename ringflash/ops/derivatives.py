@@ -1,4 +1,4 @@
-"""How attention is differentiated: the shortest way for eager calls, torch.func's transforms, and clear refusals.
+"""Derivatives of attention: a short path for eager calls, the transforms of torch.func, and clear refusals.
 
 Reverse mode of first order is implemented, and vmap as a loop. Forward mode and second derivatives raise, as a tangent
 or gradient of zero would be wrong in silence.
@@ -51,7 +51,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
 
 class _Values:
@@ -95,7 +95,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same under torch.func's transforms, which need a context that is set up apart from the forward."""
+    """Attention under torch.func's transforms, which need a context that is set up apart from the forward."""
 
     generate_vmap_rule = True
     jvp = staticmethod(_refuse_forward_mode)
@@ -127,7 +127,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
 
 
 def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
-    """The vmap rule of an operator: one call for each entry."""
+    """Returns a vmap rule for an operator: one call for each entry."""
 
     def entry(x: Any, dim: Any, index: int) -> Any:
         if isinstance(x, list | tuple):

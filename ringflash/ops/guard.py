@@ -1,4 +1,4 @@
-"""Announces every error of a rank in a collective call to its peers, which would else wait until the deadline."""
+"""Announces every error of a rank in a collective call to its peers, which would otherwise wait until the deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringflash.ring.plan import Plan
 
 
 class Phase(Enum):
-    """How far a rank has come in a call."""
+    """Progress of a rank in a call."""
 
     PREPARING = "its peers do not know of the call yet"
     AGREEING = "an error that follows from what all ranks have said comes on all of them"
