@@ -33,9 +33,9 @@ class Driver:
         """Makes `stream` wait until the flag at `address` is `value`."""
         _check("cuStreamWaitValue32", self._wait(stream.cuda_stream, address, value, _EQUAL))
 
-    def context_beside(self, device: torch.device) -> ContextBeside:
+    def second_context(self, device: torch.device) -> SecondContext:
         """Returns a second CUDA context, which can write while all streams of this process wait."""
-        return ContextBeside(self._cuda, device)
+        return SecondContext(self._cuda, device)
 
     def allow_queries(self) -> None:
         """Lets this thread query events while another thread captures a graph; by default that breaks the capture."""
@@ -43,7 +43,7 @@ class Driver:
         _check("cuThreadExchangeStreamCaptureMode", self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
 
-class ContextBeside:
+class SecondContext:
     """A second CUDA context of this process, with a stream of its own.
 
     Streams of one context share the few hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows, 8 by default. A queue
@@ -55,8 +55,13 @@ class ContextBeside:
         self._cuda, self._context, self._stream = cuda, ctypes.c_void_p(), ctypes.c_void_p()
         index = torch.cuda.current_device() if device.index is None else device.index
         _check("cuCtxCreate", cuda.cuCtxCreate_v2(ctypes.byref(self._context), 0, index))
-        _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING))
-        self._pop()
+        try:
+            _check("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING))
+        except RuntimeError:
+            self.close()
+            raise
+        finally:
+            self._pop()
 
     def write(self, addresses: Iterable[int], value: int) -> None:
         """Writes `value` to the flag at each address, and waits until the writes are done."""

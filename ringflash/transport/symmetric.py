@@ -8,6 +8,7 @@ replayed: it finds the flags as they were at its capture.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.coordination import threads
-from ringflash.coordination.cuda_driver import ContextBeside, Driver
+from ringflash.coordination.cuda_driver import Driver, SecondContext
 from ringflash.coordination.session import ControlPlane
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
@@ -31,6 +32,8 @@ from ringflash.transport.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from ringflash.torch_private import SymmetricMemory
+
+log = logging.getLogger(__name__)
 
 _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
@@ -236,23 +239,27 @@ class SymmetricTransport:
         # The watch adds the replayed graphs, which run on none of these streams.
         done = [*(stream.query for stream in self._streams), *self._watch.under_way()]
 
-        def speak() -> None:
+        def release() -> None:
             torch.cuda.set_device(self._device)  # for this thread
-            words = range(self._words.own.data_ptr(), self._words.own.data_ptr() + self._words.nbytes, 4)
-            stream = torch.cuda.Stream(self._device)
-            started = time.monotonic()
+            flags = range(self._words.own.data_ptr(), self._words.own.data_ptr() + self._words.nbytes, 4)
+            stream, started = torch.cuda.Stream(self._device), time.monotonic()
             with ExitStack() as stack:
-                beside: ContextBeside | None = None
+                second: SecondContext | None = None
+                has_second = True
                 while not all(query() for query in done) and not threads.is_ending(_FAREWELL):
                     waited = time.monotonic() - started
                     if waited >= self._faults.deadline:
                         break
                     if stream.query():  # the previous writes are done
-                        for address in words:
+                        for address in flags:
                             self._driver.write(stream, address, 1)
-                    elif waited >= _BLOCKED:  # a waiting stream shares this stream's queue
-                        beside = beside or stack.enter_context(closing(self._driver.context_beside(self._device)))
-                        beside.write(words, 1)
+                    elif has_second and waited >= _BLOCKED:  # a waiting stream shares this stream's queue
+                        try:
+                            second = second or stack.enter_context(closing(self._driver.second_context(self._device)))
+                            second.write(flags, 1)
+                        except RuntimeError as error:  # such as too little memory: the first way goes on
+                            has_second = False
+                            log.warning("waits of the GPU may last until the program ends: %s", error)
                     time.sleep(0.01)
 
-        threads.start(speak, "ringflash-release", lambda: None)
+        threads.start(release, "ringflash-release", lambda: None)
