@@ -73,10 +73,8 @@ def _curves(ax: Any, curves: dict[str, Curve], title: str, unit: str) -> None:
 def _bars(ax: Any, labels: Sequence[str], groups: dict[str, list[float]], title: str, unit: str) -> None:
     width = 0.8 / len(groups)
     for i, (name, values) in enumerate(groups.items()):
-        bars = ax.bar([x + (i - (len(groups) - 1) / 2) * width for x in range(len(labels))], values, width, label=name)
-        bars.set_label(name)
-        for bar in bars:
-            bar.set_color(COLOURS[name])
+        places = [x + (i - (len(groups) - 1) / 2) * width for x in range(len(labels))]
+        ax.bar(places, values, width, label=name, color=COLOURS[name])
     ax.set_xticks(range(len(labels)), labels, fontsize=8)
     ax.set_ylabel(unit)
     ax.set_title(title, fontsize=10)
@@ -143,7 +141,7 @@ def decode(axes: Sequence[Any], records: Records) -> None:
 
 
 def cost_model(axes: Sequence[Any], records: Records) -> None:
-    """Draws the predicted rates of rings, with one kernel's rates at 131072 tokens, beside the measured ones."""
+    """Draws the predicted rates of rings, with one kernel's rates at 131072 tokens, and the measured rates."""
     machine = Machine(tflops_forward=639.0, tflops_backward=592.0, issue_us=500.0)
     graphs = Machine(tflops_forward=639.0, tflops_backward=592.0, issue_us=0.0)
     lengths = [2**n for n in range(13, 21)]
