@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -198,10 +197,7 @@ class _CopiesPlanner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of all ranks' tensors."""
-        with (Path(self.path) / TENSOR_INDEX).open("w") as stream:
-            stream.write(to_json(metadata, results))
-            stream.flush()
-            os.fsync(stream.fileno())
+        (Path(self.path) / TENSOR_INDEX).write_text(to_json(metadata, results))  # `publish` syncs all files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's file.
