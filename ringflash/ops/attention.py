@@ -16,6 +16,7 @@ from ringflash.kernels.select import choose
 from ringflash.masks import Mask, as_mask
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall
+from ringflash.ops.guard import Phase, announce
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +153,7 @@ def flash_attention(
     q, k, v = map(_autocast, (q, k, v))
     scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
     with_lse = check_return_lse(return_lse, options.return_lse)
-    return _call(q, k, v, "", mask, scale, dropout, softcap, options, with_lse)
+    return _attend(q, k, v, _call("", mask, scale, dropout, softcap, options), with_lse)
 
 
 @overload
@@ -274,24 +275,22 @@ def ring_attention(
             got = f"{q.shape[1]} and {k.shape[1]}"
             raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
         context.check_heads(q.shape[2])
-    except Exception as error:
-        context.announce_failure(error)  # the others are about to wait for this rank
+        call = _call(context.name, mask, scale, dropout, softcap, options)
+    except BaseException as error:
+        announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
-    return _call(q, k, v, context.name, mask, scale, dropout, softcap, options, with_lse)
+    return _attend(q, k, v, call, with_lse)
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     context: str,
     mask: Mask,
     softmax_scale: float,
     dropout: Dropout | None,
     softcap: float,
     options: AttentionOptions,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> AttentionCall:
+    """Returns the parameters of a call with checked arguments."""
     if dropout is not None and dropout.p == 0.0:
         dropout = None
     if options.deterministic is None:
@@ -299,7 +298,7 @@ def _call(
     else:
         deterministic = options.deterministic
     words, mask_tensors = mask.spec
-    call = AttentionCall(
+    return AttentionCall(
         sinks=options.sinks,
         alibi_slopes=options.alibi_slopes,
         dropout_seed=None if dropout is None else dropout.drawn(),
@@ -312,6 +311,10 @@ def _call(
         backend=options.backend,
         deterministic=deterministic,
     )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    # No guard surrounds this function: torch's checkpointing ends a recomputed forward early by an exception.
     out, lse = derivatives.attend(q, k, v, call)
     if not return_lse:
         return out

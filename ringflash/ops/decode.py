@@ -15,6 +15,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
 from ringflash.masks import Mask, as_mask
 from ringflash.ops import decode_op
+from ringflash.ops.guard import Phase, announce
 from ringflash.torch_private import assert_async, forward_mode_level
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
@@ -177,18 +178,12 @@ def flash_decode(
         scale = _check_scoring(q, softmax_scale, options)
         _check_options(q, options, context)
         with_lse = check_return_lse(return_lse, options.return_lse)
-    except Exception as error:
+        if options.check_lengths:
+            _check_lengths(lengths, q.shape[1], k_cache, mask, context, options)
+    except BaseException as error:
         if context is not None:
-            context.announce_failure(error)  # the others are about to wait for this rank
+            announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
-    if options.check_lengths:
-        valid = (lengths >= 0) & (lengths <= k_cache.shape[1] // lengths.shape[0])
-        message = "cache_seqlens: expected 0 to the cache's capacity"
-        assert_async(valid.all(), message)
-        if context is not None and context.world_size > 1:
-            lacks = decode_op.lacks_new_tokens(lengths, q.shape[1], mask, context, options.newest_rank)
-            message = "cache_seqlens: expected the new tokens among those of newest_rank"
-            assert_async(~lacks, message)
     out, lse = decode_op.decode(
         q,
         k_cache,
@@ -206,6 +201,19 @@ def flash_decode(
         [] if options.tiles is None else [options.tiles.block_n, options.tiles.num_warps, options.tiles.num_stages],
     )
     return (out, lse) if with_lse else out
+
+
+def _check_lengths(
+    lengths: Tensor, seqlen_q: int, k: Tensor, mask: Mask, context: ContextParallel | None, options: DecodeOptions
+) -> None:
+    """Raises where lengths do not fit the cache; on a GPU, asynchronously."""
+    valid = (lengths >= 0) & (lengths <= k.shape[1] // lengths.shape[0])
+    message = "cache_seqlens: expected 0 to the cache's capacity"
+    assert_async(valid.all(), message)
+    if context is not None and context.world_size > 1:
+        lacks = decode_op.lacks_new_tokens(lengths, seqlen_q, mask, context, options.newest_rank)
+        message = "cache_seqlens: expected the new tokens among those of newest_rank"
+        assert_async(~lacks, message)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

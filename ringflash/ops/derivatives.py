@@ -16,6 +16,7 @@ from ringflash.errors import ArgumentError
 from ringflash.ops.autograd import attention, attention_backward, gradients, save
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.decode_op import decode
+from ringflash.ops.guard import Guard
 from ringflash.torch_private import AutoDispatchBelowAutograd, are_transforms_active
 
 _PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
@@ -85,13 +86,14 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
         if torch.compiler.is_compiling():
-            return *gradients(attention_backward, ctx.call, saved, *grads), None
-        if torch.is_grad_enabled():
-            return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
-        with AutoDispatchBelowAutograd():
-            return *gradients(attention_backward, ctx.call, saved, *grads), None
+            return *gradients(attention_backward, ctx.call, ctx.saved_tensors, *grads), None
+        with Guard(ctx.context):  # autograd raises here for an input that changed after the forward, maybe on one rank
+            saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
+            if torch.is_grad_enabled():
+                return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
+            with AutoDispatchBelowAutograd():
+                return *gradients(attention_backward, ctx.call, saved, *grads), None
 
 
 class _Transformed(torch.autograd.Function):
@@ -112,7 +114,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
+        with Guard(ctx.context):
+            return *gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:

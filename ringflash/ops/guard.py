@@ -24,10 +24,10 @@ class Phase(Enum):
 
 
 class Guard:
-    """Surrounds a call of an operator on the ranks of `context`; None is a single device, which has no peers.
+    """Surrounds a call on the ranks of `context`, or a part of it; None is a single device, which has no peers.
 
     Peers raise PeerFailed within a second of an error here. An error in the arguments leaves the ring whole as long as
-    no data has moved; any other breaks the ring.
+    no data has moved; any other breaks the ring. Guards may be nested: an error is announced once.
     """
 
     def __init__(self, context: ContextParallel | None) -> None:
@@ -45,10 +45,15 @@ class Guard:
 
 
 def announce(context: ContextParallel, error: BaseException, phase: Phase) -> None:
-    """Announces `error` of this rank to the peers of `context`, unless they raise the same one."""
+    """Announces `error` of this rank to the peers of `context`, unless they know of it or raise the same one."""
     known = isinstance(error, RingflashError) and not isinstance(error, ArgumentError)
     if context.faults is None or known:
         return
+    # A recomputed forward may raise inside of a backward: both guards see the error, and peers read it only once.
+    handled: set[str] = error.__dict__.setdefault("_ringflash_contexts", set())
+    if context.name in handled:
+        return
+    handled.add(context.name)
     if phase is Phase.PREPARING and isinstance(error, Exception):
         context.announce_failure(error)
         return

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.coordination.session import ControlPlane
 from ringflash.errors import ArgumentError
-from ringflash.ops import autograd, decode_op
+from ringflash.ops import attention, autograd, decode, decode_op, derivatives
 from ringflash.ops.call import AttentionCall
 from ringflash.ring import schedule
 from tests.distributed import run_ranks
@@ -64,6 +65,10 @@ FAULTS: list[Fault] = [
     (AttentionCall, "kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
     *((schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # a hop's kernel refuses an argument
+    # before and after the operators
+    *((attention, "_validate", 0, action) for action in (_raise, _interrupt)),
+    (rf.Dropout, "drawn", 0, _raise),
+    *((derivatives, "gradients", 0, action) for action in (_raise, _interrupt)),
 ]
 
 
@@ -71,10 +76,11 @@ def _ring_calls() -> list[Outcome]:
     usual, outcomes = usual_seconds(), []
     for fault in FAULTS:
         context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
+        options: Any = {"dropout": rf.Dropout(0.1, seed=3)} if fault[0] is rf.Dropout else {}
         with _planted(fault):
-            outcome = outcome_of(call_ring, context)
+            outcome = outcome_of(call_ring, context, **options)
             if not outcome.kind:  # peers had all data of this call and see the failure in the next
-                outcome = outcome_of(call_ring, context)
+                outcome = outcome_of(call_ring, context, **options)
         outcomes.append(replace(outcome, usual=usual))
         dist.barrier()
     call_ring(rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE))
@@ -82,11 +88,13 @@ def _ring_calls() -> list[Outcome]:
 
 
 def _decode(context: rf.ContextParallel) -> None:
-    q, cache = torch.ones(1, 1, 2, 16), torch.ones(1, 4, 2, 16)
-    rf.flash_decode(q, cache, cache, cache_seqlens=4, context=context)
+    q, cache, options = torch.ones(1, 1, 2, 16), torch.ones(1, 4, 2, 16), rf.DecodeOptions(check_lengths=True)
+    rf.flash_decode(q, cache, cache, cache_seqlens=4, context=context, options=options)
 
 
 DECODE_FAULTS: list[Fault] = [
+    (decode, "_check_tensors", 0, _interrupt),
+    (decode, "_check_lengths", 0, _raise),
     (decode_op, "sight_of", 0, _raise),
     (decode_op, "_agree", 0, _interrupt),
     (decode_op, "_of_all_ranks", 0, _raise),
@@ -119,3 +127,46 @@ def test_peers_of_a_rank_that_raises_outside_of_the_hops(
             assert outcome.fields["ranks"] == [1]
             assert f"rank 1: {kinds[action]}: " in outcome.text
             assert outcome.seconds - outcome.usual < 4, (place, outcome)
+
+
+def _changed_input(context: rf.ContextParallel) -> None:
+    leaf = torch.ones(1, 4, 2, 16, requires_grad=True)
+    q = leaf * 2
+    out = rf.ring_attention(q, q, q, context)
+    if context.rank == 1:
+        q.mul_(3)
+    out.sum().backward()
+
+
+def _checkpointed(context: rf.ContextParallel) -> None:
+    leaf = torch.ones(1, 4, 2, 16, requires_grad=True)
+    out = checkpoint(lambda q: rf.ring_attention(q, q, q, context), leaf, use_reentrant=False)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+
+
+def _backward_calls() -> list[list[Outcome]]:
+    """Returns outcomes of backwards that fail on rank 1 before their operator, and of calls in the same ring later."""
+    usual = usual_seconds()
+    context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
+    _checkpointed(context)
+    dist.barrier()
+    changed = outcome_of(_changed_input, context)
+    with _planted((attention, "_validate", 1, _raise)):  # call 1 is the recomputed forward
+        recomputed = outcome_of(_checkpointed, context)
+    later = outcome_of(call_ring, context)
+    return [[replace(outcome, usual=usual) for outcome in (changed, recomputed)], [later]]
+
+
+def test_a_backward_that_fails_before_its_operator_is_announced_once() -> None:
+    ranks = run_ranks(WORLD, _backward_calls)
+    for rank, ((changed, recomputed), (later,)) in enumerate(ranks):
+        assert later.kind == "", later
+        if rank == 1:
+            assert "modified by an inplace operation" in changed.text
+            assert recomputed.text == "planted: outside of the hops"
+            continue
+        for outcome in (changed, recomputed):
+            assert outcome.kind == "PeerFailed", outcome
+            assert outcome.fields["ranks"] == [1]
+            assert outcome.seconds - outcome.usual < 4, outcome

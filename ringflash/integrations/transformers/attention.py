@@ -25,6 +25,7 @@ from ringflash.integrations.transformers.positions import resolve_mask
 from ringflash.integrations.transformers.rope import largest_position
 from ringflash.masks import Documents, Mask
 from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
+from ringflash.ops.guard import Phase, announce
 
 NAME = "ring_attention"  # transformers takes a name that contains "flash" for one of its own
 # Keywords that transformers passes to attention, and that attention does not need.
@@ -184,7 +185,7 @@ def attention(
         modes |= {"dropout": _dropout(module, call, context), "options": options}
     except Exception as error:
         if isinstance(context, ContextParallel):
-            context.announce_failure(error)  # the other ranks are about to wait for this one
+            announce(context, error, Phase.PREPARING)  # the other ranks are about to wait for this one
         raise
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = flash_attention(q, k, v, **modes) if context is None else ring_attention(q, k, v, context, **modes)
@@ -218,7 +219,7 @@ def settle(
         args, named = tuple(map(settled, args)), {name: settled(x) for name, x in keywords.items()}
     except Exception as error:
         if context is not None:
-            context.announce_failure(error)
+            announce(context, error, Phase.PREPARING)
         raise
     if isinstance(call.ring_dropout_seed, int):
         indices = (getattr(module, "layer_idx", None) for module in layer.modules())
@@ -295,7 +296,7 @@ def _call(
         agrees = bool(rotary) and len(context.local_ranks) < context.world_size and not hasattr(model, AGREED)
         own = _largest_of(keywords.get("position_ids")) if agrees else 0
     except Exception as error:
-        context.announce_failure(error)
+        announce(context, error, Phase.PREPARING)
         raise
     if not agrees:
         return _announced(model, context, args, keywords)
@@ -316,9 +317,7 @@ def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...]
     try:
         return nn.Module.__call__(model, *args, **keywords)
     except MaskRefused as error:
-        if not hasattr(error, "announced"):  # a model inside this one may have announced it
-            setattr(error, "announced", True)  # noqa: B010 - an attribute of this function alone
-            context.announce_failure(error)
+        announce(context, error, Phase.PREPARING)
         raise
 
 
