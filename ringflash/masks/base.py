@@ -50,9 +50,14 @@ class Mask(ABC):
         """Returns the mask as a string and CPU tensors, from which `mask_from_spec` makes an equal mask."""
 
     @property
+    def sequences(self) -> int | None:
+        """Returns the number of sequences that the mask has entries for; None if it applies to any number."""
+        return None
+
+    @property
     def batch(self) -> int:
-        """Returns the number of sequences that the mask has entries for; 1 if any number of sequences is alike."""
-        return 1
+        """Returns the batch of `bounds`: `sequences`, or 1 if it is None."""
+        return self.sequences or 1
 
     def validate(self, seqlen: int) -> None:
         """Checks that the mask fits a whole sequence of `seqlen` keys.
@@ -156,10 +161,10 @@ class Intersection(Mask):
     of: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        batches = {part.batch for part in self.of} - {1}
-        if len(batches) > 1:
+        counts = {part.sequences for part in self.of if part.sequences is not None}
+        if len(counts) > 1:
             remedy = "Give all of them one entry a sequence."
-            raise ArgumentError("mask", expected="one batch size", got=sorted(batches), remedy=remedy)
+            raise ArgumentError("mask", expected="one batch size", got=sorted(counts), remedy=remedy)
 
     def __eq__(self, other: object) -> bool:
         return frozenset(self.of) == frozenset(other.of) if isinstance(other, Intersection) else NotImplemented
@@ -173,9 +178,9 @@ class Intersection(Mask):
         return self.of
 
     @property
-    def batch(self) -> int:
-        """Returns the batch of the parts that have entries for each sequence, or 1."""
-        return max(part.batch for part in self.of)
+    def sequences(self) -> int | None:
+        """Returns the number of sequences that parts have entries for; None if all parts apply to any number."""
+        return next((part.sequences for part in self.of if part.sequences is not None), None)
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:

@@ -80,6 +80,11 @@ class _Table(TensorMask):
         """Returns the name of the kind, and the vector."""
         return self.word, [self._values]
 
+    @property
+    def sequences(self) -> int | None:
+        """Returns the number of entries, one a sequence."""
+        return self._values.numel()
+
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError if a length exceeds the sequence's `seqlen` keys."""
         most = int(self._values.max())
@@ -121,9 +126,9 @@ class Documents(TensorMask):
         return "documents", [self._ends]
 
     @property
-    def batch(self) -> int:
-        """Returns the number of rows of `cu_seqlens`, one a sequence; 1 if it is a vector."""
-        return 1 if self._ends.ndim == 1 else self._ends.shape[0]
+    def sequences(self) -> int | None:
+        """Returns the number of rows of `cu_seqlens`, one a sequence; None if it is a vector."""
+        return None if self._ends.ndim == 1 else self._ends.shape[0]
 
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError unless the documents of each sequence sum to `seqlen` keys."""
@@ -161,11 +166,6 @@ class KeyPadding(_Table):
     def __init__(self, seqlens_k: Tensor | Sequence[int]) -> None:
         super().__init__(seqlens_k)
 
-    @property
-    def batch(self) -> int:
-        """Returns the number of lengths, one a sequence."""
-        return self._values.numel()
-
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo = 0, hi = the sequence's length."""
         hi = self._values.to(positions_q.device).clamp(max=seqlen_k)[:, None].expand(-1, positions_q.numel())
@@ -185,11 +185,6 @@ class PrefixLM(_Table):
 
     def __init__(self, prefix_lens: Tensor | Sequence[int]) -> None:
         super().__init__(prefix_lens)
-
-    @property
-    def batch(self) -> int:
-        """Returns the number of prefixes, one a sequence."""
-        return self._values.numel()
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo = 0, hi = max(position + 1, prefix)."""

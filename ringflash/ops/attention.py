@@ -377,9 +377,9 @@ def _validate(
     if 0 in (batch, seqlen_q, nheads, k.shape[1]):
         got = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         raise ArgumentError("q, k", expected="at least one row and head", got=got, remedy="Skip empty sequences.")
-    if mask.batch not in (1, batch):
+    if mask.sequences not in (None, batch):
         remedy = "Give it one entry a sequence."
-        raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.batch}", remedy=remedy)
+        raise ArgumentError("mask", expected=f"one of batch {batch}", got=f"batch {mask.sequences}", remedy=remedy)
     if not torch.compiler.is_compiling():  # it asks Triton, which is not for tracing; the operator chooses again
         choose(options.backend, q)
     _validate_options(options, q)

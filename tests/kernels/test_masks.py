@@ -96,7 +96,7 @@ def test_padding_is_never_read(other: Mask, backend: str, value: float, determin
 def test_padding_that_visits_ranks_is_never_read(backend: str) -> None:
     """Checks two ranks with four chunks of 25 rows: the last ends in padding, beyond all rows of the other rank."""
     dtype = DTYPE_OF.get(backend, torch.float32)
-    mask = rf.Causal() & rf.KeyPadding([80])
+    mask = rf.Causal() & rf.KeyPadding([80, 80])
     clean = Problem.random(seqlen=100, heads=(1, 1), headdim=16, dtype=dtype, mask=mask, device=DEVICE)
     dirty = clean.mapped(torch.clone)
     for x in (dirty.k, dirty.v):

@@ -306,6 +306,13 @@ def test_a_mask_of_another_batch() -> None:
     q = torch.zeros(2, 4, 1, 16)
     with pytest.raises(ArgumentError, match="mask: expected one of batch 2, got batch 3"):
         rf.flash_attention(q, q, q, mask=rf.KeyPadding([1, 2, 3]))
+    for mask in (rf.KeyPadding([3]), rf.PrefixLM([3]), rf.Causal() & rf.KeyPadding([3])):
+        with pytest.raises(ArgumentError, match="mask: expected one of batch 2, got batch 1. Give it one entry"):
+            rf.flash_attention(q, q, q, mask=mask)
+        rf.flash_attention(q[:1], q[:1], q[:1], mask=mask)
+    with pytest.raises(ArgumentError, match=r"mask: expected one batch size, got \[1, 2\]"):
+        _ = rf.KeyPadding([3]) & rf.PrefixLM([1, 2])
+    rf.flash_attention(q, q, q, mask=rf.Documents([[0, 2, 4]]))  # one row applies to all sequences
 
 
 def test_a_plan_under_another_default_device() -> None:
