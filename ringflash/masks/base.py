@@ -73,7 +73,7 @@ class Mask(ABC):
         """Returns the mask that shows the keys visible under both masks."""
         if not isinstance(other, Mask):
             return NotImplemented
-        parts = [part for mask in (self, other) for part in mask.parts]
+        parts = _in_order([part for mask in (self, other) for part in mask.parts])
         return parts[0] if len(parts) == 1 else Intersection(tuple(parts)) if parts else Full()
 
     def dense(self, positions_q: Tensor, positions_k: Tensor) -> Tensor:
@@ -154,9 +154,13 @@ class TensorMask(AtomicMask):
         return hash((word, *(tensor.numpy().tobytes() for tensor in tensors)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Intersection(Mask):
-    """The mask that shows the keys visible under all of several masks; `a & b` makes it, and equals `b & a`."""
+    """The mask that shows the keys visible under all of several masks; `a & b` makes it, and equals `b & a`.
+
+    Args:
+        of: at least two masks, each once and in the order of `_in_order`.
+    """
 
     of: tuple[Mask, ...]
 
@@ -165,12 +169,6 @@ class Intersection(Mask):
         if len(counts) > 1:
             remedy = "Give all of them one entry a sequence."
             raise ArgumentError("mask", expected="one batch size", got=sorted(counts), remedy=remedy)
-
-    def __eq__(self, other: object) -> bool:
-        return frozenset(self.of) == frozenset(other.of) if isinstance(other, Intersection) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.of))
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -204,6 +202,22 @@ class Intersection(Mask):
 
     def __repr__(self) -> str:
         return " & ".join(map(repr, self.of))
+
+
+def _in_order(parts: Sequence[Mask]) -> list[Mask]:
+    """Returns the parts of an intersection in an order that depends on their values alone, and equal parts once.
+
+    Equal intersections then have one text, by which ranks compare masks and caches look them up.
+    """
+    ordered = sorted(parts, key=lambda part: part.spec[0])
+    if len({part.spec[0] for part in ordered}) == len(ordered) or is_traced():
+        return ordered
+    return sorted(dict.fromkeys(ordered), key=_content)
+
+
+def _content(part: Mask) -> tuple[str, list[bytes]]:
+    words, tensors = part.spec
+    return words, [tensor.numpy().tobytes() for tensor in tensors]
 
 
 def as_mask(mask: Mask | None) -> Mask:

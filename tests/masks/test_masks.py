@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.context import described
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Bitmap, Full, Mask, as_mask, mask_from_spec
@@ -216,7 +217,7 @@ def test_masks_are_values() -> None:
     assert rf.Tree([-1, 0]) != rf.Tree([-1, -1])
     assert len({sparse, rf.Tree([-1]), rf.Tree([-1]), rf.BlockSparse(torch.eye(2).bool(), 16)}) == 2
     assert repr(rf.Tree(NINE, start=4) & sparse) == (
-        "Tree([-1, 0, 1, 1, 2, 2, 3, 3, ... 9 in all], start=4) & BlockSparse(2 x 2 blocks of 16, 2 seen)"
+        "BlockSparse(2 x 2 blocks of 16, 2 seen) & Tree([-1, 0, 1, 1, 2, 2, 3, 3, ... 9 in all], start=4)"
     )
     assert as_mask(None) == Full()
     assert Full() & rf.Causal() == rf.Causal()
@@ -228,6 +229,15 @@ def test_the_order_of_an_intersection_does_not_matter() -> None:
     assert len({a & b & c, c & (b & a), b & c & a}) == 1
     assert a & b != a & c
     assert rf.Full() & a == a
+    assert a & a == a
+    assert b & a & b == a & b
+    other = rf.Documents([0, 5, 9])
+    assert b & other != b
+    for one, two in ((a, b), (c, a), (b, other), (b, a & other)):  # ranks compare texts, and caches look them up
+        assert described(one & two) == described(two & one)
+        (words, tensors), (other_words, other_tensors) = (one & two).spec, (two & one).spec
+        assert words == other_words
+        assert all(map(torch.equal, tensors, other_tensors))
 
 
 @pytest.mark.parametrize("wrong", [rf.Causal, True, torch.ones(2, 2)])
