@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,7 +19,7 @@ from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts import layout as layouts
 from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
-from ringflash.masks import Mask, as_mask
+from ringflash.masks import Mask, as_mask, described
 from ringflash.ring.cuda_graphs import GraphCache
 from ringflash.ring.double_ring import make_double_plan
 from ringflash.ring.plan import Plan, make_grouped_plan, make_plan, receives_at_most
@@ -229,14 +228,19 @@ class ContextParallel(TokenMeans):
         Raises:
             ArgumentError: as `shard`.
             RankMismatch: shards differ in dtype or in another dimension, or their lengths do not fit the layout.
+            PeerFailed: another rank raised for its arguments.
         """
-        dim = layouts.checked_dim(x, dim)
-        if self._control is None:
-            return layouts.put_together(x, self._local_chunks(x.shape[dim], mask), dim)
-        rest = [n for d, n in enumerate(x.shape) if d != dim]
-        fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
-        if self.layout == "balanced":
-            fields["mask"] = described(as_mask(mask))
+        try:
+            dim = layouts.checked_dim(x, dim)
+            if self._control is None:
+                return layouts.put_together(x, self._local_chunks(x.shape[dim], mask), dim)
+            rest = [n for d, n in enumerate(x.shape) if d != dim]
+            fields = {"operation": "unshard", "dim": dim, "shape": str(rest), "dtype": str(x.dtype)}
+            if self.layout == "balanced":
+                fields["mask"] = described(as_mask(mask))
+        except Exception as error:
+            self.announce_failure(error)
+            raise
         seqlen = self.agree(fields, x.shape[dim], mask)
         return _Unshard.apply(x, dim, self, self._control, seqlen, mask)
 
@@ -491,10 +495,3 @@ def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
 def context_by_name(name: str) -> ContextParallel:
     """Returns the context with this `.name`."""
     return _CONTEXTS.by_name(name)
-
-
-def described(mask: Mask) -> str:
-    """Returns a mask as text, which differs if any value of the mask differs."""
-    words, tensors = mask.spec
-    digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))
-    return f"{mask!r} (checksum {digest:08x})" if tensors else words or "full"

@@ -1,7 +1,8 @@
-"""Restores a mask from its `.spec`, a string and tensors."""
+"""Restores a mask from its `.spec`, a string and tensors, and describes masks as text."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -44,3 +45,10 @@ def _made(words: str, tensors: Sequence[Tensor]) -> Mask:
         else:
             mask &= _TABLES[name](next(remaining))
     return mask
+
+
+def described(mask: Mask) -> str:
+    """Returns a mask as text, which differs if any value of the mask differs."""
+    words, tensors = mask.spec
+    digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in tensors))
+    return f"{mask!r} (checksum {digest:08x})" if tensors else words or "full"

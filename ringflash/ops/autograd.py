@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.context import ContextParallel, context_by_name
 from ringflash.kernels import select
 from ringflash.layouts.grid import split_rows
-from ringflash.masks import Mask
+from ringflash.masks import Mask, described
 from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Guard, Phase, in_ring
 from ringflash.ring import ulysses

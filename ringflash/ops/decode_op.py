@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.context import ContextParallel, context_by_name, described
+from ringflash.context import ContextParallel, context_by_name
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select as backends
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
 from ringflash.kernels.eager import decode as decode_eager
 from ringflash.kernels.eager import prefill
-from ringflash.masks import Full, Mask, SlidingWindow, mask_from_spec
+from ringflash.masks import Full, Mask, SlidingWindow, described, mask_from_spec
 from ringflash.ops.guard import Guard, Phase
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.context import described
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk
-from ringflash.masks import Bitmap, Full, Mask, as_mask, mask_from_spec
+from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec
 from tests.strategies import masks, single_masks
 
 SEQLEN = 40

@@ -14,6 +14,7 @@ from ringflash.transport.base import Message
 from ringflash.transport.nccl import in_order
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import RankFailure, run_ranks, try_ranks
+from tests.faults import Outcome, outcome_of
 
 PROBLEMS = [
     Problem.random(seqlen=seqlen, dtype=dtype, mask=mask, batch=1)
@@ -75,6 +76,21 @@ def _unshard() -> tuple[Tensor, Tensor]:
 def test_unshard_gathers_and_its_gradient_sums_over_ranks() -> None:
     for grad, whole in run_ranks(3, _unshard):
         assert torch.equal(grad, whole * (1 + 2 + 3))
+
+
+def _bad_unshard() -> list[Outcome]:
+    context = rf.ContextParallel(dist.group.WORLD, timeout=25.0)
+    bad, good = torch.ones(1, 4, 2), context.shard(torch.ones(1, 7, 2))
+    refused = outcome_of(context.unshard, bad, dim=7 if context.rank == 1 else 1)
+    return [refused, outcome_of(context.unshard, good)]
+
+
+def test_a_rank_that_unshards_along_no_dimension_is_announced() -> None:
+    for rank, (refused, later) in enumerate(run_ranks(2, _bad_unshard)):
+        assert refused.kind == ("ArgumentError" if rank == 1 else "PeerFailed"), refused
+        assert "dim: expected a dimension of a tensor" in refused.text
+        assert refused.seconds < 10
+        assert later.kind == "", later
 
 
 def _mesh() -> tuple[int, int, Tensor]:
