@@ -190,6 +190,8 @@ def test_fuzzed_content_with_the_right_digest_loads_or_is_called_corrupt(folder:
         changed = bytearray(content)
         for _ in range(draw.choice([1, 4, 40])):
             changed[draw.randrange(len(changed))] = draw.randrange(256)
+        if case % 4 == 1:
+            changed.insert(draw.randrange(10, 400), draw.randrange(256))  # shifts the rest of the first tensor
         (folder / name).write_bytes(changed[: draw.randrange(len(changed))] if case % 4 == 0 else changed)
         sign(folder, name)
         try:
@@ -198,6 +200,8 @@ def test_fuzzed_content_with_the_right_digest_loads_or_is_called_corrupt(folder:
             refused.append(error)
     damage = [error for error in refused if isinstance(error, CheckpointCorrupt)]
     assert damage
+    if name.endswith(".distcp"):
+        assert damage == refused
     assert all(Path(error.argument).name in (name, TENSOR_INDEX) for error in damage)
 
 
