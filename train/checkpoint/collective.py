@@ -45,7 +45,13 @@ def among_ranks(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[
         yield
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise failed(path, f"rank {rank}, which lost its connection to another rank: {reason}") from error
+        raise CheckpointError(
+            str(path),
+            expected="every rank to read and write it",
+            got=f"a rank that is gone, or did not answer: {reason}",
+            remedy="See the output of the other ranks: one has ended; earlier checkpoints are untouched.",
+            rank=rank,
+        ) from error
 
 
 def failed(path: Path, what: str) -> CheckpointError:
