@@ -54,8 +54,9 @@ class Registry:
         for reference in reversed(self._contexts.get(name, [])):
             found = found or reference()
         if found is None:
-            remedy = "Keep a reference to the context until the last backward of its calls."
-            raise ArgumentError("context", expected="one that lives", got=f"{name}, which is gone", remedy=remedy)
+            remedy = "Keep a reference until the last backward of its calls; a copy from another process does not work."
+            got = f"{name}, which is gone or was never made in this process"
+            raise ArgumentError("context", expected="one that lives here", got=got, remedy=remedy)
         return found
 
     def connections(self, kind: type[C]) -> list[C]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import resource
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -178,3 +181,20 @@ def test_virtual_ranks_can_be_closed() -> None:
         call(context)
     outcome = outcome_of(call, context)
     assert outcome.kind == "ArgumentError"
+
+
+def test_a_context_of_another_process_is_named() -> None:
+    context = pickle.dumps(rf.ContextParallel.local(2))
+    code = f"""
+import pickle, torch, ringflash as rf
+q = torch.zeros(1, 4, 1, 16)
+try:
+    rf.ring_attention(q, q, q, pickle.loads({context!r}))
+except rf.errors.ArgumentError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.startswith(
+        "context: expected one that lives here, got local rank 0 of 2 zigzag, which is gone or"
+    )
+    assert "a copy from another process does not work" in done.stdout
