@@ -31,6 +31,7 @@ Verdict = Literal["late", "closed", "behind"]
 INTERVAL = 0.1  # seconds between two checks of a wait
 PATIENCE = 0.5  # seconds of waiting after which a rank looks for reports and ended processes
 GRACE = 1.0  # seconds within which a living, waiting rank reports after connections close
+ALONE = 0.2  # as GRACE, for a rank that cannot read reports and knows of an ended process
 _POLL = 0.02
 _BROKEN = "broken"  # a key of the store; the other keys are rank numbers
 _LONGEST = 6000  # characters of a text in a report: a board has room for them in any script
@@ -66,7 +67,13 @@ class FailureReport:
 
 
 def conclude(
-    words: Sequence[FailureReport], ended: Sequence[int], world_size: int, deadline: float, rank: int
+    words: Sequence[FailureReport],
+    ended: Sequence[int],
+    world_size: int,
+    deadline: float,
+    rank: int,
+    *,
+    readable: bool = True,
 ) -> RingflashError:
     """Returns the error that `rank` raises.
 
@@ -76,6 +83,7 @@ def conclude(
         world_size: number of ranks in the ring.
         deadline: seconds that a rank waits for a message.
         rank: the rank that raises.
+        readable: whether this rank could read the reports of other ranks.
     """
     raised = [word for word in words if word.kind == "raised"]
     if raised:
@@ -89,7 +97,8 @@ def conclude(
     peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)
     late = [word for word in words if word.kind == "late"]
     hop = next((word.hop for word in late or words if {*word.peers} & {*peers}), (late or words)[0].hop)
-    texts = [str(said[r]) if r in said else "left no word" for r in range(world_size)]
+    silence = "left no word" if readable else "unknown: the group's store, which holds reports, has ended"
+    texts = [str(said[r]) if r in said else silence for r in range(world_size)]
     if gone or not late:
         return PeerLost(peers, hop, texts, rank=rank)
     if not missing and not behind:  # all live and wait for messages that no rank sends: their plans differ
@@ -303,8 +312,10 @@ class Faults:
                 self._report(word)
                 for close in self._breaks:
                     close()
-                words = [word] if word.kind == "raised" else self._collect_reports(word)
-                self.error = conclude(words, self.ended(), self._world_size, self.deadline, self._rank)
+                words, ended = ([word], []) if word.kind == "raised" else self._collect_reports(word)
+                self.error = conclude(
+                    words, ended, self._world_size, self.deadline, self._rank, readable=self._is_readable()
+                )
         for other in self._others:
             if other.error is None:
                 other.raised(self.error)
@@ -331,18 +342,28 @@ class Faults:
         fields = json.loads(text)
         return FailureReport(**{**fields, "peers": tuple(fields["peers"])})
 
-    def _collect_reports(self, own: FailureReport) -> list[FailureReport]:
-        """Returns the reports in rank order, once no further report is expected."""
-        end, words = time.monotonic() + GRACE, {own.rank: own}
+    def _is_readable(self) -> bool:
+        """Returns whether this rank can read the reports of other ranks."""
+        with suppress(RuntimeError):
+            return self.board is not None or self.store.check([_BROKEN]) in (True, False)
+        return False
+
+    def _collect_reports(self, own: FailureReport) -> tuple[list[FailureReport], list[int]]:
+        """Returns the reports in rank order, once no further report is expected, and the ranks that had ended."""
+        start, words, ended = time.monotonic(), {own.rank: own}, list[int]()
         while True:
-            # Looked up before the reports, so that the report of a rank in `ended` is not missed.
-            ended = {*self.ended()}
+            waited, readable = time.monotonic() - start, self._is_readable()
+            # Looked up before the reports, so that the report of a rank in `ended` is not missed. Without reports only
+            # the first ranks that ended count: others may have raised this error and then ended.
+            if readable or not ended:
+                ended = self.ended()
             missing = [rank for rank in range(self._world_size) if rank not in words]
             for rank in missing:
                 word = self._report_of(rank)
                 if word is not None:
                     words[rank] = word
             raised = any(word.kind == "raised" for word in words.values())
-            if raised or {*missing} - {*words} <= ended or time.monotonic() >= end:
-                return [words[rank] for rank in sorted(words)]
+            patience = ALONE if ended and not readable else GRACE
+            if raised or {*missing} - {*words} <= {*ended} or waited >= patience:
+                return [words[rank] for rank in sorted(words)], ended
             time.sleep(_POLL * (1 + self._world_size // 32))  # one process may serve the store for all ranks

@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 import ringflash as rf
 from ringflash import context as contexts
+from ringflash.coordination import processes
 from ringflash.coordination.failures import FailureReport, Faults, conclude
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError, PeerFailed, PeerLost, RankMismatch, RingTimeout
@@ -239,6 +240,23 @@ def test_only_the_rank_that_serves_the_store_is_blamed_when_it_dies(step: int | 
         assert outcome.seconds - outcome.usual < 5
         assert outcome.fields["peers"] == [0], outcome
         assert "lost rank 0 at" in outcome.text
+
+
+def _server_dies_unread() -> Outcome:
+    # As on several hosts: ranks share no memory, and the store that holds their reports dies with rank 0.
+    setattr(processes, "together", lambda identities: False)  # noqa: B010 - pyright checks the type of an assignment
+    return _server_dies(0)
+
+
+def test_survivors_that_cannot_read_reports_do_not_blame_each_other() -> None:
+    codes, outcomes = run_to_their_ends(WORLD, _server_dies_unread, over_tcp=True)
+    assert codes == [-signal.SIGKILL, 3, 3], outcomes
+    for rank in (1, 2):
+        outcome = outcomes[rank]
+        assert outcome is not None
+        assert outcome.kind == "PeerLost", outcome
+        assert outcome.fields["peers"] == [0], outcome
+        assert f"rank {3 - rank}: unknown: the group's store, which holds reports, has ended" in outcome.text
 
 
 def _die_before_a_context() -> Outcome:
