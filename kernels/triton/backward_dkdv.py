@@ -17,12 +17,15 @@ Source: FlashAttention-2 (Dao 2023), algorithm 2.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 import triton
 import triton.language as tl
 from ringflash.kernels.contract import DqSum, TileProblem
 from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
+from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, is_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,
@@ -82,11 +85,15 @@ def _over_queries(
     batch,
     head,
     WITH_DQ: tl.constexpr,
+    ISOLATE: tl.constexpr,
     kind,
 ):
-    """Adds dS^T q and P^T dout over the queries of one chunk to dk_acc and dv_acc."""
+    """Adds dS^T q and P^T dout over the queries of one chunk to dk_acc and dv_acc.
+
+    `isolation.py` explains `ISOLATE`.
+    """
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_M
-    for step in tl.range(span.begin, span.end, STEP):
+    for step in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
         i, masked = tile_at(step, span, schedule, kind.MASK)
         rows = i + tl.arange(0, kind.BLOCK_M)
         inside = rows < span.length
@@ -101,6 +108,12 @@ def _over_queries(
                 inside &= lse2 != float("inf")
         q_tile = load_tile(q, q_tiles, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
         dout_tile = load_tile(dout, dout_tiles, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
+        if ISOLATE:
+            row_of_delta = tl.load(delta + number + rows, mask=inside, other=0.0)
+            if masked:
+                q_tile, dout_tile = finite_or_zero(q_tile), finite_or_zero(dout_tile)
+                lse2 = tl.where(is_finite(row_of_delta), lse2, float("nan"))
+                row_of_delta = finite_or_zero(row_of_delta)
         queries = (span.start + rows)[None, :]
         t = apply_softcap(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
@@ -114,7 +127,9 @@ def _over_queries(
                 visible, kind.BLOCK_N, kind.MASK,
             )  # fmt: skip
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=kind.PRECISION)
-        if kind.EVEN:
+        if ISOLATE:
+            delta_row = row_of_delta
+        elif kind.EVEN:
             delta_row = load_columns(delta + number + i, kind.BLOCK_M, kind, COPIED)
         else:
             delta_row = tl.load(delta + number + rows, mask=inside, other=0.0)
@@ -122,6 +137,8 @@ def _over_queries(
         ds = p * (dp - delta_row[None, :])
         if kind.SOFTCAP:
             ds *= 1.0 - t * t
+        if kind.MASK != 0 and (WITH_DQ != 0 or ISOLATE) and masked:
+            ds = tl.where(p == 0.0, 0.0, ds)  # where the pair is masked, dp may have overflowed
         dv_acc = tl.dot(weight.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=kind.PRECISION)
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=kind.PRECISION)
@@ -134,6 +151,77 @@ def _over_queries(
             pointers = row_pointers(dq_base, i, stride_dqs, kind.BLOCK_M, kind.BLOCK_D)
             dims = tl.arange(0, kind.BLOCK_D)[None, :]
             tl.atomic_add(pointers, part, mask=inside[:, None] & (dims < kind.HEADDIM), sem="relaxed")
+    return dk_acc, dv_acc
+
+
+class Keys(NamedTuple):
+    """The tile of keys that a program owns: k, v, which rows may be read, and the first position.
+
+    `short` is true if the tile has fewer than BLOCK_N rows.
+    """
+
+    k: Any
+    v: Any
+    read: Any
+    position: Any
+    short: Any
+
+
+class Heads(NamedTuple):
+    """The KV head of a program, counts for the loops over its query heads and their chunks, and the sum of dq."""
+
+    batch: Any
+    head_kv: Any
+    nheads: Any
+    seqlen_q: Any
+    nchunks: Any
+    tile: Any
+    dq: Any
+
+
+@triton.jit
+def _over_heads(
+    owned,
+    q,
+    dout,
+    q_tiles,
+    dout_tiles,
+    heads,
+    lse,
+    delta,
+    schedule,
+    visible,
+    scores,
+    seed,
+    WITH_DQ: tl.constexpr,
+    ISOLATE: tl.constexpr,
+    kind,
+):
+    """Returns dk / softmax_scale and dv of the owned keys, over all queries of all heads that share them."""
+    batch, head_kv, nheads, seqlen_q, nchunks, tile, dq = heads
+    k_tile, v_tile, read, position, short = owned
+    keys = (position + tl.arange(0, kind.BLOCK_N))[:, None]
+    stride_dqs = nheads * kind.HEADDIM  # dq is contiguous
+    dk_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_DV], tl.float32)
+    for member in range(kind.GROUP):
+        head = head_kv * kind.GROUP + member
+        if WITH_DQ == 1:
+            dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM
+        slope = slope_of(scores, batch, head, kind.ALIBI)
+        for c in range(nchunks):
+            span = span_of(schedule, batch, tile, c, nchunks)
+            number = (batch * nheads + head) * seqlen_q + span.row
+            q_chunk = stream_at(q, batch, head, span.row)
+            dout_chunk = stream_at(dout, batch, head, span.row)
+            dq_chunk = dq
+            if WITH_DQ == 1:
+                dq_chunk = dq_base + wide(span.row) * stride_dqs
+            dk_acc, dv_acc = _over_queries(
+                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_tiles, dout_tiles, dq_chunk, lse, delta,
+                stride_dqs, span, number, keys, position, read, short, schedule, visible, scores,
+                slope, seed, batch, head, WITH_DQ, ISOLATE, kind,
+            )  # fmt: skip
     return dk_acc, dv_acc
 
 
@@ -174,33 +262,22 @@ def _dkdv_kernel(
 
     rows = tl.arange(0, kind.BLOCK_N)
     read = keys_read(visible, batch, position + rows, rows < left, kind.MASK)
-    keys = (position + rows)[:, None]
     k_pointers = row_pointers(head_of(k, batch, head_kv), row, k.row, kind.BLOCK_N, kind.BLOCK_D)
     k_tile = load_where(k_pointers, read, kind.LOADED, kind.BLOCK_D, False)
     v_pointers = row_pointers(head_of(v, batch, head_kv), row, v.row, kind.BLOCK_N, kind.BLOCK_DV)
     v_tile = load_where(v_pointers, read, kind.LOADED_V, kind.BLOCK_DV, False)
+    if WITH_DQ != 0 and kind.MASK != 0:  # dq is added for good, so its other factor is made finite in advance
+        k_tile = finite_or_zero(k_tile)
 
-    stride_dqs = nheads * kind.HEADDIM  # dq is contiguous
-    dk_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([kind.BLOCK_N, kind.BLOCK_DV], tl.float32)
-    for member in range(kind.GROUP):
-        head = head_kv * kind.GROUP + member
-        if WITH_DQ == 1:
-            dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM
-        slope = slope_of(scores, batch, head, kind.ALIBI)
-        for c in range(nchunks):
-            span = span_of(schedule, batch, tile, c, nchunks)
-            number = (batch * nheads + head) * seqlen_q + span.row
-            q_chunk = stream_at(q, batch, head, span.row)
-            dout_chunk = stream_at(dout, batch, head, span.row)
-            dq_chunk = dq
-            if WITH_DQ == 1:
-                dq_chunk = dq_base + wide(span.row) * stride_dqs
-            dk_acc, dv_acc = _over_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_tiles, dout_tiles, dq_chunk, lse, delta,
-                stride_dqs, span, number, keys, position, read, left < kind.BLOCK_N, schedule, visible, scores,
-                slope, seed, batch, head, WITH_DQ, kind,
-            )  # fmt: skip
+    heads = Heads(batch, head_kv, nheads, seqlen_q, nchunks, tile, dq)
+    keys = Keys(k_tile, v_tile, read, position, left < kind.BLOCK_N)
+    dk_acc, dv_acc = _over_heads(
+        keys, q, dout, q_tiles, dout_tiles, heads, lse, delta, schedule, visible, scores, seed, WITH_DQ, False, kind
+    )
+    if kind.MASK != 0 and (has_not_finite(dk_acc) | has_not_finite(dv_acc)):  # not dq: k is finite
+        dk_acc, dv_acc = _over_heads(
+            keys, q, dout, q_tiles, dout_tiles, heads, lse, delta, schedule, visible, scores, seed, 0, True, kind
+        )
 
     dk_acc *= scores.softmax_scale
     dk_pointers = row_pointers(head_of(dk, batch, head_kv), row, dk.row, kind.BLOCK_N, kind.BLOCK_D)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import dq_config
+from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,
@@ -55,18 +56,21 @@ def _over_keys(
     seed,
     batch,
     head,
+    ISOLATE: tl.constexpr,
     kind,
 ):
-    """Adds dS k over the keys of one chunk to acc."""
+    """Adds dS k over the keys of one chunk to acc; `isolation.py` explains `ISOLATE`."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
     lse2, lse2_low = lse2
-    for i in tl.range(span.begin, span.end, STEP):
+    for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
         n, masked = tile_at(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end
         k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
         v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        if ISOLATE and masked:
+            k_tile = finite_or_zero(k_tile)
         keys = (span.start + columns)[None, :]
         t = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
@@ -136,8 +140,18 @@ def _dq_kernel(
         v_chunk = stream_at(v, batch, head_kv, span.row)
         acc = _over_keys(
             acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds,
-            schedule, visible, scores, slope, seed, batch, head, kind,
+            schedule, visible, scores, slope, seed, batch, head, False, kind,
         )  # fmt: skip
+    if kind.MASK != 0 and has_not_finite(acc):
+        acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
+        for c in range(nchunks):
+            span = span_of(schedule, batch, tile, c, nchunks)
+            k_chunk = stream_at(k, batch, head_kv, span.row)
+            v_chunk = stream_at(v, batch, head_kv, span.row)
+            acc = _over_keys(
+                acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds,
+                schedule, visible, scores, slope, seed, batch, head, True, kind,
+            )  # fmt: skip
 
     acc *= scores.softmax_scale
     dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM

@@ -16,6 +16,7 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +29,87 @@ from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.kernels.triton.config import FUSED, padded_headdim, processors
 from ringflash.kernels.triton.decode_config import ROWS_WITHOUT_WGMMA, DecodeConfig, decode_config, splits_for
 from ringflash.kernels.triton.decode_merge import Target, last_touch, merge, target_of
+from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, nan_where_not_finite
 from ringflash.kernels.triton.scores import tanh
 from ringflash.kernels.triton.tiles import head_of, load_rows, loads_vectors, row_pointers, strided, wide
 from ringflash.state import LN2
 
 # Numbers that change from call to call: Triton does not compile the kernel again for their multiples of 16.
 _SIZES = ["row_tiles", "splits", "capacity", "seqlen_q", "nheads", "nheads_kv", "left", "right"]
+
+
+class Part(NamedTuple):
+    """The keys [begin, stop) of a program, and the numbers of its rows that the mask and ALiBi use."""
+
+    begin: Any
+    stop: Any
+    before: Any
+    position: Any
+    lo: Any
+    hi: Any
+    word: Any
+    slope: Any
+
+
+@triton.jit
+def _over_keys(
+    q_tile,
+    k,
+    v,
+    k_base,
+    v_base,
+    part,
+    before_tanh,
+    to_base2,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    HEADDIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ISOLATE: tl.constexpr,
+):
+    """Returns the state (acc, m, l) of a tile of rows over the keys of a `Part`; `isolation.py` explains `ISOLATE`."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for n in tl.range(part.begin, part.stop, BLOCK_N, num_stages=1 if ISOLATE else None):
+        left = part.stop - n
+        k_tile = load_rows(row_pointers(k_base, n, k.row, BLOCK_N, BLOCK_D), left, HEADDIM, BLOCK_N, BLOCK_D)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * before_tanh)
+        s *= to_base2
+        key = (n + tl.arange(0, BLOCK_N))[None, :]
+        visible = key < part.stop
+        if ALIBI:
+            s -= part.slope[:, None] * tl.abs(part.position[:, None] - key).to(tl.float32)
+        if MASK >= 1:
+            visible &= (key >= part.lo[:, None]) & (key <= part.hi[:, None])
+        if MASK == 2:
+            token = key - part.before
+            bits = part.word[:, None] >> tl.minimum(tl.maximum(token, 0), 63).to(tl.int64)
+            visible &= (token < 0) | ((bits & 1) != 0)
+        if ISOLATE:
+            v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), left, HEADDIM_V, BLOCK_N, BLOCK_DV)
+            s += nan_where_not_finite(tl.zeros([BLOCK_N], tl.float32), v_tile)[None, :]
+            v_tile = finite_or_zero(v_tile)
+        s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
+        p = tl.exp2(s - origin[:, None])
+        rescale = tl.exp2(m - origin)
+        l = l * rescale + tl.sum(p, 1)  # noqa: E741
+        acc = acc * rescale[:, None]
+        if not ISOLATE:
+            v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), left, HEADDIM_V, BLOCK_N, BLOCK_DV)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -79,9 +155,9 @@ def _decode_kernel(
     program = tl.program_id(0)
     row_tile = program % row_tiles
     head_kv = (program // row_tiles % nheads_kv).to(tl.int64)
-    part = program // (row_tiles * nheads_kv)
-    split = part % splits
-    batch = (part // splits).to(tl.int64)
+    batch_split = program // (row_tiles * nheads_kv)
+    split = batch_split % splits
+    batch = (batch_split // splits).to(tl.int64)
     group = nheads // nheads_kv
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,35 +189,16 @@ def _decode_kernel(
     q_tile = tl.load(q_pointers, mask=inside[:, None] & (dims < HEADDIM), other=0.0)
     k_base = head_of(k, batch, head_kv)
     v_base = head_of(v, batch, head_kv)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for n in tl.range(begin, stop, BLOCK_N):
-        k_tile = load_rows(row_pointers(k_base, n, k.row, BLOCK_N, BLOCK_D), stop - n, HEADDIM, BLOCK_N, BLOCK_D)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if SOFTCAP:
-            s = tanh(s * before_tanh)
-        s *= to_base2
-        key = (n + tl.arange(0, BLOCK_N))[None, :]
-        visible = key < stop
-        if ALIBI:
-            s -= slope[:, None] * tl.abs(position[:, None] - key).to(tl.float32)
-        if MASK >= 1:
-            visible &= (key >= lo[:, None]) & (key <= hi[:, None])
-        if MASK == 2:
-            token = key - before
-            bits = word[:, None] >> tl.minimum(tl.maximum(token, 0), 63).to(tl.int64)
-            visible &= (token < 0) | ((bits & 1) != 0)
-        s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
-        p = tl.exp2(s - origin[:, None])
-        rescale = tl.exp2(m - origin)
-        l = l * rescale + tl.sum(p, 1)  # noqa: E741
-        acc = acc * rescale[:, None]
-        v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), stop - n, HEADDIM_V, BLOCK_N, BLOCK_DV)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-        m = m_new
+    part = Part(begin, stop, before, position, lo, hi, word, slope)
+    acc, m, l = _over_keys(  # noqa: E741
+        q_tile, k, v, k_base, v_base, part, before_tanh, to_base2, MASK, SOFTCAP, ALIBI, PRECISION,
+        HEADDIM, HEADDIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False,
+    )  # fmt: skip
+    if MASK >= 1 and has_not_finite(acc):
+        acc, m, l = _over_keys(  # noqa: E741
+            q_tile, k, v, k_base, v_base, part, before_tanh, to_base2, MASK, SOFTCAP, ALIBI, PRECISION,
+            HEADDIM, HEADDIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True,
+        )  # fmt: skip
 
     number = (batch * nheads + head) * seqlen_q + query
     o_row = (batch * seqlen_q + query) * nheads + head

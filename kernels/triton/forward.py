@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import forward_config
+from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, nan_where_not_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
 from ringflash.kernels.triton.scores import (
     Seed,
@@ -87,15 +88,17 @@ def _attend(
     seed,
     batch,
     head,
+    ISOLATE: tl.constexpr,
     kind,
 ):
     """Returns (acc, m, l) after the keys of one chunk: the unnormalised output, and each row's maximum and sum.
 
-    `bounds` are the lo, hi and bit row of each query. `slope` is the head's ALiBi slope.
+    `bounds` are the lo, hi and bit row of each query. `slope` is the head's ALiBi slope. `isolation.py` explains
+    `ISOLATE`.
     """
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
     lo, hi, bit_row = bounds
-    for i in tl.range(span.begin, span.end, STEP):
+    for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
         n, masked = tile_at(i, span, schedule, kind.MASK)
         columns = n + tl.arange(0, kind.BLOCK_N)
         inside = columns < span.met_end  # from there on, no query of the hop sees a key of the chunk
@@ -103,7 +106,12 @@ def _attend(
         s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
         keys = (span.start + columns)[None, :]
         s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
+        if ISOLATE:
+            v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         if masked:
+            if ISOLATE:
+                s += nan_where_not_finite(tl.zeros([kind.BLOCK_N], tl.float32), v_tile)[None, :]
+                v_tile = finite_or_zero(v_tile)
             s = apply_mask(
                 s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
                 bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
@@ -116,9 +124,26 @@ def _attend(
         if kind.DROPOUT:
             p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
         acc = acc * rescale[:, None]
-        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+        if not ISOLATE:
+            v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
         m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def _start(results, number, o_base, row, stride_o, left, FIRST: tl.constexpr, kind):
+    """Returns (acc, m, l) before the first key: an empty state if FIRST, else the incoming state."""
+    rows = tl.arange(0, kind.BLOCK_M)
+    if FIRST:
+        m = tl.full([kind.BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([kind.BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_DV], tl.float32)
+    else:
+        m = tl.load(results.m + number, mask=rows < left, other=float("-inf"))
+        l = tl.load(results.l + number, mask=rows < left, other=0.0)  # noqa: E741
+        o_pointers = row_pointers(results.o + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
+        acc = load_rows(o_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
     return acc, m, l
 
 
@@ -157,16 +182,7 @@ def _forward_kernel(
     number = (batch * nheads + head) * seqlen_q + row + rows  # index into m, l and lse
     o_base = (batch * seqlen_q * nheads + head) * kind.HEADDIM_V
     stride_o = nheads * kind.HEADDIM_V
-    if FIRST:
-        m = tl.full([kind.BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([kind.BLOCK_M], tl.float32)  # noqa: E741
-        acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_DV], tl.float32)
-    else:
-        m = tl.load(results.m + number, mask=rows < left, other=float("-inf"))
-        l = tl.load(results.l + number, mask=rows < left, other=0.0)  # noqa: E741
-        o_pointers = row_pointers(results.o + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
-        acc = load_rows(o_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
-
+    acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
     q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     slope = slope_of(scores, batch, head, kind.ALIBI)
@@ -178,8 +194,18 @@ def _forward_kernel(
         v_chunk = stream_at(v, batch, head_kv, span.row)
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds, schedule, visible,
-            scores, slope, seed, batch, head, kind,
+            scores, slope, seed, batch, head, False, kind,
         )  # fmt: skip
+    if kind.MASK != 0 and has_not_finite(acc):
+        acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
+        for c in range(nchunks):
+            span = span_of(schedule, batch, tile, c, nchunks)
+            k_chunk = stream_at(k, batch, head_kv, span.row)
+            v_chunk = stream_at(v, batch, head_kv, span.row)
+            acc, m, l = _attend(  # noqa: E741
+                acc, m, l, q_tile, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds, schedule, visible,
+                scores, slope, seed, batch, head, True, kind,
+            )  # fmt: skip
 
     if LAST:
         fully_masked = l == 0.0

@@ -15,11 +15,10 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.masks import Mask, as_mask
 from tests.accuracy import Problem
-from tests.kernels.backends import DTYPE_OF
+from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.ops.test_decode import FIVE, NINE, Decoding, visible
 
-# Backends with kernels that isolate rows in every tile. On a GPU, those in `GPU_BACKENDS` belong here too.
-ISOLATING_BACKENDS: list[str] = ["eager"]
+ISOLATING_BACKENDS = ["eager", *GPU_BACKENDS]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # numpy in the interpreter
 GPU = torch.cuda.is_available()
