@@ -19,10 +19,9 @@ from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.mask_tables import are_ascending
 from ringflash.kernels.hopper.support import ALIGNMENT, is_viewable, refusal
-from ringflash.kernels.mask_tables import row_bounds
 from ringflash.kernels.triton import backend
 from ringflash.kernels.triton.backend import backward_dq, delta, state_dtype
-from ringflash.masks import KeyPadding, Mask
+from ringflash.masks import Mask
 from ringflash.state import AttentionState
 
 __all__ = [
@@ -105,7 +104,6 @@ def forward(
         return backend.forward(q, k, v, problem, **given)
     from ringflash.kernels.hopper.forward import forward  # here, since only these files need Gluon
 
-    k, v = (_without_padding(x, problem) for x in (k, v))
     return forward(q, k, v, problem, **given)
 
 
@@ -137,8 +135,7 @@ def backward_dkdv(
     assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
     from ringflash.kernels.hopper.backward import backward
 
-    inputs = _cleaned(dout, q, k, v, lse, delta, problem)
-    return backward(*inputs, dk, dv, problem, accumulate=accumulate, dq=dq)
+    return backward(dout, q, k, v, lse, delta, dk, dv, problem, accumulate=accumulate, dq=dq)
 
 
 def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> bool:
@@ -192,24 +189,3 @@ def _is_mostly_padding(q: Tensor) -> bool:
     """Returns whether padding to tiles would waste memory in the sum of dq: for short sequences, or narrow heads."""
     size = math.prod(dq_sum_shape(q))
     return size > 2 * q.numel() and size > MOST_PADDING
-
-
-def _without_padding(x: Tensor, problem: TileProblem) -> Tensor:
-    """Returns keys or values with zeros in the padding, where storage may hold NaN: weight 0 times NaN is NaN."""
-    if not any(isinstance(part, KeyPadding) for part in problem.mask.parts):
-        return x
-    begin, end = row_bounds(problem.mask, problem.q_chunks, x.device).hull[:, :, None].unbind(1)
-    positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=x.device) for chunk in problem.k_chunks])
-    return x.masked_fill(((positions < begin) | (positions >= end))[..., None, None], 0.0)
-
-
-def _cleaned(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, problem: TileProblem
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the backward's inputs with zeros in padding and fully masked rows, where storage may hold anything."""
-    k, v = (_without_padding(x, problem) for x in (k, v))
-    if problem.q_chunks[0].start < 0 or any(isinstance(part, KeyPadding) for part in problem.mask.parts):
-        fully_masked = lse == -torch.inf
-        dout, q = (x.masked_fill(fully_masked.transpose(1, 2)[..., None], 0.0) for x in (dout, q))
-        delta = delta.masked_fill(fully_masked, 0.0)
-    return dout, q, k, v, lse, delta

@@ -44,12 +44,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringflash.kernels.contract import DqSum, TileProblem
 from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
 from ringflash.kernels.hopper.dkdv_store import PART_BYTES, Gradients, make_parts, pass_gradients
-from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator, SemaphoreOrder, add_tile, arranged
+from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator, SemaphoreOrder, add_tile, pass_dq
+from ringflash.kernels.hopper.isolation import isolate_keys, isolate_queries
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
-    Work,
     bounds_of,
     buffer_of,
     fill,
@@ -57,22 +57,25 @@ from ringflash.kernels.hopper.pipeline import (
     fixed,
     full_barrier,
     make_barriers,
-    make_prefetch_ring,
     make_ring,
-    make_tile_queue,
     make_tiles,
-    masked_visits,
     opaque_index,
-    pop_tile,
     release,
-    scheduler_warp,
-    signal_prefetch,
     slot_of,
-    tile_at,
-    visit_from_end,
     wait_empty,
     wait_full,
     where_seen,
+)
+from ringflash.kernels.hopper.scheduler import (
+    Work,
+    make_prefetch_ring,
+    make_tile_queue,
+    masked_visits,
+    pop_tile,
+    scheduler_warp,
+    signal_prefetch,
+    tile_at,
+    visit_from_end,
 )
 from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
@@ -116,13 +119,15 @@ class Constexprs(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     MASKED, BELOW and ABOVE are as in `Intervals`. BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig`.
-    ORDERED adds dq in a fixed order. DESCENDING and BY_HEADS choose the order of the queries (`_visit`). ACCUMULATE
-    adds dk and dv to memory. GROUP counts the query heads of a KV head, ROWS the keys of a consumer.
+    CHECKED asks for `isolate_keys` in any case. ORDERED adds dq in a fixed order. DESCENDING and BY_HEADS choose the
+    order of the queries (`_visit`). ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head,
+    ROWS the keys of a consumer.
     """
 
     MASKED: Any
     BELOW: Any
     ABOVE: Any
+    CHECKED: Any
     ORDERED: Any
     DESCENDING: Any
     BY_HEADS: Any
@@ -238,16 +243,6 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 
 
 @gluon.jit
-def _pass_dq(C: gl.constexpr, dq, i, ring):
-    """Writes half `C` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
-    use = i * 2 + C
-    wait_empty(ring, use + 2)  # of use - 2, four before use + 2: this half of tile i - 1, in the same buffer
-    ring.buffers.index(C).store(arranged(dq))
-    fence_async_shared()
-    mbarrier.arrive(full_barrier(ring, use), count=1)
-
-
-@gluon.jit
 def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
     """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of tile `i`. An `i` from `opaque_index` delays the load."""
     return shared.numbers.index(FIRST + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))
@@ -270,6 +265,8 @@ def _step(
     v = buffer_of(shared.v, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
     dout = filled(shared.dout, i, kind.BLOCK_M, kind.BLOCK_D)
+    if MASKED and gradients.lost < 0:
+        isolate_queries(C, shared, i, STAGES, kind)
     if kind.PRELOADED:
         minus_lse, _ = gl.broadcast(_numbers_of(shared, i, 0, S)[None, :], shape)
         minus_delta, _ = gl.broadcast(_numbers_of(shared, i, STAGES, S)[None, :], shape)
@@ -291,6 +288,8 @@ def _step(
     if not kind.PRELOADED:
         dp = dp + _numbers_of(shared, opaque_index(i), STAGES, S)[None, :]
     ds = p * dp
+    if MASKED and (kind.CHECKED or gradients.lost < 0):
+        ds = gl.where(p == 0.0, 0.0, ds)  # dP may be NaN or infinite at masked pairs
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
@@ -307,7 +306,7 @@ def _step(
         dv = warpgroup_mma_wait(3, deps=[dv])  # the three later matmuls are two of dq and one of dk
         release(shared.dout, i)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        _pass_dq(C, dq, i - 1, shared.dq)
+        pass_dq(C, dq, i - 1, shared.dq)
     else:
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
@@ -344,11 +343,13 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
     place = pop_tile(shared.tile_queue, 0)
     first, stop = _seen_by(C, place, bounds, gradients, kind)
     while place.tile >= 0:
-        dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
-        dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         for c in gl.static_range(2):
             wait_full(shared.k, taken * 2 + c)
             wait_full(shared.v, taken * 2 + c)
+        if kind.MASKED and (kind.CHECKED or gradients.lost < 0):
+            isolate_keys(C, shared.k, kind)
+        dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
+        dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         if place.end > place.begin:
             n, _ = _visit(place, 0, kind)  # masked even if all its rows see all keys
             row = n * kind.BLOCK_M
@@ -382,7 +383,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             wait_full(shared.ds, end - 1)
             dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
             _leave_keys(shared.k)
-            _pass_dq(C, dq, end - 1, shared.dq)
+            pass_dq(C, dq, end - 1, shared.dq)
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
@@ -398,7 +399,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
 
 @gluon.jit(do_not_specialize=["turns_stride", "padded", "seqlen_k", *Sizes._fields])
 def _backward_kernel(
-    q, dout, k, v, minus_lse, minus_delta, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
+    q, dout, k, v, minus_lse, minus_delta, lost, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
     softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, heads_per_wave, kind,
 ):  # fmt: skip
     # `dq` is the descriptor of the float32 sum. The order of barriers is q, dout, k, v, prefetch, tile queue, dq, ds:
@@ -406,7 +407,7 @@ def _backward_kernel(
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
-    gradients = Gradients(dk, dv, seqlen_k, scale, softmax_scale)
+    gradients = Gradients(dk, dv, seqlen_k, scale, softmax_scale, gl.load(lost))
     queries = make_tiles(q, 2 * STAGES)
     keys = make_tiles(k, 4)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, kind.BLOCK_M], minus_lse.layout)
@@ -472,11 +473,12 @@ def backward(
     tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta = vectors(lse, delta, factor, problem.cache)
+    minus_lse, minus_delta, lost = vectors(lse, delta, factor, tables.counter[1:], problem.cache)
     kind = Constexprs(
         MASKED=known.masked,
         BELOW=known.below,
         ABOVE=known.above,
+        CHECKED=known.masked and (dq.hops > 1 or not known.covers),
         ORDERED=ordered,
         DESCENDING=ordered or config.descending,
         BY_HEADS=ordered and group > 1 and known.shifted,
@@ -491,7 +493,7 @@ def backward(
     _backward_kernel[(programs,)](
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
-        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)),
+        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
         view, *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
         dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, problem.score_config.to_base2,
         problem.score_config.softmax_scale, tables, *sizes, constants(kind), num_warps=4, **FUSED,

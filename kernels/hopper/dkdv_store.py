@@ -26,13 +26,17 @@ PART_BYTES = 128  # bytes of a row in a part
 
 
 class Gradients(NamedTuple):
-    """TMA descriptors of dk and dv, rows of a sequence, and the scales of the scores: for base 2, and softmax_scale."""
+    """TMA descriptors of dk and dv, rows of a sequence, and the scales of the scores: for base 2, and softmax_scale.
+
+    `lost` is negative if any lse or delta is not finite.
+    """
 
     dk: Any
     dv: Any
     seqlen: Any
     scale: Any
     softmax_scale: Any
+    lost: Any
 
 
 @gluon.jit

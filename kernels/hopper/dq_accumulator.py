@@ -34,11 +34,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ringflash.kernels.contract import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape
-from ringflash.kernels.hopper.pipeline import release, wait_full
+from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.triton.config import FUSED
 
@@ -60,6 +60,16 @@ class SemaphoreOrder(NamedTuple):
     table: Any
     stride: Any
     ntiles: Any
+
+
+@gluon.jit
+def pass_dq(C: gl.constexpr, dq, i, ring):
+    """Writes half `C` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
+    use = i * 2 + C
+    wait_empty(ring, use + 2)  # of use - 2, four before use + 2: this half of tile i - 1, in the same buffer
+    ring.buffers.index(C).store(arranged(dq))
+    fence_async_shared()
+    mbarrier.arrive(full_barrier(ring, use), count=1)
 
 
 @gluon.jit

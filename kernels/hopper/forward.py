@@ -33,32 +33,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
+from ringflash.kernels.hopper.isolation import has_not_finite, isolate_values
 from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
-    Work,
     bounds_of,
     buffer_of,
     fill,
     filled,
     make_barriers,
-    make_prefetch_ring,
     make_ring,
-    make_tile_queue,
     make_tiles,
-    masked_visits,
     pack_operand,
-    pop_tile,
     release,
     scheduler_barrier_arrive,
     scheduler_barrier_wait,
-    scheduler_warp,
-    signal_prefetch,
-    tile_at,
     unpack_operand,
     wait_full,
     where_seen,
+)
+from ringflash.kernels.hopper.scheduler import (
+    Work,
+    ask_for_repeat,
+    make_prefetch_ring,
+    make_tile_queue,
+    masked_visits,
+    pop_tile,
+    scheduler_warp,
+    signal_prefetch,
+    tile_at,
 )
 from ringflash.kernels.hopper.versions import copy_from_shared, reinterpret
 from ringflash.kernels.hopper.views import tile_view
@@ -194,7 +198,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
 
 
 @gluon.jit
-def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, MASKED: gl.constexpr, kind):  # noqa: E741
+def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, isolated, MASKED: gl.constexpr, kind):  # noqa: E741
     """Computes the scores of tile `keys`, adds P v of tile `keys` - 1 to `acc`, and returns the new P.
 
     `keys` is a use of the rings k and v, and `row` the first key of its tile. The file's docstring gives the order.
@@ -202,6 +206,8 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    if MASKED and isolated:
+        isolate_values(C, rings, keys, kind)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     if kind.TURNS:
@@ -239,11 +245,14 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    isolated = place.repeated != 0
     begin = 0
     if kind.PASS_OVER:
-        begin = gl.minimum(unseen, place.end - place.begin - 1)
+        begin = gl.where(isolated, 0, gl.minimum(unseen, place.end - place.begin - 1))
         for i in range(begin):
             _pass_over(C, keys + i, rings, kind)
+    if kind.MASKED and isolated:
+        isolate_values(C, rings, keys + begin, kind)
     k = filled(rings.k, keys + begin, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -262,9 +271,9 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
         for i in range(begin + 1, begin_full):
             n, _ = tile_at(place, i)
             row = n * kind.BLOCK_N
-            p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, row, first, stop, scale, rings, True, kind)  # noqa: E741
+            p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, row, first, stop, scale, rings, isolated, True, kind)  # noqa: E741
     for i in range(gl.maximum(begin_full, begin + 1), total):
-        p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, False, kind)  # noqa: E741
+        p, acc, m, l = _step(C, q, p, acc, m, l, keys + i, 0, first, stop, scale, rings, isolated, False, kind)  # noqa: E741
     keys += total
     if not kind.OUT_IN_Q:
         release(rings.q, use)
@@ -336,6 +345,10 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             inside = queries < rows.seqlen
             vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries
         at = [place.batch, row, place.head, 0]
+        stores = True
+        if kind.MASKED:
+            stores = ask_for_repeat(C, tile_queue, taken, place, has_not_finite(acc))
+            inside &= stores
         release(tile_queue, taken)
         taken += 1
         place = pop_tile(tile_queue, taken)  # now: its bounds load while the results are stored
@@ -351,15 +364,17 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
             if not kind.FIRST:
                 buffer = reinterpret(buffer, views.out.dtype, views.out.block_shape, views.out.layout)
-            buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
-            fence_async_shared()
-            copy_from_shared(views.out, at, buffer)
+            if not kind.MASKED or stores:
+                buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
+                fence_async_shared()
+                copy_from_shared(views.out, at, buffer)
         else:
             gl.store(rows.m + vector, m, mask=inside)
             gl.store(rows.l + vector, l, mask=inside)
-            buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
-            fence_async_shared()
-            copy_from_shared(state, at, buffer)
+            if not kind.MASKED or stores:
+                buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
+                fence_async_shared()
+                copy_from_shared(state, at, buffer)
         if kind.OUT_IN_Q or not kind.FIRST:
             tma.store_wait(0)
         if kind.OUT_IN_Q:
@@ -399,7 +414,7 @@ def _forward_kernel(
                 (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
-                (scheduler_warp, (work, tile_queue, prefetch)),
+                (scheduler_warp, (work, tile_queue, prefetch, False, kind.CONSUMERS if kind.MASKED else 0)),
             ],
             [4, 1, 1],
             [kind.REGISTERS, 24, 24],
@@ -411,7 +426,7 @@ def _forward_kernel(
                 (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (mma_warpgroup, (2, views, state, rings, rows, bounds, tile_queue, scale, kind)),
                 (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
-                (scheduler_warp, (work, tile_queue, prefetch)),
+                (scheduler_warp, (work, tile_queue, prefetch, False, kind.CONSUMERS if kind.MASKED else 0)),
             ],
             [4, 4, 1, 1],
             [kind.REGISTERS, kind.REGISTERS, 24, 24],

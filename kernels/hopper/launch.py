@@ -19,7 +19,7 @@ TOGETHER_TILES = 6  # tiles of keys of a head at a time, at most, when each wait
 
 
 class Tables(NamedTuple):
-    """Tensors of `Bounds` and `Work`, as arguments of a kernel."""
+    """Tensors of `Bounds` and `Work`, as arguments of a kernel; `counter` has a second number, for `vectors`."""
 
     bounds: Any
     tiles: Any
@@ -67,7 +67,7 @@ def work_arguments(
     """
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
-    counter = torch.full((1,), 0 if in_order else programs, dtype=torch.int32, device=device)
+    counter = torch.full((2,), 0 if in_order else programs, dtype=torch.int32, device=device)
     sizes = Sizes(
         bounds_stride=known.bounds_stride,
         tiles_stride=known.tiles_stride,

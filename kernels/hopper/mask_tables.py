@@ -39,6 +39,7 @@ class Intervals:
         visits: tiles of the other side that an owned tile processes, on average.
         skew: the largest number of processed tiles over the average, in the sequence with the most: 1 without a mask,
             about 2 under the causal mask.
+        covers: whether every row of the owned side sees some row of the other side.
         turns: int32, `_turns`, or None unless `ordered`.
         turns_stride: as `bounds_stride`.
     """
@@ -52,6 +53,7 @@ class Intervals:
     order: Tensor
     visits: float
     skew: float
+    covers: bool
     turns: Tensor | None
     turns_stride: int
 
@@ -117,6 +119,7 @@ def intervals(
         order=order,
         visits=float(visits.double().mean()),
         skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
+        covers=bool((first < stop).all()),
         turns=turns,
         turns_stride=0 if turns is None else _stride(turns),
     )

@@ -1,4 +1,4 @@
-"""Pipeline of the warp-specialised Hopper kernels: rings of shared-memory buffers, and the tile scheduler.
+"""Pipeline of the warp-specialised Hopper kernels: rings of shared-memory buffers, masks in tiles, and operands.
 
 The warps of a program have roles. One producer warp (`load_warp`) copies tiles by TMA. Two or three consumer
 warpgroups (`mma_warpgroup`) multiply them. One warp (`scheduler_warp`) decides which tile the program owns next. In the
@@ -10,8 +10,7 @@ a ring is the i-th fill, counted from 0 over all tiles of the program. It has st
 i // STAGES is its phase. No barrier is ever reset.
 
 Programs are persistent: each stays on its multiprocessor until no tile is left. So copies for the next tile begin while
-the current tile ends. The scheduler warp takes tile numbers from a counter in global memory and pushes each tile into a
-queue, which all other roles read.
+the current tile ends (`scheduler.py`).
 
 A program owns a tile of one side and processes tiles of the other side. The forward owns queries and processes keys,
 the backward owns keys and processes queries.
@@ -55,38 +54,6 @@ class Ring(NamedTuple):
     BUFFER: Any
     BARRIER: Any
     STAGES: Any
-
-
-class Work(NamedTuple):
-    """Tiles of a launch: `tiles` and `order` of `Intervals`, for each of `heads` heads of each sequence.
-
-    `counter` holds the next tile number in global memory. `ntiles` counts the tiles of a head and `all_heads` the heads
-    of all sequences. `heads_per_wave` counts the heads that share a wave (see `_place_of`).
-    """
-
-    tiles: Any
-    tiles_stride: Any
-    order: Any
-    counter: Any
-    ntiles: Any
-    heads: Any
-    all_heads: Any
-    heads_per_wave: Any
-
-
-class Place(NamedTuple):
-    """A tile that the program owns, and the tiles [begin, end) of the other side that it processes.
-
-    Tiles [full_begin, full_end) need no mask. `tile` is -1 when no tile is left.
-    """
-
-    tile: Any
-    batch: Any
-    head: Any
-    begin: Any
-    full_begin: Any
-    full_end: Any
-    end: Any
 
 
 @gluon.jit
@@ -189,163 +156,6 @@ def filled(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Waits until the buffer of use `i` is full, and returns it as a (ROWS, COLUMNS) matrix."""
     wait_full(ring, i)
     return buffer_of(ring, i).reshape([ROWS, COLUMNS])
-
-
-@gluon.jit
-def make_tile_queue(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
-    """Makes the tile queue: a ring of two stages, each of which holds one `Place` that `READERS` roles read.
-
-    A stage is eight int32, the last of them unused.
-    """
-    numbers = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return make_ring(numbers, barriers, 0, BARRIER, 2, READERS)
-
-
-@gluon.jit
-def make_prefetch_ring(barriers, BARRIER: gl.constexpr):
-    """Makes the ring of prefetch signals from the producer to the scheduler: full barriers only, no buffers."""
-    return make_ring(barriers, barriers, 0, BARRIER, 2, 1)
-
-
-@gluon.jit
-def signal_prefetch(prefetch, taken, i, total, AHEAD: gl.constexpr):
-    """Asks the scheduler for the next tile when only `AHEAD` of `total` copies are left.
-
-    The producer calls this before copy `i` of the owned tile number `taken`. It arrives once for each owned tile.
-    """
-    mbarrier.arrive(full_barrier(prefetch, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
-
-
-@gluon.jit
-def _put(tile_queue, at, number):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_queue.buffers.index(at).store(gl.full([1], number, gl.int32, LAYOUT))
-
-
-@gluon.jit
-def push_tile(tile_queue, i, place):
-    """Writes `place` to the tile queue as use `i`, once its stage is empty. Only the scheduler warp calls this."""
-    wait_empty(tile_queue, i)
-    slot = slot_of(i, 2)
-    _put(tile_queue, slot * 8, place.tile)
-    _put(tile_queue, slot * 8 + 1, place.batch)
-    _put(tile_queue, slot * 8 + 2, place.head)
-    _put(tile_queue, slot * 8 + 3, place.begin)
-    _put(tile_queue, slot * 8 + 4, place.full_begin)
-    _put(tile_queue, slot * 8 + 5, place.full_end)
-    _put(tile_queue, slot * 8 + 6, place.end)
-    mbarrier.arrive(full_barrier(tile_queue, i), count=1)
-
-
-@gluon.jit
-def _get(tile_queue, at):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(tile_queue.buffers.index(at).load(LAYOUT), 0)
-
-
-@gluon.jit
-def pop_tile(tile_queue, i):
-    """Waits for use `i` of the tile queue and returns its `Place`. It only reads: nothing leaves the queue.
-
-    The caller releases the stage when it has finished the tile. Until then it may call this again, which is cheaper
-    than keeping the `Place` in registers.
-    """
-    wait_full(tile_queue, i)
-    slot = slot_of(i, 2)
-    return Place(
-        _get(tile_queue, slot * 8),
-        _get(tile_queue, slot * 8 + 1),
-        _get(tile_queue, slot * 8 + 2),
-        _get(tile_queue, slot * 8 + 3),
-        _get(tile_queue, slot * 8 + 4),
-        _get(tile_queue, slot * 8 + 5),
-        _get(tile_queue, slot * 8 + 6),
-    )
-
-
-@gluon.jit
-def _place_of(work, number):
-    """Returns the `Place` of a tile number.
-
-    Numbers run through waves of `heads_per_wave` heads; the last wave may have fewer. Within a wave they run through
-    the tiles as `Intervals.order` lists them, and for each tile through the heads of the wave.
-    """
-    group = number // (work.ntiles * work.heads_per_wave)
-    within = number - group * work.ntiles * work.heads_per_wave
-    size = gl.minimum(work.heads_per_wave, work.all_heads - group * work.heads_per_wave)
-    tile = gl.load(work.order + within // size)
-    of_all = group * work.heads_per_wave + within % size
-    batch = of_all // work.heads
-    entry = work.tiles + batch * work.tiles_stride + tile * 4
-    begin, full_begin = gl.load(entry), gl.load(entry + 1)
-    full_end, end = gl.load(entry + 2), gl.load(entry + 3)
-    return Place(tile, batch, of_all % work.heads, begin, full_begin, full_end, end)
-
-
-@gluon.jit
-def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False):
-    """Runs the scheduler warp: takes tile numbers from the counter and pushes their tiles into the queue.
-
-    It takes the next number only when the producer signals that few copies are left. Taken earlier, the last tiles of
-    the launch would wait in busy programs while other programs are idle. A `Place` with tile -1 ends the queue.
-
-    The first number is the program's own id. With `IN_ORDER` the counter gives the first number too, because programs
-    may start in any order. A tile is then taken only after all tiles with lower numbers.
-    """
-    total = work.ntiles * work.all_heads
-    drawn = 0
-    number = gl.program_id(0)
-    if IN_ORDER:
-        number = gl.atomic_add(work.counter, 1)
-    while number < total:
-        push_tile(tile_queue, drawn, _place_of(work, number))
-        wait_full(prefetch, drawn)
-        drawn += 1
-        number = gl.atomic_add(work.counter, 1)
-    push_tile(tile_queue, drawn, Place(-1, 0, 0, 0, 0, 0, 0))
-
-
-@gluon.jit
-def masked_visits(place):
-    """Returns the number of processed tiles that need a mask. `tile_at` returns these first."""
-    return place.full_begin - place.begin + place.end - place.full_end
-
-
-@gluon.jit
-def tile_at(place, i, GROUP: gl.constexpr = 1, FROM_END: gl.constexpr = False):
-    """Returns the `i`-th tile to process and its head among `GROUP` heads: tiles that need a mask come first.
-
-    For each head these are [full_end, end) in descending order, then [begin, full_begin) in ascending order. The tiles
-    without a mask follow, again head by head, ascending or with `FROM_END` descending.
-    """
-    high = place.end - place.full_end
-    masked = high + place.full_begin - place.begin
-    full = place.full_end - place.full_begin
-    of_masked, of_full = i, i - masked * GROUP
-    member = 0
-    if GROUP > 1:
-        member = gl.where(of_full < 0, of_masked // gl.maximum(masked, 1), of_full // gl.maximum(full, 1))
-        of_masked -= member * masked
-        of_full -= member * full
-    before = gl.where(of_masked < high, place.end - 1 - of_masked, place.begin + of_masked - high)
-    after = place.full_begin + of_full
-    if FROM_END:
-        after = place.full_end - 1 - of_full
-    return gl.where(i < masked * GROUP, before, after), member
-
-
-@gluon.jit
-def visit_from_end(place, i, GROUP: gl.constexpr, BY_HEADS: gl.constexpr):
-    """Returns the `i`-th tile to process and its head among `GROUP` heads, from the last tile to the first.
-
-    Each tile is processed for all heads before the next tile. With `BY_HEADS`, all tiles of one head come before the
-    tiles of the next head.
-    """
-    before, member = i // GROUP, i % GROUP
-    if BY_HEADS:
-        visits = place.end - place.begin
-        before, member = i % visits, i // visits
-    return place.end - 1 - before, member
 
 
 @gluon.jit

@@ -19,21 +19,25 @@ from ringflash.kernels.triton.config import FUSED
 
 
 @triton.jit(do_not_specialize=["seqlen", "padded"])
-def _vectors_kernel(lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK: tl.constexpr):
+def _vectors_kernel(lse, delta, minus_lse, minus_delta, lost, factor, seqlen, padded, BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < seqlen
-    of_lse = tl.load(lse + head * seqlen + rows, mask=inside, other=float("inf"))
+    of_lse = tl.load(lse + head * seqlen + rows, mask=inside, other=0.0)
     of_delta = tl.load(delta + head * seqlen + rows, mask=inside, other=0.0)
-    tl.store(minus_lse + head * padded + rows, of_lse * factor, mask=rows < padded)
+    tl.store(minus_lse + head * padded + rows, tl.where(inside, of_lse * factor, -3e38), mask=rows < padded)
     tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
+    if tl.sum(of_lse * 0.0 + of_delta * 0.0, 0) != 0.0:  # NaN
+        tl.store(lost, -1)
 
 
-def vectors(lse: Tensor, delta: Tensor, factor: float, cache: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-    """Returns lse * factor and -delta, each (batch, nheads, padded rows).
+def vectors(
+    lse: Tensor, delta: Tensor, factor: float, lost: Tensor, cache: dict[str, Any] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns lse * factor and -delta, each (batch, nheads, padded rows), and `lost`.
 
-    Rows past the end have lse inf and so probability 0. Hops of a pass with the same factor share the vectors through
-    `cache`.
+    `lost` is one int32 that is not negative; it becomes -1 if any lse or delta is not finite. Rows past the end have
+    probability 0 from a finite lse. Hops of a pass with the same factor share the results through `cache`.
     """
     name = f"vectors of {factor}"
     if cache is not None and name in cache:
@@ -44,7 +48,7 @@ def vectors(lse: Tensor, delta: Tensor, factor: float, cache: dict[str, Any] | N
     padded = padded_rows(seqlen)
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
     grid = (batch * nheads, triton.cdiv(padded, 1024))
-    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, factor, seqlen, padded, BLOCK=1024, **FUSED)
+    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, lost, factor, seqlen, padded, BLOCK=1024, **FUSED)
     if cache is not None:
-        cache[name] = (lse, delta), (minus_lse, minus_delta)
-    return minus_lse, minus_delta
+        cache[name] = (lse, delta), (minus_lse, minus_delta, lost)
+    return minus_lse, minus_delta, lost
