@@ -237,11 +237,13 @@ def agree_on_batch(
     batch: Any,
     group: dist.ProcessGroup,
     context_parallel_size: int,
-    device: torch.device,
     vocab_size: int | None = None,
     shard_keys: Sequence[str] = (),
 ) -> BatchAgreement:
-    """Agrees on the micro-batch of all ranks with one small collective over `group`.
+    """Agrees on the micro-batch of all ranks with one small collective over `group`, which must serve CPU tensors.
+
+    A group of GPUs would make the host wait for all work that its GPU has queued. For a batch on the CPU, as loaders
+    yield it, nothing here waits for a GPU.
 
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
     context_parallel_size) share sequences, which this function checks. A batch that is wrong on one rank raises on all
@@ -267,7 +269,7 @@ def agree_on_batch(
     except ArgumentError as raised:
         error = raised
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    rows: list[list[int]] = all_ranks(torch.tensor(facts, device=device), group).tolist()
+    rows: list[list[int]] = all_ranks(torch.tensor(facts), group).tolist()
     if error is not None:
         raise error
     if failed := [r for r, row in enumerate(rows) if not row[0]]:

@@ -30,6 +30,7 @@ from ringflash.train.lightning.batch import (
     cut_keys,
     document_positions,
 )
+from ringflash.train.lightning.host_copies import pinned
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from ringflash.train.lightning.shutdown import Shutdown
@@ -230,7 +231,7 @@ class RingAttentionStrategy(ShardedStrategy):
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
         "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. `num_valid_tokens` counts the
         labels other than -100 in this micro-batch over all ranks, each sequence once. Entries named in `shard_keys` are
-        cut too; other entries are only moved to the device.
+        cut too; other entries are only moved to the device. The host does not wait for the device.
         The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into the
         whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
         whole, and on the CPU, where masks are made.
@@ -245,14 +246,14 @@ class RingAttentionStrategy(ShardedStrategy):
         """
         device = device or self.root_device
         vocab_size = getattr(self.lightning_module, "vocab_size", None)
-        agreed = agree_on_batch(batch, self.world_group, self.context.world_size, device, vocab_size, self._shard_keys)
+        agreed = agree_on_batch(batch, self.control, self.context.world_size, vocab_size, self._shard_keys)
         if agreed.is_repeated and not self._warned_of_repeats:
             self._warned_of_repeats = True
             if self.is_global_zero:
                 text = "All data-parallel groups hold the same batch, so that they gain nothing. %s"
                 logger.warning(text, SAMPLER)
         cu_seqlens: Tensor | None = batch.get("cu_seqlens")
-        rest = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+        rest = {name: pinned(value, device) for name, value in batch.items() if name != "cu_seqlens"}
         moved = dict(cast("Mapping[str, Any]", super().batch_to_device(rest, device, dataloader_idx)))
         seqlen = moved["input_ids"].shape[1]
         for name in cut_keys(batch, self._shard_keys):
@@ -262,8 +263,10 @@ class RingAttentionStrategy(ShardedStrategy):
             moved["position_ids"] = self.context.positions(seqlen, device=device)
         else:
             moved["cu_seqlens"] = cu_seqlens.cpu()
-            moved["position_ids"] = document_positions(moved["cu_seqlens"], self.context.positions(seqlen)).to(device)
-        moved["num_valid_tokens"] = torch.tensor(agreed.num_valid, device=device)
+            positions = document_positions(moved["cu_seqlens"], self.context.positions(seqlen))
+            moved["position_ids"] = pinned(positions, device).to(device, non_blocking=True)
+        # `torch.tensor` would copy the number from the host, and wait for the GPU before it does.
+        moved["num_valid_tokens"] = torch.full((), agreed.num_valid, dtype=torch.int64, device=device)
         return moved
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -126,9 +126,8 @@ def _agree(context_parallel_size: int) -> list[Any]:
 
     def ask(value: Any) -> Any:
         try:
-            agreed = agree_on_batch(
-                value, group, context_parallel_size, torch.device("cpu"), 61, ("weights",) if "weights" in value else ()
-            )
+            shard_keys = ("weights",) if "weights" in value else ()
+            agreed = agree_on_batch(value, group, context_parallel_size, 61, shard_keys)
             return (agreed.num_valid, "repeated") if agreed.is_repeated else agreed.num_valid
         except RingflashError as error:
             return type(error).__name__, str(error).splitlines()[0], str(error).splitlines()[-1]

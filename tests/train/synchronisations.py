@@ -1,0 +1,123 @@
+"""Finds, on a machine without a GPU, the places of a program at which it would wait for a GPU.
+
+Tensors that a GPU would hold are marked by hand at first: weights, and batches that were moved. Every result of an
+operator on a marked tensor is marked too. A read of a marked tensor would wait for all work that the GPU has queued.
+`torch.tensor(..., device=...)` would wait too, because its data are not in pinned memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ringflash.torch_private import TorchDispatchMode, tree_leaves
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(sysconfig.get_path("purelib"))
+# Attention on a CPU runs other kernels and transports than on a GPU, so what these read says nothing about a GPU.
+ATTENTION = tuple(str(ROOT / x) for x in ("kernels", "ringflash/ops", "ringflash/ring", "ringflash/transport"))
+OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
+BY_INDEX = {"aten::index", "aten::index_put_"}  # these call nonzero for a bool index
+METHODS = {"tolist", "numpy", "cpu", "__array__"}  # torch shows these to modes above autograd only
+
+
+class Synchronisations:
+    """Places that would wait for a GPU.
+
+    Attributes:
+        places: "file:line name" of each wait since `counting` was set, in order.
+        counting: whether waits are recorded.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        self.counting = False
+        self._marked: dict[int, Any] = {}  # the storages stay alive, so that no other gets the same address
+
+    def mark(self, *values: Any) -> None:
+        """Marks the tensors in nested values: a GPU would hold them."""
+        for x in tensors(values):
+            storage = x.untyped_storage()
+            self._marked[storage._cdata] = storage
+
+    def unmark(self, x: Tensor) -> None:
+        self._marked.pop(x.untyped_storage()._cdata, None)
+
+    def is_marked(self, *values: Any) -> bool:
+        return any(x.untyped_storage()._cdata in self._marked for x in tensors(values))
+
+    def note(self, name: str) -> None:
+        if not self.counting:
+            return
+        frame, place = sys._getframe(1), ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(ATTENTION):
+                return
+            if not place and not file.startswith((__file__, str(PACKAGES / "torch"), "<")):
+                base = ROOT if Path(file).is_relative_to(ROOT) else PACKAGES
+                short = Path(file).relative_to(base) if Path(file).is_relative_to(base) else Path(file).name
+                place = f"{short}:{frame.f_lineno} {name}"
+            frame = frame.f_back
+        self.places.append(place)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches the operators of the body."""
+        with _Methods(self), _Operators(self):
+            yield
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested values; of a sharded tensor this rank's part."""
+    found = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return [x._local_tensor if isinstance(x, DTensor) else x for x in found]
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, seen: Synchronisations) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # the operators that a sharded tensor calls come here again
+        kwargs, name, seen = kwargs or {}, func._schema.name, self._seen
+        is_marked = seen.is_marked(args, kwargs)
+        by_bool = name in BY_INDEX and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if is_marked and (name in OPERATORS or by_bool):
+            seen.note(name)
+        result = func(*args, **kwargs)
+        if not is_marked:
+            return result
+        if name == "aten::copy_" and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+            seen.unmark(args[0])  # a copy to the host that nobody waits for
+        elif name.startswith("c10d::"):
+            seen.mark(args, kwargs)
+        else:
+            named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+            seen.mark(result, [named.get(x.name) for x in func._schema.arguments if x.is_write])
+        return result
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, seen: Synchronisations) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in METHODS and self._seen.is_marked(args[0]):
+            self._seen.note(func.__name__)
+        if func is torch.tensor and kwargs.get("device") is not None:
+            self._seen.note("tensor from the host")  # torch waits for the copy from memory that is not pinned
+        return func(*args, **kwargs)
