@@ -63,6 +63,13 @@ copy_each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage, re
 Public functions copy one tensor.
 """
 
+multiply_each: Callable[[Sequence[Tensor], Tensor], None]
+multiply_each = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
+"""Multiplies each tensor of a list by a scalar tensor, in place and in few launches; all are of one device and dtype.
+
+Public functions multiply one tensor.
+"""
+
 # Modes and trees.
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode

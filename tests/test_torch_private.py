@@ -201,6 +201,12 @@ def test_copies_go_to_the_first_list() -> None:
     assert all(map(torch.equal, targets, sources))
 
 
+def test_each_tensor_is_multiplied_in_place() -> None:
+    each = [torch.ones(2), torch.ones(3)]
+    torch_private.multiply_each(each, torch.tensor(2.0))
+    assert [x.tolist() for x in each] == [[2, 2], [2, 2, 2]]
+
+
 def test_a_mode_sees_operators_below_autograd() -> None:
     seen: list[Any] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,13 @@ class Synchronisations:
 
     Attributes:
         places: "file:line name" of each wait since `counting` was set, in order.
-        counting: whether waits are recorded.
+        operators: number of calls of each operator on marked tensors since then.
+        counting: whether waits and operators are recorded.
     """
 
     def __init__(self) -> None:
         self.places: list[str] = []
+        self.operators: Counter[str] = Counter()
         self.counting = False
         self._marked: dict[int, Any] = {}  # the storages stay alive, so that no other gets the same address
 
@@ -99,6 +102,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not is_marked:
             return result
+        seen.operators[name] += seen.counting
         if name == "aten::copy_" and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
             seen.unmark(args[0])  # a copy to the host that nobody waits for
         elif name.startswith("c10d::"):

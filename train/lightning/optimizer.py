@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from ringflash.errors import ConfigError
 
@@ -111,3 +111,8 @@ def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Adam
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """Returns the parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -27,7 +27,7 @@ from ringflash.errors import ConfigError
 from ringflash.train.callbacks.nonfinite import NonFinite, NonFiniteError
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.checkpoint.load import compare_model_configs
-from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
+from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw, parameters_of
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.activations import ActivationCheckpointing, check_offload
 from ringflash.train.models.config import ModelConfig
@@ -111,6 +111,7 @@ class RingModule(pl.LightningModule, ABC):
         self.seed = seed
         self._decoder: Any = None
         self._window: list[_MicroBatch] = []
+        self._norm: Tensor | None = None  # norm of the gradients that are about to be clipped
         self._evaluated: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -238,9 +239,7 @@ class RingModule(pl.LightningModule, ABC):
         window, self._window = self._window, []
         losses = gathered(self.trainer, torch.stack([m.loss_sum for m in window]))
         loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
-        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._gradient_norm(optimizer)
         if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
             bad = [
                 (m.batch_idx, rank)
@@ -257,11 +256,25 @@ class RingModule(pl.LightningModule, ABC):
             )
             self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
             optimizer.zero_grad()  # the optimizer skips parameters without gradients
+            self._norm = None
             return
         self._skipped = 0
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips gradients. Clipping by norm takes the norm that `on_before_optimizer_step` has computed and logged."""
+        norm, self._norm = self._norm, None
+        if norm is None or not gradient_clip_val or gradient_clip_algorithm not in (None, "norm"):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(parameters_of(optimizer), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model's configuration."""
@@ -270,6 +283,17 @@ class RingModule(pl.LightningModule, ABC):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises CheckpointError when the checkpoint holds another model."""
         compare_model_configs(checkpoint.get("model_config"), self.model_fields())
+
+    def _gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the norm of the model's gradients over all ranks, and keeps it for clipping."""
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        of_model = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        # In the optimizer's order: the norm, and so the clipped gradients, have the bits of `clip_grad_norm_`.
+        are_same = {id(x) for x in gradients} == {id(x) for x in of_model}
+        norm = torch.nn.utils.get_total_norm(gradients if are_same else of_model)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._norm = norm if are_same else None
+        return norm
 
     def _evaluate(self, batch: dict[str, Tensor]) -> None:
         losses, num_valid = self._loss(batch)

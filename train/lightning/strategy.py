@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError
+from ringflash.torch_private import multiply_each
 from ringflash.train.lightning.batch import (
     ADDED,
     CUT,
@@ -31,6 +32,7 @@ from ringflash.train.lightning.batch import (
     document_positions,
 )
 from ringflash.train.lightning.host_copies import pinned
+from ringflash.train.lightning.optimizer import parameters_of
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from ringflash.train.lightning.shutdown import Shutdown
@@ -348,10 +350,14 @@ class RingAttentionStrategy(ShardedStrategy):
     def _rescale_gradients(self, optimizer: Optimizer) -> None:
         # The last window of an epoch may hold fewer micro-batches than `accumulate_grad_batches`.
         total = torch.stack(self._window_tokens).sum().clamp(min=1)
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                gradient.mul_(self._first_count().to(gradient.dtype) / total.to(gradient.dtype))
+                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in alike.items():
+            factor = self._first_count().to(dtype) / total.to(dtype)
+            multiply_each(gradients, factor.to(device, non_blocking=True))
 
 
 def resolve_sizes(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from ringflash.train.lightning.language_model import LanguageModel
@@ -52,20 +54,34 @@ class Fused(LanguageModel):
         return configured
 
 
-def watched(module: LanguageModel, run: Run, *callbacks: Callback) -> list[str]:
-    """Returns the places at which steps 3 and 4 of a run would wait for a GPU."""
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+@dataclass(frozen=True)
+class Seen:
+    """Places at which steps 3 and 4 of a run would wait for a GPU, and the operators of these steps."""
+
+    places: list[str]
+    operators: dict[str, int]
+
+
+def watched(module: LanguageModel, run: Run, *callbacks: Callback) -> Seen:
+    """Trains for five steps and watches steps 3 and 4."""
     seen, strategy = Synchronisations(), Strategy()
     strategy.seen = seen
+    with seen.watched():
+        trained(module, replace(run, steps=5), strategy, Watch(seen, 2, 4), *callbacks)
+    return Seen(seen.places, dict(seen.operators))
+
+
+def trained(module: LanguageModel, run: Run, strategy: RingAttentionStrategy, *callbacks: Callback) -> None:
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=dist.get_world_size(),
         strategy=strategy,
-        max_steps=5,
+        max_steps=run.steps,
         accumulate_grad_batches=run.micro_batches,
         gradient_clip_val=run.max_norm,
-        callbacks=[Watch(seen, 2, 4), *callbacks],
+        callbacks=[*callbacks],
         log_every_n_steps=100,
         limit_val_batches=0,
         use_distributed_sampler=False,
@@ -74,9 +90,7 @@ def watched(module: LanguageModel, run: Run, *callbacks: Callback) -> list[str]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with seen.watched():
-        trainer.fit(module, Data(run))
-    return seen.places
+    trainer.fit(module, Data(run))
 
 
 RUNS = {
@@ -86,20 +100,60 @@ RUNS = {
 }
 
 
-def _decoder() -> dict[str, list[str]]:
+def _decoder() -> dict[str, Seen]:
     optimizer = OptimizerConfig(warmup_steps=1)
     return {name: watched(Fused(MODEL, optimizer), run) for name, run in RUNS.items()}
 
 
 @pytest.fixture(scope="module")
-def places() -> dict[str, list[str]]:
+def seen() -> dict[str, Seen]:
     return run_ranks(1, _decoder)[0]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_batch_is_moved_without_waiting_for_the_gpu(places: dict[str, list[str]], name: str) -> None:
-    waits = [place for place in places[name] if "lightning/batch.py" in place or "lightning/strategy.py" in place]
+def test_a_batch_is_moved_without_waiting_for_the_gpu(seen: dict[str, Seen], name: str) -> None:
+    waits = [place for place in seen[name].places if "lightning/batch.py" in place or "lightning/strategy.py" in place]
     assert not waits, "\n".join(waits)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_computes_one_norm_of_its_gradients(seen: dict[str, Seen], name: str) -> None:
+    assert seen[name].operators["aten::_foreach_norm"] == 2  # in two steps
+
+
+def test_gradients_of_a_window_are_rescaled_together(seen: dict[str, Seen]) -> None:
+    assert "aten::mul_" not in seen["accumulated"].operators
+    assert seen["accumulated"].operators["aten::_foreach_mul_"] == 2 * 2  # for the window's tokens, and to clip
+
+
+class Clipped(LanguageModel):
+    """A model that compares its clipped gradients with those of `clip_grad_norm_`."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+        self.equal: list[bool] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.grad.clone() for p in parameters]
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        clipped = [p.grad for p in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+        each = list(zip(parameters, clipped, before, strict=True))
+        self.equal.append(all(torch.equal(p.grad.to_local(), x.to_local()) for p, x, _ in each))
+        assert not all(torch.equal(x.to_local(), y.to_local()) for _, x, y in each)
+
+
+def _clipped() -> list[bool]:
+    module = Clipped()
+    trained(module, Run(steps=2, max_norm=0.3), RingAttentionStrategy())
+    return module.equal
+
+
+def test_clipped_gradients_have_the_bits_of_torch() -> None:
+    assert run_ranks(2, _clipped) == [[True, True]] * 2
 
 
 def test_waits_are_seen() -> None:
