@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from ringflash.errors import ConfigError
 
@@ -116,3 +117,21 @@ def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Adam
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
     """Returns the parameters of all groups of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Returns whether `step_only_if` works with `optimizer`: torch's fused Adam and AdamW."""
+    return type(optimizer) in (Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def step_only_if(optimizer: Optimizer, flag: Tensor | None) -> None:
+    """Makes the optimizer's steps change nothing where `flag` is False, without a read of `flag` on the host.
+
+    Weights, moments and step counts then keep their bits, also with weight decay. This is how torch's GradScaler skips
+    steps of fused optimizers.
+
+    Args:
+        optimizer: optimizer of which `can_skip_on_device` is True.
+        flag: bool scalar on the device of the weights; None: later steps are unconditional again.
+    """
+    setattr(optimizer, "found_inf", None if flag is None else (~flag).float())  # noqa: B010 - not declared by the class

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -24,10 +24,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError
-from ringflash.train.callbacks.nonfinite import NonFinite, NonFiniteError
+from ringflash.train.callbacks.nonfinite import NonFinite, StepResult
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.checkpoint.load import compare_model_configs
-from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw, parameters_of
+from ringflash.train.lightning.optimizer import (
+    OptimizerConfig,
+    can_skip_on_device,
+    make_adamw,
+    parameters_of,
+    step_only_if,
+)
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.activations import ActivationCheckpointing, check_offload
 from ringflash.train.models.config import ModelConfig
@@ -112,6 +118,8 @@ class RingModule(pl.LightningModule, ABC):
         self._decoder: Any = None
         self._window: list[_MicroBatch] = []
         self._norm: Tensor | None = None  # norm of the gradients that are about to be clipped
+        self._unread: StepResult | None = None  # result of the last optimizer step, until the host has read it
+        self._logged: tuple[Tensor, Tensor] | None = None  # last loss and norm that this epoch has logged
         self._evaluated: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -209,12 +217,17 @@ class RingModule(pl.LightningModule, ABC):
         """Adds the batch to test/loss."""
         self._evaluate(batch)
 
+    def on_fit_start(self) -> None:
+        """Drops the result of a step that an earlier run left unread."""
+        self._unread = None
+
     def on_train_epoch_start(self) -> None:
         """Drops a window that an earlier run left unfinished."""
-        self._window = []
+        self._window, self._logged = [], None
 
     def on_validation_epoch_start(self) -> None:
-        """Starts val/loss."""
+        """Starts val/loss. Raises NonFiniteError as `on_before_optimizer_step` does."""
+        self._settle()
         self._evaluated = []
 
     def on_test_epoch_start(self) -> None:
@@ -230,38 +243,51 @@ class RingModule(pl.LightningModule, ABC):
         self._log_evaluated("test/loss")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the window's loss and gradient norm. All ranks hold the same values, so either all raise or none does.
+        """Logs the window's loss and gradient norm, and keeps the optimizer from a step in which one is not finite.
+
+        All ranks hold the same values, so they all skip a step, and either all raise or none does. With a fused Adam or
+        AdamW, as on a GPU, the optimizer skips the step on the device: weights, moments and step counts keep their
+        bits. The host reads the result at the next step, when the device has work for the meantime. The last finite
+        values are then logged again for a skipped step. With other optimizers, and at the first step of an epoch, the
+        host waits for the result here.
 
         Raises:
-            NonFiniteError: one of them is NaN or infinite, and `nonfinite` stops the run or has skipped too many steps
-                in a row.
+            NonFiniteError: a loss or norm is NaN or infinite, of this step or of the step before. `nonfinite` stops the
+                run, or has skipped too many steps in a row. The optimizer has not applied the step that is named, nor
+                any later one.
         """
         window, self._window = self._window, []
         losses = gathered(self.trainer, torch.stack([m.loss_sum for m in window]))
         loss = losses.sum() / torch.stack([m.num_valid for m in window]).sum().clamp(min=1)
         norm = self._gradient_norm(optimizer)
-        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
-            bad = [
-                (m.batch_idx, rank)
-                for rank, row in enumerate(losses)
-                for m, x in zip(window, row, strict=True)
-                if not math.isfinite(x.item())
-            ]
-            batches = sorted({batch for batch, _ in bad}) or [m.batch_idx for m in window]
-            where = f", first seen on ranks {sorted({rank for _, rank in bad})}" if bad else ""
-            error = NonFiniteError(
-                f"step {self.trainer.global_step}, batch {', '.join(map(str, batches))}: loss {loss.item()}, "
-                f"gradient norm {norm.item()}{where}. The optimizer has not stepped. Look at the batch; "
-                "lower the learning rate or lengthen the warmup; resume from the last checkpoint."
-            )
-            self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
+        result = StepResult(self.trainer.global_step, [m.batch_idx for m in window], loss, norm, losses)
+        self._settle()
+        self._unread = result
+        if self._logged is not None and can_skip_on_device(optimizer):
+            step_only_if(optimizer, result.is_finite)
+            loss, norm = map(partial(torch.where, result.is_finite), (loss, norm), self._logged)
+        elif not self._settle():
             optimizer.zero_grad()  # the optimizer skips parameters without gradients
             self._norm = None
             return
-        self._skipped = 0
+        self._logged = loss, norm
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Makes later steps of the optimizer unconditional, for instance those of the program after training."""
+        for optimizer in self.trainer.optimizers:
+            if can_skip_on_device(optimizer):
+                step_only_if(optimizer, None)
+
+    def on_train_epoch_end(self) -> None:
+        """Raises NonFiniteError for the epoch's last step, as `on_before_optimizer_step` does."""
+        self._settle()
+
+    def on_train_end(self) -> None:
+        """Raises NonFiniteError for the run's last step, as `on_before_optimizer_step` does."""
+        self._settle()
 
     def configure_gradient_clipping(
         self,
@@ -277,12 +303,28 @@ class RingModule(pl.LightningModule, ABC):
             torch.nn.utils.clip_grads_with_norm_(parameters_of(optimizer), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the model's configuration."""
+        """Adds the model's configuration. Raises NonFiniteError as `on_before_optimizer_step` does."""
+        self._settle()
         checkpoint["model_config"] = self.model_fields()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises CheckpointError when the checkpoint holds another model."""
         compare_model_configs(checkpoint.get("model_config"), self.model_fields())
+
+    def _settle(self) -> bool:
+        """Reads the result of the last optimizer step, unless that was done; returns False if the step was skipped.
+
+        Raises:
+            NonFiniteError: as in `on_before_optimizer_step`.
+        """
+        result, self._unread = self._unread, None
+        if result is None:
+            return True
+        if (error := result.error()) is None:
+            self._skipped = 0
+            return True
+        self._skipped = self.nonfinite.skip(error, self._skipped, speak=self.trainer.is_global_zero)
+        return False
 
     def _gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm of the model's gradients over all ranks, and keeps it for clipping."""

@@ -117,6 +117,12 @@ def test_a_batch_is_moved_without_waiting_for_the_gpu(seen: dict[str, Seen], nam
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_losses_and_gradients_are_checked_without_waiting_for_the_gpu(seen: dict[str, Seen], name: str) -> None:
+    waits = [place for place in seen[name].places if "ring_module.py" in place or "nonfinite.py" in place]
+    assert not waits, "\n".join(waits)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_step_computes_one_norm_of_its_gradients(seen: dict[str, Seen], name: str) -> None:
     assert seen[name].operators["aten::_foreach_norm"] == 2  # in two steps
 
