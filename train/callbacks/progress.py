@@ -15,13 +15,19 @@ LINE_SECONDS = 3.0
 
 
 class RingProgressBar(RichProgressBar):
-    """Lightning's Rich bar with loss, tokens/s and MFU; without a terminal it prints a line every few seconds."""
+    """Lightning's Rich bar with loss, tokens/s and MFU; without a terminal it prints a line every few seconds.
+
+    A metric that lies on the GPU makes the host wait for the step. The bar therefore reads metrics at logging steps and
+    every few seconds only.
+    """
 
     def __init__(self, refresh_rate: int = 4) -> None:
         # Steps are long, so a few refreshes a second show all of them at no cost.
         super().__init__(refresh_rate=refresh_rate, leave=True)
         self.lines = not Console().is_terminal
         self._printed_step, self._printed_at = 0, 0.0
+        self._texts: dict[str, str] = {}
+        self._read_at, self._in_step = 0.0, False
         if self.lines:
             super().disable()
 
@@ -31,14 +37,19 @@ class RingProgressBar(RichProgressBar):
             super().enable()
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Returns the texts after the bar."""
-        return progress_texts(trainer.callback_metrics)
+        """Returns the texts after the bar; during training they may be a few seconds old."""
+        now = time.monotonic()
+        if not self._in_step or is_logging_step(trainer) or now - self._read_at >= LINE_SECONDS:
+            self._texts, self._read_at = progress_texts(trainer.callback_metrics), now
+        return self._texts
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves the bar, or prints the line."""
+        self._in_step = True
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._in_step = False
         step, now = trainer.global_step, time.monotonic()
         if self.lines and trainer.is_global_zero and step != self._printed_step:
             due = is_logging_step(trainer) and now - self._printed_at >= LINE_SECONDS

@@ -47,9 +47,14 @@ class RunSummary(Callback):
             )
         self.prompt, self.sample_tokens, self.temperature, self.seed = prompt, sample_tokens, temperature, seed
         self.first_loss = math.nan
-        self.last_losses: deque[float] = deque(maxlen=LAST_STEPS)
+        self._last: deque[Any] = deque(maxlen=LAST_STEPS)  # on the device, so that no step waits for its loss
         self._step = -1
         self.trained = False
+
+    @property
+    def last_losses(self) -> list[float]:
+        """Losses of the last steps; waits for the device."""
+        return [float(loss) for loss in self._last]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records that there are steps to train; a run that resumes at its end has none."""
@@ -62,7 +67,7 @@ class RunSummary(Callback):
         loss = trainer.callback_metrics.get("train/loss")
         if loss is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
-            self.last_losses.append(float(loss))
+            self._last.append(loss)
             if math.isnan(self.first_loss):
                 self.first_loss = float(loss)
 
@@ -112,10 +117,10 @@ class RunSummary(Callback):
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        if self.last_losses:
-            last = sum(self.last_losses) / len(self.last_losses)
+        if last_losses := self.last_losses:
+            last = sum(last_losses) / len(last_losses)
             notes = [f"{last / self.first_loss:.0%} of the first"] if self.first_loss > 0 else []
-            notes += [f"mean of {len(self.last_losses)} steps"]
+            notes += [f"mean of {len(last_losses)} steps"]
             table.add_row("first loss", f"{self.first_loss:.4f}")
             table.add_row("last loss", f"{last:.4f} ({', '.join(notes)})")
         if (val := trainer.callback_metrics.get("val/loss")) is not None:

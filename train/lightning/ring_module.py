@@ -26,6 +26,7 @@ import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.callbacks.nonfinite import NonFinite, StepResult
 from ringflash.train.callbacks.observe import gathered
+from ringflash.train.callbacks.progress import RingProgressBar
 from ringflash.train.checkpoint.load import compare_model_configs
 from ringflash.train.lightning.optimizer import (
     OptimizerConfig,
@@ -271,9 +272,15 @@ class RingModule(pl.LightningModule, ABC):
             self._norm = None
             return
         self._logged = loss, norm
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False)
+        # Lightning reads what it hands to a bar at every step. RingProgressBar takes it from the callbacks' metrics.
+        bar = self.trainer.progress_bar_callback
+        in_bar = bar is not None and not isinstance(bar, RingProgressBar)
+        self.log("train/loss", loss, prog_bar=in_bar, on_step=True, on_epoch=False)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
-        self.log("train/learning_rate", optimizer.param_groups[0]["lr"], on_step=True, on_epoch=False)
+        # Lightning would copy a number from the host, and wait for the device before it does.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        rate = torch.full((), optimizer.param_groups[0]["lr"], dtype=dtype, device=loss.device)
+        self.log("train/learning_rate", rate, on_step=True, on_epoch=False)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes later steps of the optimizer unconditional, for instance those of the program after training."""
