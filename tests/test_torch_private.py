@@ -28,6 +28,7 @@ ROOT = Path(ringflash.__file__).parent
 # Private attributes of objects that are not torch's, and the owner of each.
 OTHERS = {
     "_actions": "argparse.ArgumentParser",
+    "_broadcast_sigterm_tensor": "Lightning, in train/lightning_private.py",
     "_attn_implementation": "the configuration of a transformers model",
     "_convert_to_ir_values": "Gluon, in kernels/hopper/versions.py",
     "_device_mesh": "Lightning's modules and strategies",
@@ -38,6 +39,8 @@ OTHERS = {
     "_replace": "a named tuple, documented",
     "_run_subcommand": "LightningCLI",
     "_setup_distributed": "ModelParallelStrategy of Lightning",
+    "_signal_connector": "Lightning, in train/lightning_private.py",
+    "_sigterm_notifier_fn": "Lightning, in train/lightning_private.py",
     "_subcommand_parsers": "LightningCLI",
     "_trainer": "LightningModule",
 }

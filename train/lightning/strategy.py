@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -44,6 +45,7 @@ from ringflash.train.lightning.user_modules import (
     check_callbacks,
     refuse_loss,
 )
+from ringflash.train.lightning_private import exchange_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,8 @@ class RingAttentionStrategy(ShardedStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
             callbacks.insert(0, MetricGuard())
+        if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            exchange_sigterm(trainer, lambda received: any(flags[0] for flags in self.exchange(received)))
         reshard(self.model)
         sum_gradients(self.model)
         super().setup(trainer)

@@ -120,12 +120,16 @@ def _decoder() -> dict[str, Seen]:
     return seen
 
 
+def _on_ranks() -> Seen:
+    return watched(Fused(MODEL), RUNS["accumulated"])
+
+
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Seen]:
-    return run_ranks(1, _decoder)[0]
+    return {**run_ranks(1, _decoder)[0], "two ranks": run_ranks(2, _on_ranks)[1]}
 
 
-@pytest.mark.parametrize("name", [*RUNS, "callbacks"])
+@pytest.mark.parametrize("name", [*RUNS, "callbacks", "two ranks"])
 def test_a_step_does_not_wait_for_the_gpu(seen: dict[str, Seen], name: str) -> None:
     assert not seen[name].places, "\n".join(seen[name].places)
 
