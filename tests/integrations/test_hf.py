@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ringflash as rf
 from ringflash.errors import ArgumentError, RingflashError
 from ringflash.integrations.transformers.mask import Asked, describe
-from ringflash.integrations.transformers.positions import resolve_mask
+from ringflash.integrations.transformers.positions import on_host, resolve_mask
 from tests.distributed import run_ranks
 
 pytest.importorskip("transformers")
@@ -403,6 +403,21 @@ def test_other_masks_are_noticed() -> None:
             asked(9, function)
     with pytest.raises(ArgumentError, match="attention_mask: .* got one with a function"):
         asked(9, prefix, use_vmap=True)
+
+
+def test_positions_are_copied_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions, copies = torch.arange(3)[None], list[Tensor]()
+
+    def cpu(x: Tensor) -> Tensor:
+        copies.append(x.clone())
+        return copies[-1]
+
+    monkeypatch.setattr(Tensor, "cpu", cpu)
+    assert on_host(positions) is on_host(positions)
+    assert len(copies) == 1
+    positions += 1
+    assert on_host(positions).tolist() == [[1, 2, 3]]
+    assert len(copies) == 2
 
 
 def test_models_with_attention_of_their_own() -> None:

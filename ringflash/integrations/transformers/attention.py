@@ -21,7 +21,7 @@ from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witness, check
 from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
-from ringflash.integrations.transformers.positions import resolve_mask
+from ringflash.integrations.transformers.positions import on_host, resolve_mask
 from ringflash.integrations.transformers.rope import largest_position
 from ringflash.masks import Documents, Mask
 from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
@@ -169,7 +169,7 @@ def attention(
         _check(module, call, context)
         if attention_mask is None:
             causal = bool(getattr(module, "is_causal", True)) if call.is_causal is None else call.is_causal
-            starts = torch.zeros(1, query.shape[2], dtype=torch.bool, device=query.device)
+            starts = torch.zeros(1, query.shape[2], dtype=torch.bool)
             window = call.sliding_window if causal or call.sliding_window is None else call.sliding_window - 1
             seqlen_k = query.shape[2] if causal else key.shape[2]  # a causal row has no known place among more keys
             attention_mask = Asked(causal, window, query.shape[2], seqlen_k, 0, starts)
@@ -330,7 +330,7 @@ def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
 
 def _largest_of(positions: object) -> int:
     if isinstance(positions, Tensor) and positions.numel():
-        return int(positions.max())
+        return int(on_host(positions).max())
     remedy = "Pass position_ids=context.positions(seqlen)[None]: the RoPE of this model depends on length."
     raise ArgumentError("position_ids", expected="those of the shard, by keyword", got=positions, remedy=remedy)
 
@@ -365,17 +365,27 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
         remedy = "Pass use_cache=False, or set model.config.use_cache: a cache would hold this rank's shard."
         raise ArgumentError("use_cache", expected="False under a context", got=True, remedy=remedy)
     q, k = call.cu_seq_lens_q, call.cu_seq_lens_k
-    if (q is None) != (k is None) or (q is not None and k is not None and q is not k and not torch.equal(q, k)):
-        remedy = "Queries and keys are of the same documents: pass both alike."
-        raise ArgumentError("cu_seq_lens_k", expected="cu_seq_lens_q", got=k, remedy=remedy)
+    if (q is None) != (k is None):
+        raise _unlike(k)
     if q is not None and call.ring_documents is not None:
         remedy = "Pass one of them."
         raise ArgumentError("cu_seq_lens_q", expected="None with ring_documents", got=q, remedy=remedy)
 
 
 def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> Mask | None:
-    given = (context, call.position_ids, call.ring_documents, call.cu_seq_lens_q)
-    return asked.resolve(given, lambda: resolve_mask(asked, call.position_ids, call.documents, context))
+    q, k = call.cu_seq_lens_q, call.cu_seq_lens_k
+
+    def find() -> Mask | None:
+        if q is not None and k is not None and q is not k and not torch.equal(q, k):
+            raise _unlike(k)
+        return resolve_mask(asked, call.position_ids, call.documents, context)
+
+    return asked.resolve((context, call.position_ids, call.ring_documents, q, k), find)
+
+
+def _unlike(cu_seq_lens_k: object) -> ArgumentError:
+    remedy = "Queries and keys are of the same documents: pass both alike."
+    return ArgumentError("cu_seq_lens_k", expected="cu_seq_lens_q", got=cu_seq_lens_k, remedy=remedy)
 
 
 def _check_asked(asked: object, query: Tensor, key: Tensor, call: Keywords, config: object) -> Asked | Settled:

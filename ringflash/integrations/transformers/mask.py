@@ -74,7 +74,7 @@ class Asked(Form):
         seqlen_q: number of rows.
         seqlen_k: number of keys; more than the rows if a cache holds earlier keys.
         first: index of the first row in the sequence.
-        starts: bool (batch | 1, seqlen_q), True for rows that do not see the row before them.
+        starts: bool (batch | 1, seqlen_q) on the CPU, True for rows that do not see the row before them.
         resolved: cache of `resolve`, so that a mask is found once a forward instead of once a layer.
     """
 
@@ -154,16 +154,15 @@ def describe(
     """Describes `mask_function(batch, head, row, key)` without an N x N mask; the entry of `AttentionMaskInterface`.
 
     The function is evaluated for each row at the keys near both ends of the expected range, and at a few other keys.
-    These are about nine times N results, enough to notice a mask of another form. The other arguments of the interface
-    concern dense masks and are ignored.
+    These are about nine times N results, enough to notice a mask of another form. They are read from the device in one
+    copy. The other arguments of the interface concern dense masks and are ignored.
 
     Raises:
         MaskRefused: padding, a custom mask function, a cache with room for more keys, or a mask of another form.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        remedy = "Cut padding off, or pack sequences into one with position_ids that restart."
-        raise MaskRefused("attention_mask", expected="None or all ones", got="padding", remedy=remedy)
+    is_whole = None if attention_mask is None else attention_mask.all()
     if use_vmap:
+        _check_whole(is_whole)
         raise MaskRefused("attention_mask", expected="the model's own", got="one with a function", remedy=REMEDY)
     begin, end = int(q_offset), kv_offset + kv_length
     rows = torch.arange(begin, begin + q_length, device=device)
@@ -173,31 +172,41 @@ def describe(
         seen = mask_function(batches, head, rows, keys)
         return seen.expand(torch.broadcast_shapes(seen.shape, batches.shape, keys.shape))
 
-    causal = not bool(sees(rows[:1], rows[:1] + 1).any())
-    if causal and begin + q_length != end:
+    # The host reads all flags at the end in one copy, so the choice of the causal form is made on the device.
+    causal = ~sees(rows[:1], rows[:1] + 1).any()
+    starts = torch.zeros(batch_size, q_length, dtype=torch.bool, device=device)
+    if q_length > 1:
+        apart = ~sees(rows[1:], rows[1:] - 1)
+        sees_itself_only = local_size is not None and local_size <= 1  # if it is causal
+        starts[:, 1:] = apart & ~causal if sees_itself_only else apart
+    lo = torch.where(starts, rows, kv_offset).cummax(dim=1).values
+    ends = torch.where(starts, rows, end).roll(-1, dims=1)
+    ends[:, -1] = end
+    hi = torch.where(causal, rows + 1, ends.flip(1).cummin(dim=1).values.flip(1))
+    if local_size is not None:
+        lo, hi = torch.maximum(lo, rows - local_size + causal), torch.minimum(hi, rows + local_size + 1)
+    lo, hi = lo.clamp(min=kv_offset), hi.clamp(max=end)
+    anywhere = [kv_offset + (rows * factor >> 7) % kv_length for factor in MULTIPLIERS]
+    tests: list[Tensor] = []
+    for keys in (lo - 2, lo - 1, lo, hi - 1, hi, hi + 1, *anywhere):
+        at = keys.clamp(kv_offset, end - 1)
+        tests.append((sees(rows, at) == ((at >= lo) & (at < hi))).all())
+    flags = torch.stack([causal, torch.stack(tests).all(), torch.ones_like(causal) if is_whole is None else is_whole])
+    read = torch.cat([flags, starts.flatten()]).cpu()
+    is_causal, is_of_form, is_all_ones = map(bool, read[:3])
+    _check_whole(is_all_ones)
+    if is_causal and begin + q_length != end:
         got = f"rows up to {begin + q_length} and {end} keys"
         raise MaskRefused(
             "past_key_values", expected="a cache of the keys so far", got=got, remedy="Pass a DynamicCache, or none."
         )
-    starts = torch.zeros(batch_size, q_length, dtype=torch.bool, device=device)
-    if q_length > 1 and (local_size is None or not causal or local_size > 1):
-        starts[:, 1:] = ~sees(rows[1:], rows[1:] - 1)
-    lo = torch.where(starts, rows, kv_offset).cummax(dim=1).values
-    if causal:
-        hi = (rows + 1).expand_as(lo)
-        lo = lo if local_size is None else torch.maximum(lo, rows - local_size + 1)
-    else:
-        ends = torch.where(starts, rows, end).roll(-1, dims=1)
-        ends[:, -1] = end
-        hi = ends.flip(1).cummin(dim=1).values.flip(1)
-        if local_size is not None:
-            lo, hi = torch.maximum(lo, rows - local_size), torch.minimum(hi, rows + local_size + 1)
-    lo, hi = lo.clamp(min=kv_offset), hi.clamp(max=end)
-    anywhere = [kv_offset + (rows * factor >> 7) % kv_length for factor in MULTIPLIERS]
-    for keys in (lo - 2, lo - 1, lo, hi - 1, hi, hi + 1, *anywhere):
-        at = keys.clamp(kv_offset, end - 1)
-        if bool((sees(rows, at) == ((at >= lo) & (at < hi))).all()):
-            continue
+    if not is_of_form:
         expected = "causal or full, in a window or not, in documents or not"
         raise MaskRefused("attention_mask", expected=expected, got="a mask of another form", remedy=REMEDY)
-    return Asked(causal, local_size, q_length, kv_length, begin, starts)
+    return Asked(is_causal, local_size, q_length, kv_length, begin, read[3:].view(batch_size, q_length))
+
+
+def _check_whole(is_whole: Tensor | bool | None) -> None:
+    if is_whole is not None and not bool(is_whole):
+        remedy = "Cut padding off, or pack sequences into one with position_ids that restart."
+        raise MaskRefused("attention_mask", expected="None or all ones", got="padding", remedy=remedy)

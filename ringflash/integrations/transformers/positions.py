@@ -9,12 +9,32 @@ from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.integrations.transformers.mask import Asked, base_mask
 from ringflash.masks import Documents, Mask
+from ringflash.torch_private import version_of
+
+HOST = "_ring_host"  # attribute of positions that were copied to the host: their version, and the copy
+
+
+def on_host(positions: Tensor) -> Tensor:
+    """Returns `positions` on the CPU, copied once for all masks and forwards of a batch.
+
+    The copy stays with the tensor, until the tensor is changed in place.
+    """
+    if positions.is_inference():  # torch does not count its changes
+        return positions.cpu()
+    version, host = getattr(positions, HOST, (0, None))
+    if host is None or version != version_of(positions):
+        host = positions.cpu()
+        if host is not positions:
+            setattr(positions, HOST, (version_of(positions), host))
+    return host
 
 
 def resolve_mask(
     asked: Asked, positions: Tensor | None, documents: Documents | None, context: ContextParallel | None
 ) -> Mask | None:
     """Returns the mask over the whole sequence, from the model's mask over the given rows and from their positions.
+
+    All comparisons are made on the CPU, after one copy of the positions.
 
     Args:
         asked: the model's mask.
@@ -28,6 +48,7 @@ def resolve_mask(
     base = base_mask(asked.causal, asked.left)
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != asked.seqlen_q):
         positions = None
+    positions = None if positions is None else on_host(positions)
     if context is None and asked.seqlen_q != asked.seqlen_k:
         _check_cached(asked, positions, documents)
         return base
@@ -55,7 +76,7 @@ def _check_cached(asked: Asked, positions: Tensor | None, documents: Documents |
         remedy = "Pack only what has no cache."
         raise ArgumentError("past_key_values", expected="no cache with documents", got="both", remedy=remedy)
     if asked.causal and positions is not None:
-        rows = torch.arange(asked.first, asked.first + asked.seqlen_q, device=positions.device)
+        rows = torch.arange(asked.first, asked.first + asked.seqlen_q)
         if not bool((positions == rows).all()):
             remedy = "The cache is of a shard, or of other tokens: fill it without a context."
             expected = f"{asked.seqlen_q} that follow the cache's {asked.first} tokens"
@@ -81,7 +102,7 @@ def _documents(starts: Tensor, positions: Tensor | None) -> Documents | None:
         starts = starts | jumps
     if not bool(starts.any()):
         return None
-    seqlen, rows = starts.shape[1], [row.nonzero().flatten().tolist() for row in starts.cpu()]
+    seqlen, rows = starts.shape[1], [row.nonzero().flatten().tolist() for row in starts]
     if all(row == rows[0] for row in rows):
         return Documents([0, *rows[0], seqlen])
     most = max(map(len, rows))
@@ -103,16 +124,15 @@ def _expected(
     Raises:
         ArgumentError: `positions` are neither positions in the whole sequence nor positions in the rows' documents.
     """
-    device = asked.starts.device
     if context is None and documents is not None:
         documents.validate(asked.seqlen_q)
     for seqlen in _lengths(asked.seqlen_q, documents, context):
         if context is None:
-            whole = torch.arange(seqlen, device=device)
+            whole = torch.arange(seqlen)
         elif seqlen < context.world_size:
             continue
         else:
-            whole = context.positions(seqlen, device, mask=mask)
+            whole = context.positions(seqlen, mask=mask)
         if whole.shape[0] != asked.seqlen_q:
             continue
         first = torch.zeros_like(whole)[None] if documents is None else documents.bounds(whole, seqlen)[0]

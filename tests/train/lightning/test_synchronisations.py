@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -22,7 +23,9 @@ from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.preemption import Preemption
+from ringflash.train.lightning.ring_module import RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.transformers_model import TransformersModel
 from tests.distributed import run_ranks
 from tests.train.runs import MODEL, Data, Run
 from tests.train.synchronisations import Synchronisations
@@ -52,14 +55,21 @@ class Watch(Callback):
         self.seen.counting = self.first <= trainer.global_step < self.last
 
 
-class Fused(LanguageModel):
-    """A model with the optimizer that it has on a GPU."""
+def fused(configured: Any) -> Any:
+    """Makes the optimizer of `configure_optimizers` the one that a module has on a GPU."""
+    for group in configured["optimizer"].param_groups:
+        group["fused"], group["foreach"] = True, None
+    return configured
 
+
+class Fused(LanguageModel):
     def configure_optimizers(self) -> Any:
-        configured: Any = super().configure_optimizers()
-        for group in configured["optimizer"].param_groups:
-            group["fused"], group["foreach"] = True, None
-        return configured
+        return fused(super().configure_optimizers())
+
+
+class FusedTransformers(TransformersModel):
+    def configure_optimizers(self) -> Any:
+        return fused(super().configure_optimizers())
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Seen:
     operators: dict[str, int]
 
 
-def watched(module: LanguageModel, run: Run, *callbacks: Callback) -> Seen:
+def watched(module: RingModule, run: Run, *callbacks: Callback) -> Seen:
     """Trains for five steps and watches steps 3 and 4."""
     seen, strategy = Synchronisations(), Strategy()
     strategy.seen = seen
@@ -79,7 +89,7 @@ def watched(module: LanguageModel, run: Run, *callbacks: Callback) -> Seen:
     return Seen(seen.places, dict(seen.operators))
 
 
-def trained(module: LanguageModel, run: Run, strategy: RingAttentionStrategy, *callbacks: Callback) -> None:
+def trained(module: RingModule, run: Run, strategy: RingAttentionStrategy, *callbacks: Callback) -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     trainer = pl.Trainer(
@@ -122,6 +132,34 @@ def _decoder() -> dict[str, Seen]:
 
 def _on_ranks() -> Seen:
     return watched(Fused(MODEL), RUNS["accumulated"])
+
+
+def _transformers() -> dict[str, Seen]:
+    from transformers import Gemma3TextConfig, LlamaConfig
+
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    configs = {
+        "one mask": LlamaConfig(**shape),
+        "two masks": Gemma3TextConfig(
+            **shape, sliding_window=8, layer_types=["sliding_attention", "full_attention"], pad_token_id=0
+        ),
+    }
+    return {name: watched(FusedTransformers(config), RUNS["packed"]) for name, config in configs.items()}
+
+
+def test_a_transformers_model_reads_each_mask_and_the_positions_once() -> None:
+    pytest.importorskip("transformers")
+    for seen in run_ranks(2, _transformers):
+        for name, masks in (("one mask", 1), ("two masks", 2)):
+            places = [place.split(":")[0] for place in seen[name].places]
+            own = "ringflash/integrations/transformers"
+            # transformers itself looks for packed documents, once for each mask.
+            assert Counter(places) == {
+                f"{own}/mask.py": 2 * masks,  # in two steps
+                f"{own}/positions.py": 2,
+                "transformers/masking_utils.py": 2 * masks,
+            }
 
 
 @pytest.fixture(scope="module")
