@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -89,11 +90,13 @@ def watched(module: RingModule, run: Run, *callbacks: Callback) -> Seen:
     return Seen(seen.places, dict(seen.operators))
 
 
-def trained(module: RingModule, run: Run, strategy: RingAttentionStrategy, *callbacks: Callback) -> None:
+def trained(
+    module: RingModule, run: Run, strategy: RingAttentionStrategy, *callbacks: Callback, accelerator: str = "cpu"
+) -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=dist.get_world_size(),
         strategy=strategy,
         max_steps=run.steps,
@@ -210,6 +213,30 @@ def _clipped() -> list[bool]:
 
 def test_clipped_gradients_have_the_bits_of_torch() -> None:
     assert run_ranks(2, _clipped) == [[True, True]] * 2
+
+
+class Refuse(Callback):
+    """Makes torch raise in steps 3 and 4 where an operator of PyTorch waits for the GPU."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.global_step < 4 else "default")
+
+
+def _on_gpu(name: str) -> str:
+    module = LanguageModel(MODEL, OptimizerConfig(warmup_steps=1), compute_dtype="bfloat16")
+    try:
+        trained(module, replace(RUNS[name], steps=5), RingAttentionStrategy(), Refuse(), accelerator="gpu")
+    except RuntimeError:
+        return traceback.format_exc()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["plain", "accumulated"])
+def test_a_step_on_a_gpu_waits_nowhere(name: str) -> None:
+    assert run_ranks(1, _on_gpu, name, backend="nccl") == [""]
 
 
 def test_waits_are_seen() -> None:
