@@ -128,11 +128,11 @@ class ShardedStrategy(ModelParallelStrategy):
     def _failure(self) -> BaseException | None:
         """Returns the error that ends the run on this rank, or None if there is none or all ranks agreed on it."""
         error = sys.exception()
-        if error is None or self.world_size == 1 or self.lightning_module is None or self._is_agreed(error):
+        if error is None or self.world_size == 1 or self.lightning_module is None or self._is_raised_by_all(error):
             return None
         return error if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED else None
 
-    def _is_agreed(self, error: BaseException) -> bool:
+    def _is_raised_by_all(self, error: BaseException) -> bool:
         """Returns whether all ranks raise `error` after the same step."""
         return False
 

@@ -8,9 +8,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+from lightning.pytorch.trainer.states import TrainerStatus
 
+from ringflash.train.lightning.preemption import Preempted
+from ringflash.train.lightning.strategy import RingAttentionStrategy
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("shutdown")
@@ -93,3 +99,16 @@ def test_a_slow_rank_is_waited_for(ends: dict[str, Ends]) -> None:
 def test_none_is_waited_for_that_does_not_come(ends: dict[str, Ends], case: str, code: int) -> None:
     assert ends[case].codes == [0, code, 0], ends[case]
     assert max(ends[case].seconds[:2]) < 4, ends[case]
+
+
+def test_only_an_error_that_all_ranks_raise_together_lets_a_rank_save() -> None:
+    strategy = RingAttentionStrategy()
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(status=TrainerStatus.INTERRUPTED)))
+    several = mock.patch.object(RingAttentionStrategy, "world_size", 2)
+    with several, mock.patch.object(RingAttentionStrategy, "lightning_module", module):
+        for error in (Preempted("SIGTERM"), ValueError()):
+            try:
+                raise error
+            except BaseException:
+                refused = strategy._failure()
+            assert refused is (None if isinstance(error, Preempted) else error)
