@@ -8,7 +8,7 @@ bitmap. All masks compose with `&`.
 from ringflash.masks.base import Full, Intersection, Mask, as_mask
 from ringflash.masks.bitmap import Bitmap
 from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
-from ringflash.masks.serialize import described, mask_from_spec
+from ringflash.masks.serialize import described, mask_from_spec, spec_of, validated
 from ringflash.masks.sparse import BlockSparse, Tree
 
 __all__ = [
@@ -26,4 +26,6 @@ __all__ = [
     "as_mask",
     "described",
     "mask_from_spec",
+    "spec_of",
+    "validated",
 ]

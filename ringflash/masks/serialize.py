@@ -5,19 +5,48 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import is_
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from ringflash.masks.base import Full, Mask
+from ringflash.masks.base import Full, Mask, is_traced
 from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
 from ringflash.masks.sparse import BlockSparse, Tree
 
 _TABLES = {kind.word: kind for kind in (KeyPadding, PrefixLM)}
 
+# Masks with tensors that calls have used, by their words and the id of their first tensor, for as long as they live.
+_in_use: WeakValueDictionary[tuple[str, int], Mask] = WeakValueDictionary()
+
+
+def spec_of(mask: Mask) -> tuple[str, list[Tensor]]:
+    """Returns `mask.spec`. While the mask lives, `mask_from_spec` finds it by the same tensor objects."""
+    words, tensors = mask.spec
+    if tensors and not is_traced():
+        _in_use[words, id(tensors[0])] = mask
+    return words, tensors
+
 
 def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
-    """Returns the mask with this `.spec`; masks pass the boundary of a custom op this way."""
-    return _made(words, tensors) if tensors else _of_words(words)
+    """Returns the mask with this `.spec`; masks pass the boundary of a custom op this way.
+
+    The mask is the one that `spec_of` was called for, if it lives. It has its hash and its tables already. Tensors of
+    masks are copies that nothing writes to.
+    """
+    if not tensors:
+        return _of_words(words)
+    mask = _in_use.get((words, id(tensors[0])))
+    if mask is not None and all(map(is_, mask.spec[1], tensors)):
+        return mask
+    return _made(words, tensors)
+
+
+@lru_cache(maxsize=256)
+def validated(mask: Mask, seqlen_k: int) -> Mask:
+    """Returns `mask` after `mask.validate(seqlen_k)`, which runs once for masks that are in use."""
+    mask.validate(seqlen_k)
+    return mask
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
-from ringflash.masks import Mask, as_mask
+from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.guard import Phase, announce
@@ -297,7 +297,7 @@ def _call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = options.deterministic
-    words, mask_tensors = mask.spec
+    words, mask_tensors = spec_of(mask)
     return AttentionCall(
         sinks=options.sinks,
         alibi_slopes=options.alibi_slopes,

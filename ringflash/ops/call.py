@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringflash.kernels import select
 from ringflash.kernels.contract import ScoreConfig
-from ringflash.masks import Mask, mask_from_spec
+from ringflash.masks import Mask, mask_from_spec, validated
 from ringflash.ring.schedule import KernelRun
 
 
@@ -48,9 +48,7 @@ class AttentionCall(NamedTuple):
     def mask_of(self, seqlen_k: int) -> Mask:
         """Returns the mask, checked for `seqlen_k` keys in all."""
         mask = mask_from_spec(self.mask, self.mask_tensors)
-        if not self.context:
-            mask.validate(seqlen_k)  # here, for a call that torch.compile has traced too
-        return mask
+        return mask if self.context else validated(mask, seqlen_k)  # here, for a call that torch.compile has traced too
 
     def kernel_run(self, q: Tensor) -> KernelRun:
         """Returns the kernels for `q` and how they make scores."""

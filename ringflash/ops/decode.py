@@ -13,7 +13,7 @@ from ringflash.checks import check_return_lse, check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
-from ringflash.masks import Mask, as_mask
+from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import decode_op
 from ringflash.ops.guard import Phase, announce
 from ringflash.torch_private import assert_async, forward_mode_level
@@ -192,7 +192,7 @@ def flash_decode(
         options.sinks,
         options.alibi_slopes,
         context.name if context is not None else "",
-        *mask.spec,
+        *spec_of(mask),
         scale,
         float(options.softcap),
         options.backend,

@@ -1,5 +1,6 @@
 """Masks: their dense form, their bounds, their algebra, and the pairs of chunks with visible pairs."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk
-from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec
+from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec, spec_of
 from tests.strategies import masks, single_masks
 
 SEQLEN = 40
@@ -330,3 +331,31 @@ def test_a_plan_under_another_default_device() -> None:
         for mask in (rf.Causal() & rf.Documents([0, 30, 90]), rf.BlockSparse([[True, False], [False, True]], 45)):
             assert "hop 0" in str(rf.ContextParallel.local(3, "balanced").plan(mask, 90))
     assert len(plan.hops) == 2
+
+
+def test_a_call_uses_the_mask_of_its_caller_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, mask = torch.randn(1, 30, 2, 16, requires_grad=True), rf.Causal() & rf.Documents([0, 10, 30])
+    other = mask & rf.SlidingWindow(4)  # with the same tensor
+    rf.flash_attention(q, q, q, mask=mask).sum().backward()
+    monkeypatch.setattr(rf.Documents, "__init__", lambda *_: pytest.fail("a mask is made again"))
+    monkeypatch.setattr(rf.Documents, "validate", lambda *_: pytest.fail("a mask is checked again"))
+    rf.flash_attention(q, q, q, mask=mask).sum().backward()
+    for each in (mask, other):
+        assert mask_from_spec(*spec_of(each)) is each
+
+
+def test_equal_tensors_of_another_mask_give_no_mask_of_a_caller() -> None:
+    mask = rf.Documents([0, 10, 30])
+    words, tensors = spec_of(mask)
+    assert mask_from_spec(words, tensors) is mask
+    again = mask_from_spec(words, [x.clone() for x in tensors])
+    assert again == mask
+    assert again is not mask
+    del mask
+    assert mask_from_spec(words, tensors) == again
+
+
+def test_masks_pickle_after_a_call() -> None:
+    mask = rf.Causal() & rf.Documents([0, 10, 30])
+    spec_of(mask)
+    assert pickle.loads(pickle.dumps(mask)) == mask
