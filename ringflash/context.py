@@ -21,8 +21,9 @@ from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask, described
 from ringflash.ring.cuda_graphs import GraphCache
-from ringflash.ring.double_ring import make_double_plan
-from ringflash.ring.plan import Plan, make_grouped_plan, make_plan, receives_at_most
+from ringflash.ring.gathered_plan import make_grouped_plan, receives_at_most
+from ringflash.ring.plan import Plan
+from ringflash.ring.ring_plan import make_plan
 from ringflash.token_mean import TokenMeans
 from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
@@ -282,9 +283,7 @@ class ContextParallel(TokenMeans):
     def _plan_at(self, place: int, layout: Layout, mask: Mask, groups: bool) -> Plan:
         if groups:
             return make_grouped_plan(layout, mask, place)
-        if self.inner_ring is None:
-            return make_plan(layout, mask, place)
-        return make_double_plan(layout, mask, place, self.inner_ring)
+        return make_plan(layout, mask, place, self.inner_ring)
 
     def _groups(self, layout: Layout, mask: Mask, row_bytes: int | None) -> bool:
         """Returns whether hops are grouped; this depends only on values that ranks have agreed on."""
@@ -396,7 +395,7 @@ class ContextParallel(TokenMeans):
             places = range(plan.world_size)
             everyone = [self._plan_at(place, plan.layout, plan.mask, plan.grouped) for place in places]
             everyone[plan.rank] = plan
-            self._control.compare("plan", repr([(each.rank, each.hops) for each in everyone]), str(plan))
+            self._control.compare("plan", repr([(each.rank, each.steps) for each in everyone]), str(plan))
         return faults
 
     def watch(self, plan: Plan, stream: torch.cuda.Stream) -> None:

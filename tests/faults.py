@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 import ringflash as rf
-from ringflash.ring import schedule
+from ringflash.ring import tiles
 from tests import distributed, one_gpu
 from tests.accuracy import Problem, as_tensor
 from tests.strict import make_warnings_errors
@@ -69,18 +69,18 @@ def planted(step: int, action: Callable[[], None], rank: int = 1) -> Iterator[No
     if dist.get_rank() != rank:
         yield
         return
-    original, steps = schedule.KernelRun.problem, iter(range(100))
+    original, steps = tiles.KernelRun.problem, iter(range(100))
 
     def problem(*args: Any) -> Any:
         if next(steps) == step:
             action()
         return original(*args)
 
-    setattr(schedule.KernelRun, "problem", problem)  # noqa: B010 - pyright rejects an assignment to a frozen class
+    setattr(tiles.KernelRun, "problem", problem)  # noqa: B010 - pyright rejects an assignment to a frozen class
     try:
         yield
     finally:
-        setattr(schedule.KernelRun, "problem", original)  # noqa: B010
+        setattr(tiles.KernelRun, "problem", original)  # noqa: B010
 
 
 def usual_seconds() -> float:

@@ -69,9 +69,9 @@ PLANTS = (
     Plant(
         "stale-keys-in-backward",
         "diffusers #14265: the backward uses the keys and values of another hop",
-        "ringflash/ring/schedule.py",
-        "(dout, q, *kv.visiting(hop), lse, delta)",
-        "(dout, q, *kv.visiting(plan.hops[0]), lse, delta)",
+        "ringflash/ring/tiles.py",
+        "keys, values = kv.keys_and_values(hop)",
+        "keys, values = kv.keys_and_values(self._plan.hops[0])",
         ("tests/ring/test_schedule.py::test_error_does_not_grow_with_the_world[dtype2-False]",),
     ),
     Plant(
@@ -96,9 +96,9 @@ PLANTS = (
     Plant(
         "padding-read-as-rows",
         "TransformerEngine #3331: the rows that pad a shorter shard are read as keys",
-        "ringflash/ring/schedule.py",
-        "return self._buffers[self._slot(hop)].pair(self._plan.layout.length(hop.owner))",
-        "return self._buffers[self._slot(hop)].pair(max(self._plan.layout.lengths))",
+        "ringflash/ring/buffers.py",
+        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))[1]",
+        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, self._plan.slot_rows)[1]",
         ("tests/ring/test_schedule.py::test_every_mask_in_every_layout[full-zigzag-2]",),
     ),
     Plant(
@@ -200,16 +200,16 @@ PLANTS = (
     Plant(
         "bfloat16-gradient-for-float16-in-the-deterministic-path",
         "the same where dq is summed in one order",
-        "ringflash/ring/schedule.py",
-        "dq = dq.to(q.dtype)",
-        "dq = dq.to(torch.bfloat16)",
+        "ringflash/ring/tiles.py",
+        "self._dq.to(self._q.dtype)",
+        "self._dq.to(torch.bfloat16)",
         ("tests/ring/test_schedule.py::test_accuracy_of_the_deterministic_backward[2-dtype0]",),
     ),
     Plant(
         "dq-summed-in-the-inputs-dtype",
         "dq rounded to the inputs' dtype at each hop of the deterministic backward: RMS error up by 44% at 8 ranks",
-        "ringflash/ring/schedule.py",
-        "dtype = q.dtype if plan.world_size == 1 else wide",
+        "ringflash/ring/tiles.py",
+        "dtype = q.dtype if rounds_once else kernels.state_dtype(q.dtype)",
         "dtype = q.dtype",
         ("tests/ring/test_schedule.py::test_error_does_not_grow_with_the_world[dtype0-True]",),
     ),

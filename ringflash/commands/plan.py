@@ -135,7 +135,7 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
     total = sum(map(sum, first.pairs))
     for plan in plans:
         flops = [plan.flops(options.batch, options.nheads, options.headdim, backward=back) for back in (False, True)]
-        passed = sum(hop.rows_sent for hop in plan.hops if hop.passes_on) / max(plan.rows_sent, 1)
+        passed = sum(plan.rows_sent_at(hop) for hop in plan.hops if hop.passes_on) / max(plan.rows_sent, 1)
         table.add_row(
             str(plan.rank),
             f"{plan.layout.length(plan.rank):,}",
@@ -172,7 +172,7 @@ def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
             *map(str, (computing, passing, len(step) - computing - passing)),
             f"{sum(pairs) / total:.1%}",
             f"{max(pairs) * len(pairs) / sum(pairs):.2f}" if sum(pairs) else "-",
-            f"{sum(hop.rows_sent for hop in step) * row_bytes / 2**20:,.1f}",
+            f"{sum(plan.rows_sent_at(hop) for plan, hop in zip(plans, step, strict=True)) * row_bytes / 2**20:,.1f}",
             *(_cell(hop, total) for hop in step[: len(shown)]),
         )
     return table
@@ -180,8 +180,8 @@ def _hops(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
 
 def _cell(hop: Hop, total: int) -> str:
     if hop.meets:
-        return f"KV {hop.owner}: {hop.pairs / total:.1%}"
-    return f"KV {hop.owner} passes" if hop.passes_on else "idle"
+        return f"KV {hop.owners[0]}: {hop.pairs / total:.1%}"
+    return f"KV {hop.owners[0]} passes" if hop.passes_on else "idle"
 
 
 def _layouts(mask: Mask, options: argparse.Namespace) -> Table:

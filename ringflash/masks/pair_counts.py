@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringflash.masks.bitmap import Bitmap
+
+if TYPE_CHECKING:
+    from ringflash.masks.base import Mask
+
+
+@lru_cache(maxsize=1)
+def area_of(mask: Mask, seqlen: int) -> PairCounts:
+    """Returns the pair counts of a whole sequence; only the last is cached, as it holds numbers for every query."""
+    return mask.area(seqlen, seqlen)
 
 
 class PairCounts:

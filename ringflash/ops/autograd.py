@@ -18,7 +18,7 @@ from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Guard, Phase, in_ring
 from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan, single_device_plan
-from ringflash.ring.schedule import KernelRun, empty_results
+from ringflash.ring.tiles import KernelRun, empty_results
 from ringflash.ring.ulysses import Group
 from ringflash.state import lse_dtype
 from ringflash.transport.all_to_all import LocalHeads

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringflash.kernels import select
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.masks import Mask, mask_from_spec, validated
-from ringflash.ring.schedule import KernelRun
+from ringflash.ring.tiles import KernelRun
 
 
 class AttentionCall(NamedTuple):

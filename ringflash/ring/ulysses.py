@@ -18,10 +18,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ringflash.ring import gathered
-from ringflash.ring import schedule as ring
+from ringflash.ring import schedule
 from ringflash.ring.plan import Plan
-from ringflash.ring.schedule import KernelRun
+from ringflash.ring.tiles import KernelRun, sinks_gradient
 from ringflash.transport.all_to_all import HeadsTransport
 from ringflash.transport.base import Transport
 
@@ -91,13 +90,13 @@ def most_kv_heads(nheads: int, nheads_kv: int, ranks: int) -> int:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport, group: Group | None
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """Computes the attention of this rank's rows for all heads, by a ring or a grouped plan.
+    """Computes the attention of this rank's rows for all heads, by a plan of any kind.
 
     Args:
         q: (batch, rows, nheads, headdim).
         k: (batch, rows, nheads_kv, headdim).
         v: (batch, rows, nheads_kv, headdim_v).
-        plan: the hops of this rank's ring, over the shards of groups.
+        plan: the steps of this rank's ring, over the shards of groups.
         kernel_run: kernels, and the score settings of all heads.
         transport: carries messages between the ranks of the ring.
         group: the ranks that split heads; None for a ring without groups.
@@ -105,7 +104,6 @@ def forward(
     Returns:
         out (batch, rows, nheads, headdim_v) and lse (batch, nheads, rows), as `schedule.forward`.
     """
-    schedule = gathered if plan.grouped else ring
     if group is None:
         return (yield from schedule.forward(q, k, v, plan, kernel_run, transport))
     split, queries, keys, kernel_run = _split(q, k, kernel_run, group)
@@ -135,11 +133,10 @@ def backward(
     sends its share of the gradient, in the state's dtype, to the rank that stores the row. That rank adds the shares in
     rank order and rounds once.
     """
-    schedule = gathered if plan.grouped else ring
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
     lse = lse.contiguous()  # kernels read lse and delta as one vector a head
     delta = kernel_run.kernels.delta(out, dout, dlse)  # before the exchange, which then sends delta instead of out
-    dsinks = ring.sinks_gradient(kernel_run.score_config.sinks, lse, delta)
+    dsinks = sinks_gradient(kernel_run.score_config.sinks, lse, delta)
     if group is None:
         grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, kernel_run, transport)
         return *grads, dsinks

@@ -17,6 +17,7 @@ from ringflash.bench.cost_model.model import NEAR, Link, Machine, Split, predict
 from ringflash.bench.cost_model.walk import Cost, Costs, _Round, _Travel, seconds, steps
 from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
+from ringflash.ring.plan import Kind
 
 FREE = Cost(0.0, 0.0), Cost(0.0, 0.0)
 RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200"
@@ -32,7 +33,7 @@ def test_without_messages_a_ring_keeps_the_pace_of_its_plan(layout: str, world: 
         time = seconds(Costs(pairs, np.zeros(world, int), FREE))
         assert time >= plan.balance * pairs.sum() / world * (1 - 1e-9)
         assert time == pytest.approx(plan.critical_path * pairs.sum() / world, rel=0.02)
-        assert [step.owner[plan.rank] for step in steps(pairs > 0)] == [hop.owner for hop in plan.hops]
+        assert [step.owner[plan.rank] for step in steps(pairs > 0)] == [hop.owners[0] for hop in plan.hops]
 
 
 @given(world=st.integers(2, 6), compute=times, kv=times, gradient=times, add=times)
@@ -96,10 +97,11 @@ def test_rings_of_rings_step_as_their_plans_do(inner: int) -> None:
     plans = [context.plan(rf.Causal(), 512, rank) for rank in range(8)]
     for number, step in enumerate(steps(np.ones((8, 8), bool), inner)):
         hops = [plan.hops[number] for plan in plans]
-        assert step.owner.tolist() == [hop.owner for hop in hops]
-        assert step.sends.tolist() == [hop.send_kv for hop in hops]
+        sent = [{each.kind for batch in plan.steps[number].kv for each in batch.transfers} for plan in plans]
+        assert step.owner.tolist() == [hop.owners[0] for hop in hops]
+        assert step.sends.tolist() == [Kind.KV in kinds for kinds in sent]
         assert step.revolution == hops[0].revolution
-        assert (step.opens and step.far) == (hops[0].far_to is not None)
+        assert (step.opens and step.far) == (Kind.FAR_KV in sent[0])
 
 
 @pytest.mark.parametrize("name", ["kernels-gqa.json", "kernels.json"])

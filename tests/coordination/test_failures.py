@@ -138,11 +138,14 @@ def _astray() -> Iterator[None]:
     call_ring(rf.ContextParallel.local(2))
     original = contexts.make_plan
 
-    def make_plan(layout: Any, mask: Any, rank: int) -> Plan:
-        plan = original(layout, mask, rank)
+    def make_plan(layout: Any, mask: Any, rank: int, inner: int | None) -> Plan:
+        plan = original(layout, mask, rank, inner)
         if rank != 1 or dist.get_rank() != 1:
             return plan
-        return replace(plan, hops=(*plan.hops[:-2], replace(plan.hops[-2], receive_kv=False)))
+        *steps, before, _, closing = plan.steps
+        (batch,) = before.kv
+        sends = batch._replace(transfers=tuple(transfer for transfer in batch.transfers if transfer.sends))
+        return replace(plan, steps=(*steps, before._replace(kv=(sends,)), closing))
 
     contexts.make_plan = make_plan
     try:

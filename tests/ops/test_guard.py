@@ -17,7 +17,7 @@ from ringflash.coordination.session import ControlPlane
 from ringflash.errors import ArgumentError
 from ringflash.ops import attention, autograd, decode, decode_op, derivatives
 from ringflash.ops.call import AttentionCall
-from ringflash.ring import schedule
+from ringflash.ring import tiles
 from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, usual_seconds
 
@@ -64,7 +64,7 @@ FAULTS: list[Fault] = [
     *((autograd, "_joined", at, _raise) for at in (0, 2)),  # of out, then of dq
     (AttentionCall, "kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
-    *((schedule.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # a hop's kernel refuses an argument
+    *((tiles.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # a hop's kernel refuses an argument
     # before and after the operators
     *((attention, "_validate", 0, action) for action in (_raise, _interrupt)),
     (rf.Dropout, "drawn", 0, _raise),

@@ -15,10 +15,11 @@ from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.ops import autograd
-from ringflash.ring.plan import Plan
+from ringflash.ring.plan import Kind, Plan
 from ringflash.transport.base import FAR, Message
 from ringflash.transport.local import LocalNetwork, LocalTransport
 from tests.accuracy import Problem, assert_accurate
+from tests.ring.test_planners import transfer_at
 from tests.strategies import masks, modes
 
 SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # (ring, inner ring)
@@ -45,38 +46,53 @@ def test_plans(size: tuple[int, int], layout: str, mask: Mask) -> None:
     world, inner = size
     plans = plans_of(size, layout, mask)
     chunks = plans[0].layout.chunks
-    computed = [(plan.rank, hop.owner) for plan in plans for hop in plan.hops if hop.meets]
+    computed = [(plan.rank, hop.owners[0]) for plan in plans for hop in plan.hops if hop.meets]
     assert sorted(computed) == [(q, k) for q in range(world) for k in range(world) if mask.meets(chunks[q], chunks[k])]
 
     for step in zip(*(plan.hops for plan in plans), strict=True):
         for plan, hop in zip(plans, step, strict=True):
-            assert plan.next_rank // inner == plan.rank // inner
-            assert hop.send_kv == step[plan.next_rank].receive_kv
-            if hop.send_kv:
-                assert plans[plan.next_rank].hops[hop.index + 1].owner == hop.owner
-                assert plans[plan.next_rank].hops[hop.index + 1].present
-            if hop.far_to is not None:
-                assert (hop.far_to - plan.rank) % world == inner
-                assert step[hop.far_to].far_from == plan.rank
-                following = plans[hop.far_to].next_revolution(step[hop.far_to])
-                assert (following.owner, following.revolution) == (hop.owner, hop.revolution + 1)
-                assert following.present
-            if hop.send_grad_home:
-                assert step[hop.owner].grad_comes_home == plan.rank
-        for sends, receives in (("far_to", "far_from"), ("send_grad_home", "grad_comes_home")):
-            ends = [[getattr(hop, name) for hop in step] for name in (sends, receives)]
-            assert len({sum(end is not None and end is not False for end in of) for of in ends}) == 1
+            sent = transfer_at(plan, hop.index, Kind.KV, sends=True)
+            next_rank = plan.rank // inner * inner + (plan.rank + 1) % inner
+            assert (sent is None) == (transfer_at(plans[next_rank], hop.index, Kind.KV, sends=False) is None)
+            if sent:
+                assert sent.peer == next_rank
+                assert plans[next_rank].hops[hop.index + 1].owners == hop.owners
+                assert plans[next_rank].hops[hop.index + 1].rows
+            far = transfer_at(plan, hop.index, Kind.FAR_KV, sends=True)
+            if far:
+                assert (far.peer - plan.rank) % world == inner
+                received = transfer_at(plans[far.peer], hop.index, Kind.FAR_KV, sends=False)
+                assert received is not None
+                assert received.peer == plan.rank
+                following = next(each for each in plans[far.peer].hops[hop.index + 1 :] if each.starts)
+                assert (following.owners, following.revolution) == (hop.owners, hop.revolution + 1)
+                assert following.rows
+            for kind in (Kind.RETURN, Kind.FAR_RETURN):
+                home = transfer_at(plan, hop.index, kind, sends=True)
+                if home:
+                    received = transfer_at(plans[hop.owners[0]], hop.index, kind, sends=False)
+                    assert home.peer == hop.owners[0]
+                    assert received is not None
+                    assert received.peer == plan.rank
+        for kind in (Kind.FAR_KV, Kind.RETURN, Kind.FAR_RETURN):
+            ends = [
+                [transfer_at(plan, hop.index, kind, sends=sends) for plan, hop in zip(plans, step, strict=True)]
+                for sends in (True, False)
+            ]
+            assert len({sum(end is not None for end in of) for of in ends}) == 1
     for plan in plans:  # each inner pass in which KV is seen returns a gradient, except in the owner's own group
         groups = {q // inner for q in range(world) if mask.meets(chunks[q], chunks[plan.rank])}
         away = groups - {plan.rank // inner}
-        assert sum(hop.grad_comes_home is not None and hop.revolution > 0 for hop in plan.hops) == len(away)
+        returns = [transfer_at(plan, hop.index, Kind.FAR_RETURN, sends=False) for hop in plan.hops]
+        assert sum(each is not None for each in returns) == len(away)
 
 
 def test_far_links_carry_what_a_ring_of_groups_would() -> None:
     for plan in plans_of((8, 4), "zigzag", Full(), 64):
-        assert [hop.index for hop in plan.hops if hop.far_to is not None] == [0]
+        kinds = [[transfer_at(plan, h, kind, sends=True) for h in range(8)] for kind in (Kind.KV, Kind.FAR_KV)]
+        assert [h for h in range(8) if kinds[1][h]] == [0]
         assert len(plan.hops) == 8
-        assert sum(hop.send_kv for hop in plan.hops) == 2 * 3
+        assert sum(sent is not None for sent in kinds[0]) == 2 * 3
         assert plan.rows_sent == 7 * 8
 
 

@@ -19,7 +19,8 @@ from ringflash.kernels.eager import prefill
 from ringflash.layouts.layout import LAYOUTS, Chunk
 from ringflash.masks import Full, Mask
 from ringflash.ops.autograd import _row_bytes
-from ringflash.ring.plan import Plan, receives_at_most
+from ringflash.ring.gathered_plan import receives_at_most
+from ringflash.ring.plan import Plan, Transfer
 from ringflash.transport.base import Message
 from ringflash.transport.local import LocalTransport
 from tests.accuracy import Problem, as_tensor, assert_accurate
@@ -187,34 +188,42 @@ def test_only_those_who_see_keys_receive_them(layout: str, mask: Mask, world: in
     if not plans[0].grouped:
         assert not any(pairs[q][k] for q in range(world) for k in range(world) if q != k)
         return
-    exchanges = [plan.hops[0].exchange for plan in plans if plan.hops[0].exchange]
-    assert {e.most_rows for e in exchanges} == {max(e.rows for e in exchanges)}
-    most = max(e.rows_received for e in exchanges)
+    sent, received = zip(*map(exchange_of, plans), strict=True)
+    own = plans[0].layout.lengths
+    rows_received = [sum(len(part.rows) for part in of) for of in received]
+    assert {plan.slot_rows for plan in plans} == {max(map(sum, zip(own, rows_received, strict=True)))}
+    most = max(rows_received)
     assert receives_at_most(plans[0].layout, mask, most)
     assert not receives_at_most(plans[0].layout, mask, most - 1)
     seen = mask.dense(torch.arange(SEQLEN), torch.arange(SEQLEN)).expand(mask.batch, SEQLEN, SEQLEN).any(0)
-    for plan, exchange in zip(plans, exchanges, strict=True):
+    for rank, plan in enumerate(plans):
         (hop,) = plan.hops
-        rank = plan.rank
         assert hop.pairs == sum(pairs[rank])
-        assert [part.rank for part in exchange.received] == [k for k in range(world) if k != rank and pairs[rank][k]]
-        assert [part.rank for part in exchange.sent] == [q for q in range(world) if q != rank and pairs[q][rank]]
-        assert plan.rows_sent == sum(part.rows for part in exchange.sent)
-        assert plan.gradient_rows_sent == sum(part.rows for part in exchange.received)
-        for part in exchange.sent:
-            there = next(each for each in exchanges[part.rank].received if each.rank == rank)
-            assert (there.first, there.rows, there.place) == (part.first, part.rows, part.place)
-            assert 0 <= part.first < part.first + part.rows <= exchange.own_rows
-        held = rows_of(exchange.held)
-        assert len(held) == len(set(held)) == exchange.rows - (0 if exchange.sees_own else exchange.own_rows)
-        assert rows_of(exchange.chunks) == sorted(held)
-        assert all(a.stop < b.start for a, b in zip(exchange.chunks, exchange.chunks[1:], strict=False))
+        assert [part.peer for part in received[rank]] == [k for k in range(world) if k != rank and pairs[rank][k]]
+        assert [part.peer for part in sent[rank]] == [q for q in range(world) if q != rank and pairs[q][rank]]
+        assert plan.rows_sent == sum(len(part.rows) for part in sent[rank])
+        assert plan.gradient_rows_sent == rows_received[rank]
+        for part in sent[rank]:
+            there = next(each for each in received[part.peer] if each.peer == rank)
+            assert (there.mirror, len(there.rows)) == ((0, part.rows.start), len(part.rows))
+            assert 0 <= part.rows.start < part.rows.stop <= own[rank]
+        held = rows_of(hop.held)
+        assert len(held) == len(set(held)) == rows_received[rank] + (own[rank] if pairs[rank][rank] else 0)
+        assert rows_of(hop.chunks) == sorted(held)
+        assert all(a.stop < b.start for a, b in zip(hop.chunks, hop.chunks[1:], strict=False))
         wanted = seen[rows_of(chunks[rank])].any(0).nonzero()[:, 0].tolist()
         assert set(wanted) <= set(held)
         assert plan.rows_passed_on == 0
     assert sum(plan.rows_sent for plan in plans) <= sum(
         rf.ContextParallel.local(world, layout).plan(mask, SEQLEN, rank).rows_sent for rank in range(world)
     )
+
+
+def exchange_of(plan: Plan) -> tuple[list[Transfer], list[Transfer]]:
+    """Returns what a rank sends and receives of KV."""
+    (batch,) = plan.steps[0].kv
+    sent, received = ([each for each in batch.transfers if each.sends == sends] for sends in (True, False))
+    return sent, received
 
 
 def rows_of(chunks: Sequence[Chunk]) -> list[int]:
@@ -245,7 +254,7 @@ def test_a_plan_prints_who_sends_what_to_whom() -> None:
     assert plan.bytes_sent(1, 8, 128, itemsize=2) == 4 * row * 2
     assert plan.bytes_sent_backward(1, 8, 128, itemsize=2) == 4 * row * 2 + 4 * row * 4
     assert plan.critical_path == plan.balance
-    assert plan.meetings(plan.hops[0]) == ((plan.q_chunks[0], plan.owner_chunks(plan.hops[0])[0]),)
+    assert plan.meetings(plan.hops[0]) == ((plan.q_chunks[0], plan.hops[0].chunks[0]),)
     plans = plans_of(2, "contiguous", rf.KeyPadding([2, 2]), seqlen=8)
     assert "KV of rank 0 [0, 2): compute 16 pairs  receive 2 <- 0" in str(plans[1])
     plans = plans_of(2, "contiguous", rf.BlockSparse([[False, False], [True, False]], 4), seqlen=8)

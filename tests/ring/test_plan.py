@@ -9,7 +9,8 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from ringflash.ring.plan import Plan, single_device_plan
+from ringflash.ring.plan import Kind, Plan, single_device_plan
+from tests.ring.test_planners import transfer_at
 from tests.strategies import block_sparse, masks
 
 SEQLEN = 37
@@ -33,7 +34,7 @@ def plans_of(world: int, layout: str, mask: Mask, seqlen: int = SEQLEN) -> list[
 @pytest.mark.parametrize("world", range(1, 8))
 def test_every_pair_that_meets_is_computed_once(world: int, layout: str, mask: Mask) -> None:
     plans = plans_of(world, layout, mask)
-    computed = [(plan.rank, hop.owner) for plan in plans for hop in plan.hops if hop.meets]
+    computed = [(plan.rank, hop.owners[0]) for plan in plans for hop in plan.hops if hop.meets]
     chunks = plans[0].layout.chunks
     needed = [(q, k) for q in range(world) for k in range(world) if mask.meets(chunks[q], chunks[k])]
     assert sorted(computed) == needed
@@ -45,13 +46,19 @@ def test_sends_match_receives(world: int, layout: str, mask: Mask) -> None:
     plans = plans_of(world, layout, mask)
     assert len({len(plan.hops) for plan in plans}) == 1
     for step in zip(*(plan.hops for plan in plans), strict=True):
+        home: list[list[tuple[int, int]]] = [[], []]
         for rank, hop in enumerate(step):
-            assert hop.send_kv == step[(rank + 1) % world].receive_kv
-            if hop.receive_kv:
-                assert plans[rank].hops[hop.index + 1].rows == step[(rank - 1) % world].rows_sent
-            if hop.send_grad_home:
-                assert step[hop.owner].grad_comes_home == rank
-        assert sum(hop.send_grad_home for hop in step) == sum(hop.grad_comes_home is not None for hop in step)
+            sent = transfer_at(plans[rank], hop.index, Kind.KV, sends=True)
+            assert (sent is None) == (transfer_at(plans[(rank + 1) % world], hop.index, Kind.KV, sends=False) is None)
+            if transfer_at(plans[rank], hop.index, Kind.KV, sends=False):
+                before = plans[(rank - 1) % world]
+                assert len(plans[rank].hops[hop.index + 1].rows) == before.rows_sent_at(before.hops[hop.index])
+            for ends, sends in zip(home, (True, False), strict=True):
+                transfer = transfer_at(plans[rank], hop.index, Kind.RETURN, sends=sends)
+                if transfer:
+                    ends.append((rank, transfer.peer) if sends else (transfer.peer, rank))
+                    assert not sends or transfer.peer == hop.owners[0]
+        assert sorted(home[0]) == sorted(home[1])
 
 
 @settings(deadline=None)
@@ -61,10 +68,11 @@ def test_the_last_stop_of_keys_reads_them(layout: str, mask: Mask, world: int) -
     plans = plans_of(world, layout, mask)
     for owner in range(world):
         stops = [plans[(owner + h) % world].hops[h] for h in range(len(plans[0].hops))]
-        assert all(hop.owner == owner for hop in stops)
+        assert all(hop.owners == (owner,) for hop in stops)
         last = max((hop.index for hop in stops if hop.meets), default=0)
-        assert [hop.present for hop in stops] == [h <= last for h in range(len(stops))]
-        assert [hop.send_kv for hop in stops] == [h < last for h in range(len(stops))]
+        assert [bool(hop.rows) for hop in stops] == [h <= last for h in range(len(stops))]
+        sends = [transfer_at(plans[(owner + h) % world], h, Kind.KV, sends=True) for h in range(len(stops))]
+        assert [sent is not None for sent in sends] == [h < last for h in range(len(stops))]
         assert [hop.passes_on for hop in stops] == [0 < h < last and not hop.meets for h, hop in enumerate(stops)]
 
 
@@ -77,13 +85,8 @@ def test_pairs_are_counted_exactly(layout: str, mask: Mask, world: int) -> None:
     dense = mask.dense(torch.arange(SEQLEN), torch.arange(SEQLEN)).sum(0)
     for plan in plans:
         for hop in plan.hops:
-            assert hop.pairs == int(dense[positions[plan.rank]][:, positions[hop.owner]].sum())
-            met = [
-                (q, k)
-                for q in plan.q_chunks
-                for k in plan.owner_chunks(hop)
-                if dense[q.start : q.stop, k.start : k.stop].any()
-            ]
+            assert hop.pairs == int(dense[positions[plan.rank]][:, positions[hop.owners[0]]].sum())
+            met = [(q, k) for q in plan.q_chunks for k in hop.chunks if dense[q.start : q.stop, k.start : k.stop].any()]
             assert plan.meetings(hop) == tuple(met)
         assert sum(hop.pairs for hop in plan.hops) == sum(plan.pairs[plan.rank])
 
@@ -91,7 +94,7 @@ def test_pairs_are_counted_exactly(layout: str, mask: Mask, world: int) -> None:
 def test_kv_goes_no_further_than_it_is_needed() -> None:
     for world in range(2, 8):
         causal = plans_of(world, "contiguous", rf.Causal())
-        assert not any(hop.send_kv for hop in causal[-1].hops)
+        assert not any(transfer_at(causal[-1], hop.index, Kind.KV, sends=True) for hop in causal[-1].hops)
         sent = sum(plan.rows_sent for plan in causal)
         assert sent < sum(plan.rows_sent for plan in plans_of(world, "contiguous", Full()))
 

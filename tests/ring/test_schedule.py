@@ -14,7 +14,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
-from ringflash.ring import schedule as ring
+from ringflash.ring import buffers
 from tests.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
 from tests.distributed import run_ranks
 from tests.strategies import block_sparse
@@ -159,13 +159,13 @@ def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.Monk
 def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a rank's buffers do not grow with the world size."""
     allocated: list[int] = []
-    original = ring._PairBuffer.__init__
+    original = buffers._PairBuffer.__init__
 
-    def counting(self, like: tuple[Tensor, Tensor], max_rows: int, *args: Any) -> None:
-        original(self, like, max_rows, *args)
+    def counting(self: Any, like: tuple[Tensor, Tensor], storage: Tensor, max_rows: int) -> None:
+        original(self, like, storage, max_rows)
         allocated.append(max_rows)
 
-    monkeypatch.setattr(ring._PairBuffer, "__init__", counting)
+    monkeypatch.setattr(buffers._PairBuffer, "__init__", counting)
     problem = Problem.random(seqlen=64, mask=rf.Causal())
     problem.ring(rf.ContextParallel.local(8))
     per_rank = 2 + 2 + 2 + 1  # KV forward, KV backward, travelling gradients, own gradient on return

@@ -1,0 +1,232 @@
+"""Buffers of KV, and of its gradients, by the slot numbers of a plan: in a ring, and in a grouped plan.
+
+In a ring's buffer keys come first and values follow, so that kernels read both as they arrived. In the buffer of a
+grouped plan a row is (batch, nheads_kv, headdim + headdim_v). The rows for one rank are thus one message, and one
+launch sorts the rows of all ranks by position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.layouts.layout import positions
+from ringflash.ring.plan import Hop, Kind, Plan
+from ringflash.transport.base import Transport
+
+Pair = tuple[Tensor, Tensor]  # keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v), or their gradients
+
+
+class _PairBuffer:
+    """Storage of two tensors (batch, rows, nheads_kv, headdim) as one message.
+
+    Args:
+        like: tensors with the batch, heads and headdims of the pair; their number of rows may differ.
+        storage: a vector.
+        max_rows: rows of the storage.
+    """
+
+    def __init__(self, like: Pair, storage: Tensor, max_rows: int) -> None:
+        self._batch, self._heads = like[0].shape[0], [x.shape[2:] for x in like]
+        self._widths = [self._batch * nheads * headdim for nheads, headdim in self._heads]
+        self._storage, self._rows = storage, max_rows
+        self._views: dict[int, tuple[Tensor, Pair]] = {}  # cached: every hop uses them
+
+    def views(self, rows: int) -> tuple[Tensor, Pair]:
+        """Returns both tensors of `rows` rows as one contiguous vector, and as views."""
+        views = self._views.get(rows)
+        if views is None:
+            start, (first, second) = int(self._storage.storage_offset()), self._widths
+            message = self._storage if rows == self._rows else self._storage[: rows * (first + second)]
+            pair = self._view(rows, 0, start), self._view(rows, 1, start + rows * first)
+            views = self._views[rows] = message, pair
+        return views
+
+    def _view(self, rows: int, which: int, start: int) -> Tensor:
+        """Returns one of the tensors in a single step, because more steps take noticeable time for short sequences."""
+        nheads, headdim = self._heads[which]
+        row = nheads * headdim
+        return self._storage.as_strided((self._batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start)
+
+
+class _Buffers:
+    """Slots of one rank.
+
+    Args:
+        own: keys and values of this rank.
+        dtype: dtype of the buffers.
+        kind: KV, or GRADIENT for dK and dV.
+        plan: the plan of this rank.
+        transport: allocates the slots that all ranks have.
+    """
+
+    def __init__(self, own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> None:
+        self._own, self._dtype, self._kind, self._plan, self._transport = own, dtype, kind, plan, transport
+        self._shared = plan.kv_slots if kind is Kind.KV else plan.gradient_slots
+        self._width = own[0].shape[0] * sum(x.shape[2] * x.shape[3] for x in own)  # elements of a row
+        self._slots: dict[int, Any] = {}
+
+    def _allocate(self, slot: int, rows: int) -> Tensor:
+        """Allocates a slot: memory that peers may read if all ranks have the slot, otherwise ordinary memory."""
+        like, numel = self._own[0], rows * self._width
+        if slot < self._shared:
+            return self._transport.allocate((int(self._kind), slot), numel, like, self._dtype)
+        return like.new_empty(numel, dtype=self._dtype)
+
+    def free(self, slot: int) -> None:
+        """Frees a slot that no later step uses."""
+        del self._slots[slot]
+
+    def scratch(self, hop: Hop) -> Pair:
+        """Returns new memory for this rank's share of dK and dV at `hop`."""
+        dk, dv = (x.new_empty((x.shape[0], len(hop.rows), *x.shape[2:]), dtype=self._dtype) for x in self._own)
+        return dk, dv
+
+
+class RingBuffers(_Buffers):
+    """Buffers of a ring, with whose tensors kernels compute in place."""
+
+    def __init__(self, own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> None:
+        super().__init__(own, dtype, kind, plan, transport)
+        self._own_gradient: Pair | None = None
+        for slot in range(self._shared):  # all ranks allocate what they share in the same order
+            self._views(slot, plan.slot_rows)
+
+    def _views(self, slot: int, rows: int) -> tuple[Tensor, Pair]:
+        buffer: _PairBuffer | None = self._slots.get(slot)
+        if buffer is None:
+            most = self._plan.slot_rows
+            buffer = self._slots[slot] = _PairBuffer(self._own, self._allocate(slot, most), most)
+        return buffer.views(rows)
+
+    def message(self, slot: int, rows: range) -> Tensor:
+        """Returns `rows` of a slot as a vector."""
+        return self._views(slot, len(rows))[0]
+
+    def load(self, slot: int) -> None:
+        """Copies this rank's keys and values to a slot."""
+        for target, source in zip(self._views(slot, self._own[0].shape[1])[1], self._own, strict=True):
+            target.copy_(source)
+
+    def keys_and_values(self, hop: Hop) -> Pair:
+        """Returns the keys and values of `hop`."""
+        return self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))[1]
+
+    def gradient(self, hop: Hop) -> Pair:
+        """Returns dK and dV of `hop`: uninitialised if `hop.starts`, otherwise the sum over earlier ranks."""
+        if hop.gradient_slot is not None:
+            return self._views(hop.gradient_slot, len(hop.rows))[1]
+        if self._own_gradient is None:
+            self._own_gradient = self.scratch(hop)
+        return self._own_gradient
+
+    def store(self, hop: Hop, share: Pair | None) -> None:
+        """Adds a share in `scratch` to the sum of earlier ranks. Without a share, a gradient that starts is zero."""
+        if share is None and hop.starts and hop.rows:
+            for gradient in self.gradient(hop):
+                gradient.zero_()
+        elif share is not None and share is not (total := self.gradient(hop)):
+            for gradient, addend in zip(total, share, strict=True):
+                gradient += addend
+
+    def add_returned(self, slot: int, rows: range, own_row: int) -> None:
+        """Adds gradients of this rank's KV, which have arrived in `slot`, to those that returned before."""
+        arrived = self._views(slot, len(rows))[1]
+        if self._own_gradient is None:
+            self._own_gradient = arrived
+            return
+        for total, share in zip(self._own_gradient, arrived, strict=True):
+            total += share
+
+    def own_gradient(self, dtype: torch.dtype) -> Pair:
+        """Returns the finished dK and dV of this rank's KV in `dtype`.
+
+        They have separate storages, because results of a custom operator may not alias each other.
+        """
+        assert self._own_gradient is not None
+        dk, dv = (gradient.to(dtype) for gradient in self._own_gradient)
+        return dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv
+
+
+class GatheredBuffers(_Buffers):
+    """Buffers of a grouped plan. Kernels get the rows that a rank sees sorted by position, as one tensor of keys.
+
+    Slots are allocated at their first use, and the buffer of KV is freed once its rows are sorted.
+    """
+
+    def message(self, slot: int, rows: range) -> Tensor:
+        """Returns `rows` of a slot as a vector."""
+        memory: Tensor | None = self._slots.get(slot)
+        if memory is None:
+            memory = self._allocate(slot, self._plan.slot_rows if slot < self._shared else len(rows))
+            self._slots[slot] = memory
+        return memory[rows.start * self._width : rows.stop * self._width]
+
+    def _pair(self, rows: Tensor) -> Pair:
+        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) as views of a vector of rows."""
+        batch, _, nheads_kv, headdim = self._own[0].shape
+        by_row = rows.view(-1, batch, nheads_kv, self._width // (batch * nheads_kv)).transpose(0, 1)
+        keys, values = by_row.split_with_sizes((headdim, by_row.shape[3] - headdim), dim=3)
+        return keys, values
+
+    def _own_rows(self, slot: int) -> Tensor:
+        return self.message(slot, range(self._own[0].shape[1]))
+
+    def load(self, slot: int) -> None:
+        """Copies this rank's keys and values to a slot."""
+        for target, source in zip(self._pair(self._own_rows(slot)), self._own, strict=True):
+            target.copy_(source)
+
+    def keys_and_values(self, hop: Hop) -> Pair:
+        """Returns the keys and values that this rank sees, sorted by position."""
+        assert hop.kv_slot is not None
+        order, _ = _orders(hop, self._own[0].device)
+        seen = self.message(hop.kv_slot, hop.rows).view(-1, self._width)
+        if self._width * seen.itemsize % 8 == 0:  # copies move at most 8 bytes at a time
+            seen = seen.view(torch.int64)
+        self.free(hop.kv_slot)
+        return self._pair(seen.index_select(0, order).view(self._dtype).view(-1))
+
+    def gradient(self, hop: Hop) -> Pair:
+        """Returns memory for dK and dV of the keys that this rank sees, sorted by position."""
+        return self.scratch(hop)
+
+    def store(self, hop: Hop, share: Pair | None) -> None:
+        """Puts dK and dV back into the order of the buffer. Own rows that this rank does not see start as zero."""
+        assert hop.gradient_slot is not None
+        seen = self.message(hop.gradient_slot, hop.rows)  # all ranks allocate the slot here
+        if share is not None:
+            _, inverse = _orders(hop, seen.device)
+            for target, source in zip(self._pair(seen), share, strict=True):
+                torch.index_select(source, 1, inverse, out=target)
+        if hop.rows.start:
+            self._own_rows(hop.gradient_slot).zero_()
+
+    def add_returned(self, slot: int, rows: range, own_row: int) -> None:
+        """Adds another rank's share of the gradients of this rank's KV, which has arrived in `slot`."""
+        # No peer reads the own rows, so they can be added to in place.
+        self.message(0, range(own_row, own_row + len(rows))).add_(self.message(slot, rows))
+
+    def own_gradient(self, dtype: torch.dtype) -> Pair:
+        """Returns the finished dK and dV of this rank's KV in `dtype`, with separate storages."""
+        pair = self._pair(self._own_rows(0))
+        dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in pair)
+        return dk, dv
+
+
+Buffers = RingBuffers | GatheredBuffers
+
+
+def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> Buffers:
+    """Returns the buffers of KV or of gradients that `plan` uses; see `_Buffers`."""
+    return (GatheredBuffers if plan.grouped else RingBuffers)(own, dtype, kind, plan, transport)
+
+
+@device_tables(maxsize=256)
+def _orders(hop: Hop, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the permutation from position order to buffer rows of the KV held, and its inverse; int64."""
+    order = positions(hop.held, "cpu").argsort()
+    return uploaded(order, device), uploaded(order.argsort(), device)
