@@ -46,7 +46,6 @@ def _over_keys(
     v,
     k_tiles,
     v_tiles,
-    span,
     queries,
     bounds,
     schedule,
@@ -56,36 +55,43 @@ def _over_keys(
     seed,
     batch,
     head,
+    tile,
+    nchunks,
     ISOLATE: tl.constexpr,
     kind,
 ):
-    """Adds dS k over the keys of one chunk to acc; `isolation.py` explains `ISOLATE`."""
+    """Adds dS k over the keys of all chunks to acc; `isolation.py` explains `ISOLATE`."""
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
     lo, hi, bit_row = bounds
     lse2, lse2_low = lse2
-    for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
-        n, masked = tile_at(i, span, schedule, kind.MASK)
-        columns = n + tl.arange(0, kind.BLOCK_N)
-        inside = columns < span.met_end
-        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-        v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
-        if ISOLATE and masked:
-            k_tile = finite_or_zero(k_tile)
-        keys = (span.start + columns)[None, :]
-        t = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-        s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
-        p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
-        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
-        _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
-        ds = p * (dp - delta_row[:, None])
-        if kind.SOFTCAP:
-            ds *= 1.0 - t * t
-        if masked:  # not p, because fully masked rows may hold anything, NaN included
-            ds = apply_mask(
-                ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
-                visible, kind.BLOCK_N, kind.MASK,
-            )  # fmt: skip
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=kind.PRECISION)
+    head_kv = head // kind.GROUP
+    for c in range(nchunks):
+        span = span_of(schedule, batch, tile, c, nchunks)
+        k_chunk = stream_at(k, batch, head_kv, span.row)
+        v_chunk = stream_at(v, batch, head_kv, span.row)
+        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
+            n, masked = tile_at(i, span, schedule, kind.MASK)
+            columns = n + tl.arange(0, kind.BLOCK_N)
+            inside = columns < span.met_end
+            k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+            v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+            if ISOLATE and masked:
+                k_tile = finite_or_zero(k_tile)
+            keys = (span.start + columns)[None, :]
+            t = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+            s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
+            p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
+            dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
+            _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
+            ds = p * (dp - delta_row[:, None])
+            if kind.SOFTCAP:
+                ds *= 1.0 - t * t
+            if masked:  # not p, because fully masked rows may hold anything, NaN included
+                ds = apply_mask(
+                    ds, 0.0, inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None], bit_row[:, None],
+                    visible, kind.BLOCK_N, kind.MASK,
+                )  # fmt: skip
+            acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=kind.PRECISION)
     return acc
 
 
@@ -118,7 +124,6 @@ def _dq_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    head_kv = head // kind.GROUP
     row, left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_M)
@@ -134,24 +139,16 @@ def _dq_kernel(
     slope = slope_of(scores, batch, head, kind.ALIBI)
     queries = position + rows[:, None]
     bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
-    for c in range(nchunks):
-        span = span_of(schedule, batch, tile, c, nchunks)
-        k_chunk = stream_at(k, batch, head_kv, span.row)
-        v_chunk = stream_at(v, batch, head_kv, span.row)
-        acc = _over_keys(
-            acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds,
-            schedule, visible, scores, slope, seed, batch, head, False, kind,
-        )  # fmt: skip
+    acc = _over_keys(
+        acc, q_tile, dout_tile, lse2, delta_row, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores,
+        slope, seed, batch, head, tile, nchunks, False, kind,
+    )  # fmt: skip
     if kind.MASK != 0 and has_not_finite(acc):
         acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
-        for c in range(nchunks):
-            span = span_of(schedule, batch, tile, c, nchunks)
-            k_chunk = stream_at(k, batch, head_kv, span.row)
-            v_chunk = stream_at(v, batch, head_kv, span.row)
-            acc = _over_keys(
-                acc, q_tile, dout_tile, lse2, delta_row, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds,
-                schedule, visible, scores, slope, seed, batch, head, True, kind,
-            )  # fmt: skip
+        acc = _over_keys(
+            acc, q_tile, dout_tile, lse2, delta_row, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores,
+            slope, seed, batch, head, tile, nchunks, True, kind,
+        )  # fmt: skip
 
     acc *= scores.softmax_scale
     dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM

@@ -11,7 +11,7 @@ range of consecutive positions that a rank stores together.
 
 Arguments that the kernel and `_attend` share:
 
-    k, v                 the tensors as `Streamed`; in `_attend` one chunk of one head, as `Stream`
+    k, v                 the tensors as `Streamed`
     k_tiles, v_tiles     TMA descriptors of k and v, None unless kind.ACCELERATED
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
@@ -78,7 +78,6 @@ def _attend(
     v,
     k_tiles,
     v_tiles,
-    span,
     queries,
     bounds,
     schedule,
@@ -88,46 +87,53 @@ def _attend(
     seed,
     batch,
     head,
+    tile,
+    nchunks,
     ISOLATE: tl.constexpr,
     kind,
 ):
-    """Returns (acc, m, l) after the keys of one chunk: the unnormalised output, and each row's maximum and sum.
+    """Returns (acc, m, l) after the keys of all chunks: the unnormalised output, and each row's maximum and sum.
 
     `bounds` are the lo, hi and bit row of each query. `slope` is the head's ALiBi slope. `isolation.py` explains
     `ISOLATE`.
     """
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
     lo, hi, bit_row = bounds
-    for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
-        n, masked = tile_at(i, span, schedule, kind.MASK)
-        columns = n + tl.arange(0, kind.BLOCK_N)
-        inside = columns < span.met_end  # from there on, no query of the hop sees a key of the chunk
-        k_tile = load_tile(k, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-        s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-        keys = (span.start + columns)[None, :]
-        s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
-        if ISOLATE:
-            v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
-        if masked:
+    head_kv = head // kind.GROUP
+    for c in range(nchunks):
+        span = span_of(schedule, batch, tile, c, nchunks)
+        k_chunk = stream_at(k, batch, head_kv, span.row)
+        v_chunk = stream_at(v, batch, head_kv, span.row)
+        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
+            n, masked = tile_at(i, span, schedule, kind.MASK)
+            columns = n + tl.arange(0, kind.BLOCK_N)
+            inside = columns < span.met_end  # from there on, no query of the hop sees a key of the chunk
+            k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+            s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
+            keys = (span.start + columns)[None, :]
+            s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
             if ISOLATE:
-                s += nan_where_not_finite(tl.zeros([kind.BLOCK_N], tl.float32), v_tile)[None, :]
-                v_tile = finite_or_zero(v_tile)
-            s = apply_mask(
-                s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
-                bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
-            )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1) * unit)
-        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without keys so far, -inf minus -inf is NaN
-        p = tl.exp2(s * unit - origin[:, None])
-        rescale = tl.exp2(m - origin)
-        l = l * rescale + tl.sum(p, 1)  # noqa: E741 - the sum is of all weights, before dropout
-        if kind.DROPOUT:
-            p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
-        acc = acc * rescale[:, None]
-        if not ISOLATE:
-            v_tile = load_tile(v, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
-        m = m_new
+                v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+            if masked:
+                if ISOLATE:
+                    s += nan_where_not_finite(tl.zeros([kind.BLOCK_N], tl.float32), v_tile)[None, :]
+                    v_tile = finite_or_zero(v_tile)
+                s = apply_mask(
+                    s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
+                    bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
+                )  # fmt: skip
+            m_new = tl.maximum(m, tl.max(s, 1) * unit)
+            origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # without keys so far, -inf minus -inf is NaN
+            p = tl.exp2(s * unit - origin[:, None])
+            rescale = tl.exp2(m - origin)
+            l = l * rescale + tl.sum(p, 1)  # noqa: E741 - the sum is of all weights, before dropout
+            if kind.DROPOUT:
+                p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
+            acc = acc * rescale[:, None]
+            if not ISOLATE:
+                v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
+            m = m_new
     return acc, m, l
 
 
@@ -175,7 +181,6 @@ def _forward_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    head_kv = head // kind.GROUP
     row, left, position = load_tile_info(schedule, tile)  # `left`: rows from `row` to the end of the chunk of queries
 
     rows = tl.arange(0, kind.BLOCK_M)
@@ -188,24 +193,16 @@ def _forward_kernel(
     slope = slope_of(scores, batch, head, kind.ALIBI)
     queries = position + rows[:, None]
     bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
-    for c in range(nchunks):
-        span = span_of(schedule, batch, tile, c, nchunks)
-        k_chunk = stream_at(k, batch, head_kv, span.row)
-        v_chunk = stream_at(v, batch, head_kv, span.row)
-        acc, m, l = _attend(  # noqa: E741
-            acc, m, l, q_tile, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds, schedule, visible,
-            scores, slope, seed, batch, head, False, kind,
-        )  # fmt: skip
+    acc, m, l = _attend(  # noqa: E741
+        acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
+        head, tile, nchunks, False, kind,
+    )  # fmt: skip
     if kind.MASK != 0 and has_not_finite(acc):
         acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
-        for c in range(nchunks):
-            span = span_of(schedule, batch, tile, c, nchunks)
-            k_chunk = stream_at(k, batch, head_kv, span.row)
-            v_chunk = stream_at(v, batch, head_kv, span.row)
-            acc, m, l = _attend(  # noqa: E741
-                acc, m, l, q_tile, k_chunk, v_chunk, k_tiles, v_tiles, span, queries, bounds, schedule, visible,
-                scores, slope, seed, batch, head, True, kind,
-            )  # fmt: skip
+        acc, m, l = _attend(  # noqa: E741
+            acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
+            head, tile, nchunks, True, kind,
+        )  # fmt: skip
 
     if LAST:
         fully_masked = l == 0.0
