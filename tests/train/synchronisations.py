@@ -67,7 +67,7 @@ class Synchronisations:
             if file.startswith(ATTENTION):
                 return
             if not place and not file.startswith((__file__, str(PACKAGES / "torch"), "<")):
-                base = ROOT if Path(file).is_relative_to(ROOT) else PACKAGES
+                base = PACKAGES if Path(file).is_relative_to(PACKAGES) else ROOT  # packages may lie in the checkout
                 short = Path(file).relative_to(base) if Path(file).is_relative_to(base) else Path(file).name
                 place = f"{short}:{frame.f_lineno} {name}"
             frame = frame.f_back
