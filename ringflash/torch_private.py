@@ -4,8 +4,8 @@ torch may change these names in any release. Each one says what the library need
 All were checked with the releases in `CHECKED`; `tests/test_torch_private.py` fails under any other release, and where
 a name no longer behaves as the library needs.
 
-Names on the path of every call are bound to torch's own objects here, so that they cost no Python frame. The benchmarks
-reset torch's compiler and set the options of other implementations by private names of their own.
+Names on the path of every call are bound to torch's own objects here, so that they cost no Python frame. Benchmarks
+set up other implementations of attention, time them and read the profiler by private names of their own.
 """
 
 from __future__ import annotations

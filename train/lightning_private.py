@@ -1,4 +1,4 @@
-"""Private parts of Lightning that training steps depend on.
+"""Private parts of Lightning: the only file of the trainer that uses them.
 
 Lightning may change these names in any release. All were checked with the releases in `CHECKED`;
 `tests/train/test_lightning_private.py` fails under any other release, and where a name no longer behaves as needed.
@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.device_mesh import DeviceMesh
 
 CHECKED = ("2.6",)  # releases of Lightning; 2.6.6 was checked
 
@@ -49,3 +52,38 @@ def exchange_sigterm(trainer: pl.Trainer, on_any_rank: Callable[[bool], bool]) -
     connector._sigterm_notifier_fn = note
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = stop_if_told
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """Returns the trainer of `module`, or None outside of a run, where the public property raises an error."""
+    return module._trainer
+
+
+def connect(strategy: ModelParallelStrategy) -> None:
+    """Joins the process group as `setup_environment` does, without the mesh that Lightning would make.
+
+    The public method demands that data x tensor parallel ranks are all ranks.
+    """
+    strategy._setup_distributed()
+
+
+def set_device_mesh(strategy: ModelParallelStrategy, module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Sets the public, read-only property `device_mesh` of the strategy and of its module."""
+    strategy._device_mesh = mesh
+    module._device_mesh = mesh
+
+
+class UntrustingCLI(LightningCLI):
+    """LightningCLI that unpickles no checkpoint, and names its options."""
+
+    def _parse_ckpt_path(self) -> None:
+        """Does nothing. Lightning would unpickle the file of `ckpt_path` to look for arguments of the module."""
+
+    def option_names(self, subcommand: str | None) -> list[str]:
+        """Returns the names of the options of `subcommand`, or of all subcommands if there is no such one.
+
+        The parser of a subcommand is made by a private method, and a parser has no public list of its options.
+        """
+        parsers = self._subcommand_parsers
+        used = parsers.get(subcommand) if subcommand else None
+        return [action.dest for action in used._actions] if used else [*parsers]

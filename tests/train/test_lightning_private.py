@@ -1,23 +1,97 @@
-"""The private parts of Lightning that training steps depend on behave as needed."""
+"""Private parts of Lightning: each behaves as the trainer needs, and one file uses them."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import os
 import signal
+import textwrap
+from pathlib import Path
 
 import lightning
 import lightning.pytorch as pl
+import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.device_mesh import init_device_mesh
 
+import ringflash
 from ringflash.train import lightning_private
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
 from tests.train.lightning.test_synchronisations import trained
 from tests.train.runs import MODEL, Run
+
+JSONARGPARSE = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+ROOT = Path(ringflash.__file__).parent
+TRAINER = [path for path in sorted((ROOT / "train").rglob("*.py")) if path.name != "lightning_private.py"]
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def lightning_names(cls: type) -> set[str]:
+    """The private attributes that the classes of Lightning among the bases of `cls` define or assign."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] == "lightning":
+            names |= set(vars(base))
+            names |= {
+                node.attr
+                for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+            }
+    return set(filter(is_private, names))
+
+
+def private_imports(tree: ast.AST) -> set[str]:
+    """The private modules and names that a file imports from Lightning."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=aliases) if module.split(".")[0] == "lightning":
+                found |= {name for alias in aliases if is_private(name := f"{module}.{alias.name}")}
+            case ast.Import(names=aliases):
+                found |= {a.name for a in aliases if a.name.split(".")[0] == "lightning" and is_private(a.name)}
+            case _:
+                pass
+    return found
+
+
+def of_lightning(tree: ast.AST, name: str) -> set[str]:
+    """The private attributes of Lightning that the classes of a file, those of module `name`, use or override."""
+    module, found = importlib.import_module(name), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and isinstance(cls := getattr(module, node.name, None), type):
+            used = {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+            used |= {x.name for x in ast.walk(node) if isinstance(x, ast.FunctionDef)}
+            found |= used & lightning_names(cls)
+    return found
+
+
+@pytest.mark.parametrize("path", TRAINER, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_file_uses_private_names_of_lightning(path: Path) -> None:
+    """Names of self are found here; `tests/test_torch_private.py` finds those of other objects."""
+    tree = ast.parse(path.read_text())
+    name = ".".join(("ringflash", *path.relative_to(ROOT).with_suffix("").parts))
+    assert not private_imports(tree)
+    assert not of_lightning(tree, name.removesuffix(".__init__"))
+
+
+def test_the_scan_finds_names_of_lightning() -> None:
+    tree = ast.parse((ROOT / "train" / "lightning_private.py").read_text())
+    found = of_lightning(tree, lightning_private.__name__)
+    assert found == {"_parse_ckpt_path", "_subcommand_parsers"}
+    assert private_imports(ast.parse("from lightning.pytorch.strategies._private import x"))
+    assert private_imports(ast.parse("from lightning.pytorch.cli import _x"))
+    assert "_device_mesh" in lightning_names(RingAttentionStrategy)
 
 
 def test_this_lightning_was_checked() -> None:
@@ -55,3 +129,62 @@ def _killed() -> tuple[str, int]:
 
 def test_a_sigterm_on_one_rank_ends_all_before_the_same_batch() -> None:
     assert run_ranks(2, _killed) == [("SIGTERMException", 2)] * 2
+
+
+def test_a_module_without_a_trainer_has_none() -> None:
+    module = pl.LightningModule()
+    assert lightning_private.trainer_of(module) is None
+    module.trainer = trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert lightning_private.trainer_of(module) is trainer
+
+
+def _mesh_of_a_strategy() -> tuple[bool, bool, int]:
+    strategy, module = ModelParallelStrategy(), pl.LightningModule()
+    mesh = init_device_mesh("cpu", (2,))
+    lightning_private.set_device_mesh(strategy, module, mesh)
+    return strategy.device_mesh is mesh, module.device_mesh is mesh, mesh.size()
+
+
+def test_the_mesh_is_that_of_the_public_properties() -> None:
+    assert run_ranks(2, _mesh_of_a_strategy) == [(True, True, 2)] * 2
+
+
+def test_connecting_is_the_part_of_lightning_before_its_mesh() -> None:
+    source = inspect.getsource(ModelParallelStrategy.setup_environment)
+    before, after = source.split("self._setup_distributed()")
+    assert "_device_mesh" not in before
+    assert "_device_mesh" in after
+    assert "_init_dist_connection" in inspect.getsource(ModelParallelStrategy._setup_distributed)
+
+
+class Module(pl.LightningModule):
+    """A module with one argument."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+
+
+class CLI(lightning_private.UntrustingCLI):
+    """Parses its arguments and runs nothing."""
+
+    def instantiate_classes(self) -> None:
+        return
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        return
+
+
+@JSONARGPARSE
+def test_the_cli_reads_no_checkpoint(tmp_path: Path) -> None:
+    assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
+    path = tmp_path / "file.ckpt"
+    path.write_bytes(b"not a checkpoint")
+    cli = CLI(Module, args=["fit", f"--ckpt_path={path}"], seed_everything_default=0)
+    assert cli.config["fit.ckpt_path"] == str(path)
+
+
+@JSONARGPARSE
+def test_the_cli_names_its_options() -> None:
+    cli = CLI(Module, args=["fit"], seed_everything_default=0)
+    assert {"model.width", "trainer.max_steps", "ckpt_path"} <= set(cli.option_names("fit"))
+    assert cli.option_names(None) == cli.option_names("fitt") == ["fit", "validate", "test", "predict"]

@@ -45,6 +45,7 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.preemption import Preempted, Preemption
 from ringflash.train.lightning.ring_module import refused_precision
 from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning_private import UntrustingCLI
 
 CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
 STRATEGY = "ring_attention"
@@ -59,7 +60,7 @@ PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenize
 LogName = Literal["csv", "tensorboard", "wandb"]
 
 
-class RingCLI(LightningCLI):
+class RingCLI(UntrustingCLI):
     """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts.
 
     Raises:
@@ -75,19 +76,22 @@ class RingCLI(LightningCLI):
         self._folder: Path | None = None
         # Errors come back as exceptions instead of a usage text of two hundred options.
         options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
-        super().__init__(
-            LanguageModel,
-            self.data,
-            args=list(args),
-            # Children of one run must draw the same seed, so there is a fixed default.
-            seed_everything_default=0,
-            trainer_defaults={"strategy": STRATEGY, "use_distributed_sampler": False},
-            parser_kwargs=options | {name: dict(options) for name in self.subcommands()},
-            save_config_kwargs={"overwrite": True},
-            auto_configure_optimizers=False,
-            # Checkpoints hold no pickled arguments to rebuild a module from.
-            load_from_checkpoint_support=False,
-        )
+        try:
+            super().__init__(
+                LanguageModel,
+                self.data,
+                args=list(args),
+                # Children of one run must draw the same seed, so there is a fixed default.
+                seed_everything_default=0,
+                trainer_defaults={"strategy": STRATEGY, "use_distributed_sampler": False},
+                parser_kwargs=options | {name: dict(options) for name in self.subcommands()},
+                save_config_kwargs={"overwrite": True},
+                auto_configure_optimizers=False,
+                # Checkpoints hold no pickled arguments to rebuild a module from.
+                load_from_checkpoint_support=False,
+            )
+        finally:
+            self._discard_unused()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -122,14 +126,14 @@ class RingCLI(LightningCLI):
             self.config = parser.parse_args(args)
             given = parser.parse_args(args, defaults=False)
         except ParserError as error:
-            raise explain(str(error), self._known_names(args)) from error
+            raise explain(str(error), self.option_names(args[0] if args else None)) from error
         optimizer = f"{self.config.subcommand}.model.optimizer"
         if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
             del self.config[f"{optimizer}.max_steps"]  # this is OptimizerConfig's default, not the Trainer's value
 
     def before_instantiate_classes(self) -> None:
         """Makes Lightning save the configuration next to the logs of a run, if the run has them."""
-        if self.subcommand != "fit" or self._get(self.config, "trainer.logger") is False:
+        if self.subcommand != "fit" or self._value(self.config, "trainer.logger") is False:
             self.save_config_callback = None
 
     def instantiate_classes(self) -> None:
@@ -155,20 +159,20 @@ class RingCLI(LightningCLI):
         """
         # The saved configuration keeps open values open, so that it also fits runs of other lengths.
         self.config = self._written
-        config = self._get(self.config_init, "trainer")
+        config = self._value(self.config_init, "trainer")
         check_precision(config)
         fit = self.subcommand == "fit"
         callbacks = config.get("callbacks") or []
         callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
-        callbacks += [self._get(self.config_init, name) for name in self.run_callbacks]
+        callbacks += [self._value(self.config_init, name) for name in self.run_callbacks]
         if config.get("enable_checkpointing") is not False:
-            callbacks.append(self._get(self.config_init, "checkpoint"))
+            callbacks.append(self._value(self.config_init, "checkpoint"))
         if config.get("enable_progress_bar") is not False:
             callbacks.append(RingProgressBar())
         kwargs["callbacks"] = [*callbacks, LossByPosition(), Interrupt(), Preemption()]
-        loggers = self._get(self.config_init, "loggers")
+        loggers = self._value(self.config_init, "loggers")
         if config.get("logger") in (None, True):
-            self._folder = free_folder(Path(self._get(self.config_init, "run_dir"))) if fit else None
+            self._folder = free_folder(Path(self._value(self.config_init, "run_dir"))) if fit else None
             kwargs["logger"] = make_loggers(self._folder, loggers) if self._folder else False
         elif loggers is not None:
             remedy = "Leave one of the two out."
@@ -180,7 +184,7 @@ class RingCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Hands the trainer out, and checks the initial checkpoint before other processes exist."""
         self._trainers.append(self.trainer)
-        if (path := self._get(self.config_init, "ckpt_path")) is not None:
+        if (path := self._value(self.config_init, "ckpt_path")) is not None:
             sharded = isinstance(self.trainer.strategy, RingAttentionStrategy)
             if path == LAST and sharded:
                 path = self._newest_checkpoints()
@@ -189,7 +193,7 @@ class RingCLI(LightningCLI):
 
     def _newest_checkpoints(self) -> Path | None:
         """Replaces `LAST` in the configuration by the newest checkpoints; a fit without any starts from scratch."""
-        folder = Path(self._get(self.config_init, "run_dir"))
+        folder = Path(self._value(self.config_init, "run_dir"))
         path = newest_checkpoints(folder)
         if path is None and self.subcommand != "fit":
             path = folder / "checkpoints"  # does not exist, so the check below raises
@@ -198,22 +202,17 @@ class RingCLI(LightningCLI):
         self.config_init[str(self.subcommand)]["ckpt_path"] = path and str(path)
         return path
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        try:
-            super()._run_subcommand(subcommand)
-        finally:
-            # Keeps no folder of a run that failed before its first step, or that was at its end already.
-            trained = self._get(self.config_init, "summary").trained and self.trainer.global_step
-            if self._folder is not None and self.trainer.is_global_zero and not trained:
-                discard(self._folder)
+    def _value(self, config: Any, name: str) -> Any:
+        """Returns the value of `name` in the subcommand's part of `config`, or None."""
+        return config[str(self.subcommand)].get(name)
 
-    def _parse_ckpt_path(self) -> None:
-        """Does nothing: Lightning would unpickle a file to look for arguments, and LanguageModel saves none."""
-
-    def _known_names(self, args: Sequence[str]) -> list[str]:
-        parsers = self._subcommand_parsers
-        used = parsers.get(args[0], None) if args else None
-        return [action.dest for action in used._actions] if used else [*parsers]
+    def _discard_unused(self) -> None:
+        """Removes the folder of a run that failed before its first step, or that was at its end already."""
+        if self._folder is None or not self._trainers:
+            return
+        trained = self._value(self.config_init, "summary").trained and self.trainer.global_step
+        if self.trainer.is_global_zero and not trained:
+            discard(self._folder)
 
 
 def end_schedule(config: Any, *, fit: bool) -> None:

@@ -45,7 +45,7 @@ from ringflash.train.lightning.user_modules import (
     check_callbacks,
     refuse_loss,
 )
-from ringflash.train.lightning_private import exchange_sigterm
+from ringflash.train.lightning_private import connect, exchange_sigterm, set_device_mesh, trainer_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RingAttentionStrategy(ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
         )
-        self._context_parallel_size: Literal["auto"] | int = context_parallel_size
+        self._sizes = data_parallel_size, context_parallel_size
         self._layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
         self._cuda_graphs = cuda_graphs
@@ -158,7 +158,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and arranges the ranks as (data_parallel, context_parallel)."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is not None:
             check_callbacks(trainer)
         # Skips ModelParallelStrategy.setup_environment, which asserts data x tensor == world.
@@ -167,9 +167,8 @@ class RingAttentionStrategy(ShardedStrategy):
             # This strategy makes the group, and so destroys it: at exit, not at teardown, because `validate` may follow
             # `fit` on the same sharded weights. The program destroys a group that it made itself.
             self._shutdown = Shutdown()
-        self._setup_distributed()
-        shape = resolve_sizes(self._data_parallel_size, self._context_parallel_size, self.world_size)
-        self._data_parallel_size, self._context_parallel_size = shape
+        connect(self)
+        shape = resolve_sizes(*self._sizes, self.world_size)
         if self.world_size % self._replicate_size:
             raise ConfigError(
                 "replicate_size",
@@ -177,24 +176,26 @@ class RingAttentionStrategy(ShardedStrategy):
                 got=self._replicate_size,
                 remedy="Every copy of the weights is sharded over equally many ranks.",
             )
-        if self._device_mesh is None:
+        assert self.lightning_module is not None
+        if self._context is None:
             device_type = self.root_device.type
-            self._device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
             world = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
             self._world_group, self._shard_mesh = world.get_group(), world
             if self._replicate_size > 1:
                 sizes = (self._replicate_size, self.shard_size)
                 self._shard_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
             self._context = rf.ContextParallel(
-                self._device_mesh[CONTEXT],
+                mesh[CONTEXT],
                 layout=self._layout,
                 transport=self._transport,
                 fixed_lengths=True,  # within one batch: see `batch_to_device`
                 cuda_graphs=self._cuda_graphs,
             )
             self._context.gradients = "sum"  # `setup` makes FSDP sum gradients, and `token_mean` scales its loss for it
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        else:
+            mesh = self.device_mesh
+        set_device_mesh(self, self.lightning_module, mesh)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Materialises the weights, makes the optimizer, and gives each rank its own random numbers."""

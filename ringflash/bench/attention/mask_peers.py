@@ -24,7 +24,7 @@ def compiling() -> Generator[None, None, None]:
     """Lets `flex` compile all cases of a cell, and run their backwards any number of times."""
     from torch._functorch import config
 
-    torch._dynamo.reset()  # dynamo compiles one function for a few shapes and masks only
+    torch.compiler.reset()  # dynamo compiles one function for a few shapes and masks only
     with config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
         yield
 

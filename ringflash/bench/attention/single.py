@@ -68,7 +68,7 @@ def flex(problem: Problem) -> Generator[Setup, None, None]:
     """Prepares torch's flex_attention, compiled for this shape, with its block mask made beforehand."""
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.reset()  # dynamo gives up after compiling one function for a few shapes
+    torch.compiler.reset()  # dynamo gives up after compiling one function for a few shapes
     heads_first = problem.map(_swapped)
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = _causal_blocks(problem.seqlen, problem.q.device) if problem.causal else None

@@ -146,7 +146,7 @@ def _measure(
     figures = _attempt(build, training, options)
     # The model is freed here, so that the next one begins with empty memory. The compiled code is dropped, because
     # dynamo would recompile it for any length instead of for the length of the next model.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if training.device.type == "cuda":
         torch.cuda.empty_cache()
