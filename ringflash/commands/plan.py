@@ -8,12 +8,14 @@ It shows the tokens that each rank holds, the KV that each rank computes with at
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +25,7 @@ from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from ringflash.ring.plan import Hop, Plan
+from ringflash.ring.plan import Hop, Plan, pair_table
 
 WIDTH = 150  # columns, if the output is not a terminal
 MOST_COLUMNS = 8  # ranks up to which the table of hops has a column for each rank
@@ -37,6 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(options)
     mask = _mask(options)
     mask.validate(options.seqlen)
+    with _paused_collector():
+        _show(mask, options)
+    return 0
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Keeps plans from the collector of cycles, which would visit a million hops many times, also when Python exits.
+
+    Plans hold no cycles.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _show(mask: Mask, options: argparse.Namespace) -> None:
     context = rf.ContextParallel.local(options.world_size, options.layout)
     plans = [context.plan(mask, options.seqlen, rank) for rank in range(options.world_size)]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -51,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         draw(options.image, plans)
         console.print(f"Drawn: {options.image}", markup=False)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -191,7 +214,7 @@ def _layouts(mask: Mask, options: argparse.Namespace) -> Table:
         table.add_column(column, justify="left" if column == "layout" else "right")
     for layout in LAYOUTS:
         plan = rf.ContextParallel.local(options.world_size, layout).plan(mask, options.seqlen)
-        reach = reaches(torch.tensor(plan.pairs, device="cpu") > 0).tolist()
+        reach = reaches(pair_table(plan.layout, mask) > 0).tolist()
         sent = sum(hops * rows for hops, rows in zip(reach, plan.layout.lengths, strict=True))  # by all ranks
         everything = options.seqlen * max(plan.world_size - 1, 1)
         table.add_row(

@@ -15,6 +15,8 @@ from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ringflash.layouts.layout import Chunk, Layout
 from ringflash.masks import Mask
 from ringflash.masks.pair_counts import area_of
@@ -181,11 +183,17 @@ class Plan(PlanReport):
         return tuple(step.hop for step in self.steps if step.hop is not None)
 
 
+@lru_cache(maxsize=64)
+def pair_table(layout: Layout, mask: Mask) -> Tensor:
+    """Returns for each rank the visible pairs of its queries with each rank's keys: int64 (ranks, ranks)."""
+    cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
+    return area_of(mask, layout.seqlen).between(cut)
+
+
 @lru_cache(maxsize=1024)
 def visible_pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
-    """Returns for each rank the visible pairs of its queries with each rank's keys."""
-    cut = [[(chunk.start, chunk.stop) for chunk in chunks] for chunks in layout.chunks]
-    return tuple(map(tuple, area_of(mask, layout.seqlen).between(cut).tolist()))
+    """Returns the rows of `pair_table` as Python integers."""
+    return tuple(map(tuple, pair_table(layout, mask).tolist()))
 
 
 @lru_cache(maxsize=1024)

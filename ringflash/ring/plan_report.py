@@ -68,7 +68,7 @@ class PlanReport:
         """Returns the KV rows that this rank sends at `hop`, in the forward or in the backward."""
         return _rows_sent(self.steps[hop.index].kv)
 
-    @property
+    @cached_property
     def rows_sent(self) -> int:
         """Returns the KV rows that this rank sends in a forward; a row counts once for each rank that receives it."""
         return sum(_rows_sent(step.kv) for step in self.steps)
@@ -78,7 +78,7 @@ class PlanReport:
         """Returns the KV rows that this rank receives although none of its queries sees them."""
         return sum(len(hop.rows) for hop in self.hops if hop.passes_on)
 
-    @property
+    @cached_property
     def gradient_rows_sent(self) -> int:
         """Returns the rows of dK and dV that this rank sends in a backward, in addition to the KV rows."""
         return sum(_rows_sent(step.gradients) for step in self.steps)

@@ -22,7 +22,7 @@ import torch
 
 from ringflash.layouts.layout import Layout
 from ringflash.masks import Mask
-from ringflash.ring.plan import Batch, Hop, Kind, Plan, Step, Transfer, visible_pairs
+from ringflash.ring.plan import Batch, Hop, Kind, Plan, Step, Transfer, pair_table, visible_pairs
 
 
 @lru_cache(maxsize=1024)
@@ -34,8 +34,9 @@ def make_plan(layout: Layout, mask: Mask, rank: int, inner: int | None = None) -
     gradients: tuple[Batch, ...] = ()
     for index in range(len(planner.turns)):
         hop = planner.hop(index)
-        steps.append(Step(hop, planner.kv(hop), gradients))
-        gradients = planner.gradients(hop)
+        near_rows = planner.near_rows(hop)
+        steps.append(Step(hop, planner.kv(hop, near_rows), gradients))
+        gradients = planner.gradients(hop, near_rows)
     steps.append(Step(None, (), gradients))
     sends_own = any(transfer.sends for batch in steps[0].kv for transfer in batch.transfers)
     return Plan(
@@ -58,7 +59,7 @@ def _last_turns(layout: Layout, mask: Mask, inner: int) -> tuple[tuple[int, ...]
 
     If no rank of a group sees any, it is 0 for the owner's group and -1 for others, which may still relay the KV.
     """
-    meets = torch.tensor(visible_pairs(layout, mask), device="cpu") > 0
+    meets = pair_table(layout, mask) > 0
     owner, turn = (torch.arange(n, device="cpu") for n in (len(meets), inner))
     passes = torch.arange(len(meets) // inner, device="cpu")[:, None, None]
     stops = (owner // inner + passes) % len(passes) * inner + (owner + turn[:, None]) % inner
@@ -83,6 +84,7 @@ class _Planner:
         passes = [max(0, *last) + 1 for last in self._last[: max(self._reach) + 1]]
         self.turns = [(number, turn) for number, turns in enumerate(passes) for turn in range(turns)]
         self._ends = [*accumulate(passes)]  # for each inner pass, the index of the step after it
+        self._next_and_previous = self._at(0, 1), self._at(0, -1)
         self._rotation = [0, 1]  # gradients of hop h are in the slot at h % 2
         self._unused = count(2)  # numbers of further slots of gradients
 
@@ -119,19 +121,23 @@ class _Planner:
             revolution=number,
         )
 
-    def _near(self, hop: Hop, kind: Kind, slot: int, target: int) -> tuple[Transfer, ...]:
-        """Returns the transfers within the group: to the next rank from `slot`, from the previous rank to `target`."""
+    def near_rows(self, hop: Hop) -> tuple[int, int]:
+        """Returns the rows of KV that go to the next rank of the group, and that come from the previous rank."""
         number, turn = self.turns[hop.index]
-        following = self._at(-number, -turn - 1)
-        sent = len(hop.rows) if turn < self._last[number][hop.owners[0]] else 0
-        received = self._layout.length(following) if turn < self._last[number][following] else 0
-        return _neighbours(kind, self._at(0, 1), self._at(0, -1), slot, sent, target, received)
+        last, following = self._last[number], self._at(-number, -turn - 1)
+        sent = len(hop.rows) if turn < last[hop.owners[0]] else 0
+        return sent, self._layout.length(following) if turn < last[following] else 0
 
-    def kv(self, hop: Hop) -> tuple[Batch, ...]:
+    def _near(self, kind: Kind, slot: int, target: int, near_rows: tuple[int, int]) -> tuple[Transfer, ...]:
+        """Returns the transfers within the group: to the next rank from `slot`, from the previous rank to `target`."""
+        sent, received = near_rows
+        return _neighbours(kind, *self._next_and_previous, slot, sent, target, received)
+
+    def kv(self, hop: Hop, near_rows: tuple[int, int]) -> tuple[Batch, ...]:
         """Returns the transfers of KV that start at `hop`: one rank on, and in a double ring also one group on."""
         (number, turn), slot, index = self.turns[hop.index], self.kv_slot(hop.index), hop.index
         target = self.kv_slot(index + 1) if index + 1 < len(self.turns) else 0
-        near = Batch(self._near(hop, Kind.KV, slot, target), index, index + 1)
+        near = Batch(self._near(Kind.KV, slot, target, near_rows), index, index + 1)
         if turn > 0:
             return (near,)
         far: list[Transfer] = []
@@ -144,19 +150,19 @@ class _Planner:
         # A message over a slow link is due when the next inner pass begins.
         return (near, Batch(tuple(far), index, self._ends[number])) if far else (near,)
 
-    def gradients(self, hop: Hop) -> tuple[Batch, ...]:
+    def gradients(self, hop: Hop, near_rows: tuple[int, int]) -> tuple[Batch, ...]:
         """Returns the transfers of gradients that start after `hop`: they follow the KV, or return to its owner."""
         (number, turn), index = self.turns[hop.index], hop.index
-        slot, target = (self._rotation[(index + ahead) % 2] for ahead in (0, 1))
-        near = self._near(hop, Kind.GRADIENT, slot, target)
+        slot, target = self._rotation[index % 2], self._rotation[(index + 1) % 2]
+        near = self._near(Kind.GRADIENT, slot, target, near_rows)
         far = number > 0  # the owner is in another group
         kind, returning = Kind.FAR_RETURN if far else Kind.RETURN, list[Transfer]()
         if turn == self._last[number][hop.owners[0]] and hop.owners[0] != self._rank:
             returning.append(Transfer(kind, hop.owners[0], True, slot, hop.rows, is_last_use=far))
             if far:  # the rotation would reuse the buffer before this slow message is done
                 self._rotation[index % 2] = next(self._unused)
-        last_stop = self._at(number, turn)
-        if turn == self._last[number][self._rank] and last_stop != self._rank:
+        is_last = turn == self._last[number][self._rank]
+        if is_last and (last_stop := self._at(number, turn)) != self._rank:
             rows, target = range(self._layout.length(self._rank)), next(self._unused)
             returning.append(Transfer(kind, last_stop, False, target, rows, (slot, 0), own_row=0, is_last_use=True))
         if not far or not returning:
