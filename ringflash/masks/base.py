@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -229,9 +230,23 @@ def as_mask(mask: Mask | None) -> Mask:
     if mask is None:
         return Full()
     if not isinstance(mask, Mask):
-        remedy = "Pass a mask value, not its class or a tensor."
-        raise ArgumentError("mask", expected="None or a mask such as rf.Causal()", got=repr(mask), remedy=remedy)
+        raise _no_mask(mask)
     return mask
+
+
+def _no_mask(given: Any) -> ArgumentError:
+    """Returns the error for a dense mask, which its shape and dtype describe, or for any other value."""
+    expected = "None or a mask such as rf.Causal()"
+    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        remedy = "Pass a mask value, not its class or a tensor."
+        return ArgumentError("mask", expected=expected, got=shorten(repr(given), 200), remedy=remedy)
+    remedy = (
+        "Pass the rule instead of its matrix: rf.Causal(), rf.SlidingWindow(left), rf.Documents(cu_seqlens), "
+        "rf.KeyPadding(seqlens_k) or rf.PrefixLM(prefix_lens), joined with &. A pattern without such a rule is "
+        "rf.BlockSparse(blocks, block_size)."
+    )
+    got = f"a {type(given).__name__} of {given.dtype} {tuple(given.shape)}"
+    return ArgumentError("mask", expected=expected, got=got, remedy=remedy)
 
 
 def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[int]], max_ndim: int = 1) -> Tensor:

@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -244,6 +245,30 @@ def test_the_order_of_an_intersection_does_not_matter() -> None:
 def test_what_is_no_mask(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match="mask: expected None or a mask such as rf.Causal()"):
         as_mask(wrong)
+
+
+@pytest.mark.parametrize(
+    ("dense", "got"),
+    [
+        (torch.ones(300, 300, dtype=torch.bool), "a Tensor of torch.bool (300, 300)"),
+        (torch.zeros(1, 1, 64, 64), "a Tensor of torch.float32 (1, 1, 64, 64)"),
+        (torch.ones(4, 4, device="meta"), "a Tensor of torch.float32 (4, 4)"),
+        (np.ones((3, 3), dtype=bool), "a ndarray of bool (3, 3)"),
+    ],
+)
+def test_a_dense_mask_is_described_by_shape_and_dtype(dense: Any, got: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        as_mask(dense)
+    text = str(caught.value)
+    assert got in text
+    assert all(f"rf.{name}(" in text for name in ("Causal", "SlidingWindow", "Documents", "KeyPadding", "BlockSparse"))
+    assert len(text) < 500
+
+
+def test_a_long_list_as_a_mask_is_shortened() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        as_mask([[True] * 300] * 300)  # pyright: ignore[reportArgumentType]
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
