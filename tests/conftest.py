@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,3 +61,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _release_gpu_memory() -> Iterator[None]:
+    """Returns cached memory of the GPU after each test, because many test processes share it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**28:
+        torch.cuda.empty_cache()

@@ -5,7 +5,12 @@ from __future__ import annotations
 import warnings
 
 # Warnings of torch about its own code: a signature that Python 3.12 deprecates, and one release of Python 3.13.
-KNOWN = (r"the \(type, exc, tb\) signature of throw\(\) is deprecated", "Guards may run slower on Python 3.13.0")
+# Lightning warns on a machine with a GPU when a test trains on the CPU.
+KNOWN = (
+    r"the \(type, exc, tb\) signature of throw\(\) is deprecated",
+    "Guards may run slower on Python 3.13.0",
+    "GPU available but not used",
+)
 
 
 def make_warnings_errors() -> None:
