@@ -22,6 +22,7 @@ from torch.distributed import (
 import ringflash
 from ringflash import torch_private
 from tests.frames import frames_of
+from tests.private_names import is_private, private_imports
 
 ROOT = Path(ringflash.__file__).parent
 
@@ -37,10 +38,6 @@ OTHERS = {
 # Private attributes of the library's own objects, which another file defines: a context's, and a RingModule's.
 OF_OTHER_FILES = {"ops/decode_op.py": {"_control"}, "train/checkpoint/load.py": {"_decoder"}}
 OF_OBJECTS = {"getattr", "hasattr", "setattr", "delattr"}
-
-
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def own_names(tree: ast.AST) -> set[str]:
@@ -63,14 +60,10 @@ def private_names(tree: ast.AST, of_library: set[str]) -> set[str]:
     An attribute of another object than self is known where its own file defines it; of self, where any file does, as
     the class may inherit it.
     """
-    found: set[str] = set()
+    found = private_imports(tree, "torch")
     of_file = own_names(tree)
     for node in ast.walk(tree):
         match node:
-            case ast.ImportFrom(module=str(module), names=aliases) if module.split(".")[0] == "torch":
-                found |= {name for alias in aliases if is_private(name := f"{module}.{alias.name}")}
-            case ast.Import(names=aliases):
-                found |= {a.name for a in aliases if a.name.split(".")[0] == "torch" and is_private(a.name)}
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if is_private(name):
                 found |= {name} - of_library - set(OTHERS)
             case ast.Attribute(attr=name) if is_private(name):

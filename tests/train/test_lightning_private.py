@@ -25,16 +25,13 @@ from ringflash.train import lightning_private
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
+from tests.private_names import is_private, private_imports
 from tests.train.lightning.test_synchronisations import trained
 from tests.train.runs import MODEL, Run
 
 JSONARGPARSE = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 ROOT = Path(ringflash.__file__).parent
 TRAINER = [path for path in sorted((ROOT / "train").rglob("*.py")) if path.name != "lightning_private.py"]
-
-
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def lightning_names(cls: type) -> set[str]:
@@ -49,20 +46,6 @@ def lightning_names(cls: type) -> set[str]:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
             }
     return set(filter(is_private, names))
-
-
-def private_imports(tree: ast.AST) -> set[str]:
-    """The private modules and names that a file imports from Lightning."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.ImportFrom(module=str(module), names=aliases) if module.split(".")[0] == "lightning":
-                found |= {name for alias in aliases if is_private(name := f"{module}.{alias.name}")}
-            case ast.Import(names=aliases):
-                found |= {a.name for a in aliases if a.name.split(".")[0] == "lightning" and is_private(a.name)}
-            case _:
-                pass
-    return found
 
 
 def of_lightning(tree: ast.AST, name: str) -> set[str]:
@@ -81,7 +64,7 @@ def test_no_other_file_uses_private_names_of_lightning(path: Path) -> None:
     """Names of self are found here; `tests/test_torch_private.py` finds those of other objects."""
     tree = ast.parse(path.read_text())
     name = ".".join(("ringflash", *path.relative_to(ROOT).with_suffix("").parts))
-    assert not private_imports(tree)
+    assert not private_imports(tree, "lightning")
     assert not of_lightning(tree, name.removesuffix(".__init__"))
 
 
@@ -89,8 +72,8 @@ def test_the_scan_finds_names_of_lightning() -> None:
     tree = ast.parse((ROOT / "train" / "lightning_private.py").read_text())
     found = of_lightning(tree, lightning_private.__name__)
     assert found == {"_parse_ckpt_path", "_subcommand_parsers"}
-    assert private_imports(ast.parse("from lightning.pytorch.strategies._private import x"))
-    assert private_imports(ast.parse("from lightning.pytorch.cli import _x"))
+    assert private_imports(ast.parse("from lightning.pytorch.strategies._private import x"), "lightning")
+    assert private_imports(ast.parse("from lightning.pytorch.cli import _x"), "lightning")
     assert "_device_mesh" in lightning_names(RingAttentionStrategy)
 
 
