@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -237,7 +238,7 @@ def as_mask(mask: Mask | None) -> Mask:
 def _no_mask(given: Any) -> ArgumentError:
     """Returns the error for a dense mask, which its shape and dtype describe, or for any other value."""
     expected = "None or a mask such as rf.Causal()"
-    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+    if not isinstance(given, Tensor | np.ndarray):
         remedy = "Pass a mask value, not its class or a tensor."
         return ArgumentError("mask", expected=expected, got=shorten(repr(given), 200), remedy=remedy)
     remedy = (

@@ -241,7 +241,7 @@ def test_the_order_of_an_intersection_does_not_matter() -> None:
         assert all(map(torch.equal, tensors, other_tensors))
 
 
-@pytest.mark.parametrize("wrong", [rf.Causal, True, torch.ones(2, 2)])
+@pytest.mark.parametrize("wrong", [rf.Causal, torch.Tensor, np.ndarray, np.float32, True, torch.ones(2, 2)])
 def test_what_is_no_mask(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match="mask: expected None or a mask such as rf.Causal()"):
         as_mask(wrong)
