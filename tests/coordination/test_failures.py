@@ -263,7 +263,12 @@ def test_survivors_that_cannot_read_reports_do_not_blame_each_other() -> None:
 
 
 def _die_before_a_context() -> Outcome:
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"in the group {dist.get_rank()}", "")
     if dist.get_rank() == 1:
+        # A rank that still connects would raise gloo's error in `init_process_group`, before it makes a context.
+        store.wait([f"in the group {rank}" for rank in range(WORLD)])
         die()
     return outcome_of(rf.ContextParallel, dist.group.WORLD, timeout=20.0)
 
