@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ringflash.errors import ArgumentError
 from ringflash.kernels.device_tables import device_tables, uploaded
@@ -59,39 +58,120 @@ class RowBounds:
     size: int
 
 
+@dataclass(frozen=True, eq=False)
+class TileBounds:
+    """Bounds of the keys that the rows of each tile see: int64 (batch or 1, tiles, ...) each.
+
+    Some row sees a key only in [some_lo, some_hi); every row's interval covers [all_lo, all_hi). Rows that see no key
+    count for all_lo and all_hi alone.
+    """
+
+    some_lo: np.ndarray
+    some_hi: np.ndarray
+    all_lo: np.ndarray
+    all_hi: np.ndarray
+
+    @staticmethod
+    def of(lo: np.ndarray, hi: np.ndarray, seeing: np.ndarray, first_rows: np.ndarray) -> TileBounds:
+        """Returns the minima and maxima over tiles of rows' bounds (batch or 1, rows); tiles begin at `first_rows`."""
+        some_lo, some_hi = (lo, hi) if seeing.all() else (np.where(seeing, lo, LAST_KEY), np.where(seeing, hi, 0))
+        reductions = (np.minimum, some_lo), (np.maximum, some_hi), (np.maximum, lo), (np.minimum, hi)
+        return TileBounds(*(f.reduceat(x, first_rows, axis=1).astype(np.int64) for f, x in reductions))
+
+    def spans(self, block: int) -> np.ndarray:
+        """Returns begin, full_begin, full_end, end of each tile, in tiles of `block` keys: int64 (..., 4).
+
+        Some row sees some of [begin, end). Every row sees all of [full_begin, full_end).
+        """
+        begin = self.some_lo // block
+        end = np.maximum(-(-self.some_hi // block), begin)
+        full_begin = (-(-self.all_lo // block)).clip(begin, end)
+        full_end = (self.all_hi // block).clip(full_begin, end)
+        return np.stack([begin, full_begin, full_end, end], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class RowIntervals:
+    """Intervals of the keys that the rows of some chunks see, on the host: the source of every backend's tables.
+
+    Args:
+        mask: the mask.
+        chunks: the chunks that store the rows.
+        lo: int32 (batch or 1, rows), contiguous: the first key of each row's interval, a global position.
+        hi: likewise, one past its last key.
+    """
+
+    mask: Mask
+    chunks: Sequence[Chunk]
+    lo: np.ndarray
+    hi: np.ndarray
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        """Returns whether each row's interval holds a key: bool (batch or 1, rows)."""
+        return self.hi > self.lo
+
+    @cached_property
+    def seeing(self) -> np.ndarray:
+        """Returns whether each row sees any key: bool (batch or 1, rows)."""
+        bitmap = self.mask.bitmap()
+        if bitmap is None:
+            return self.live
+        rows = positions(self.chunks, "cpu")
+        lo, hi = (torch.from_numpy(x).long() for x in (self.lo, self.hi))
+        first, end = (x[bitmap.rows(rows)] for x in bitmap.hull)
+        seeing = (first < end) & (((lo <= first) & (first < hi)) | ((lo < end) & (end <= hi)))
+        unknown = ((lo.maximum(first) < hi.minimum(end)) & ~seeing).any(0).nonzero().squeeze(1)
+        if len(unknown):  # the interval holds neither the first nor the last key that the bitmap shows
+            seeing[:, unknown] = bitmap.sees_any(rows[unknown], lo[:, unknown], hi[:, unknown])
+        return seeing.numpy()
+
+    @cached_property
+    def ends_at_diagonal(self) -> bool:
+        """Returns whether the last key that each row sees is its own; rows before the first key must see nothing."""
+        stop = np.concatenate([np.arange(c.start + 1, c.stop + 1, dtype=np.int32) for c in self.chunks]).clip(min=0)
+        return bool((self.hi == stop).all() and (self.lo <= (stop - 1).clip(min=0)).all())
+
+    def tiles(self, tiles: Tiles) -> TileBounds:
+        """Returns the bounds of tiles that cover the chunks."""
+        return TileBounds.of(self.lo, self.hi, self.seeing, tiles.row)
+
+    def hull(self) -> np.ndarray:
+        """Returns the first key that any row's interval holds and one past the last: int64 (batch or 1, 2)."""
+        whole = TileBounds.of(self.lo, self.hi, self.live, np.zeros(1, np.int64))
+        return np.concatenate([whole.some_lo, whole.some_hi], 1)
+
+
+@lru_cache(maxsize=16)
+def row_intervals(mask: Mask, chunks: Sequence[Chunk]) -> RowIntervals:
+    """Returns the intervals of the rows that `chunks` store."""
+    bounds = torch.broadcast_tensors(*mask.bounds(positions(chunks, "cpu"), LAST_KEY))
+    return RowIntervals(mask, chunks, *(np.ascontiguousarray(x.numpy(), np.int32) for x in bounds))
+
+
+def int32_table(x: np.ndarray, device: torch.device) -> Tensor:
+    """Returns a table of the host as kernels read it: int32, contiguous, on `device`."""
+    return uploaded(torch.from_numpy(np.ascontiguousarray(x, np.int32)), device)
+
+
+def batch_stride(table: Tensor) -> int:
+    """Returns the elements from one sequence's entries of a contiguous table to the next's, 0 if all share them."""
+    return 0 if table.shape[0] == 1 else table.stride(0)
+
+
 @device_tables(maxsize=128)
 def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> RowBounds:
     """Returns the bounds of the rows that `q_chunks` store."""
     unread = torch.zeros(1, dtype=torch.int32, device=device)
     if not has_short_spans(mask):
         return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, unread, 1)
-    rows = positions(q_chunks, "cpu")
-    lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
-    live = hi > lo
-    hull = torch.stack([lo.where(live, LAST_KEY).amin(1), hi.where(live, 0).amax(1)], 1)
-    lo, hi, hull = (uploaded(x.to(torch.int32).contiguous(), device) for x in (lo, hi, hull))
-    batch_stride = 0 if lo.shape[0] == 1 else lo.shape[1]
+    rows = row_intervals(mask, q_chunks)
+    lo, hi, hull = (int32_table(x, device) for x in (rows.lo, rows.hi, rows.hull()))
     bitmap = mask.bitmap()
     if bitmap is None:
-        return RowBounds(TABLE, lo, hi, batch_stride, hull, unread, unread, 1)
-    bit_rows = uploaded(bitmap.rows(rows).to(torch.int32), device)
-    return RowBounds(LISTED, lo, hi, batch_stride, hull, bit_rows, _words(mask, device), bitmap.size)
-
-
-@lru_cache(maxsize=32)
-def rows_seeing(mask: Mask, q_chunks: Sequence[Chunk]) -> Tensor:
-    """Returns whether each row that `q_chunks` store sees any key: bool (batch or 1, seqlen_q), on the CPU."""
-    rows = positions(q_chunks, "cpu")
-    lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
-    bitmap = mask.bitmap()
-    if bitmap is None:
-        return hi > lo
-    first, end = (x[bitmap.rows(rows)] for x in bitmap.hull)
-    seeing = (first < end) & (((lo <= first) & (first < hi)) | ((lo < end) & (end <= hi)))
-    unknown = ((lo.maximum(first) < hi.minimum(end)) & ~seeing).any(0).nonzero().squeeze(1)
-    if len(unknown):  # the interval holds neither the first nor the last key that the bitmap shows
-        seeing[:, unknown] = bitmap.sees_any(rows[unknown], lo[:, unknown], hi[:, unknown])
-    return seeing
+        return RowBounds(TABLE, lo, hi, batch_stride(lo), hull, unread, unread, 1)
+    bit_rows = int32_table(bitmap.rows(positions(q_chunks, "cpu")).numpy(), device)
+    return RowBounds(LISTED, lo, hi, batch_stride(lo), hull, bit_rows, _words(mask, device), bitmap.size)
 
 
 @device_tables(maxsize=32)
@@ -105,84 +185,35 @@ def _words(mask: Mask, device: torch.device) -> Tensor:
         raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
     packed = np.packbits(bitmap.cells.numpy(), axis=1, bitorder="little")
     whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4)))
-    return uploaded(torch.from_numpy(whole).view(torch.int32), device)
+    return int32_table(whole.view(np.int32), device)
 
 
 @dataclass(frozen=True, eq=False)
-class Visits:
-    """Lists of the tiles that each tile processes, one list for each chunk of the other side.
-
-    Args:
-        ranges: int32 (batch or 1, ntiles, nchunks, 3), contiguous, on the CPU: three indices into `tiles`. Tiles that
-            need no mask begin at the first index. Tiles that need one begin at the second and end at the third.
-        batch_stride: elements from one sequence's ranges to the next's, 0 when all sequences have the same ranges.
-        tiles: int32 (n,), n > 0: the first row of a listed tile, counted from its chunk's first. Within a range, tiles
-            with and tiles without a mask are each in ascending order.
-    """
-
-    ranges: Tensor
-    batch_stride: int
-    tiles: Tensor
-
-
-@dataclass(frozen=True)
 class Tiles:
-    """Tiles that cover some chunks, in storage order; no tile crosses a chunk's border."""
+    """Tiles that cover some chunks, in storage order; no tile crosses a chunk's border. Arrays are int64 (tiles,)."""
 
     block: int
-    chunk: Tensor  # index of each tile's chunk
-    offset: Tensor  # each tile's first row, counted from the chunk's first
-    start: Tensor  # global position of each tile's first row
-    stop: Tensor  # one past the global position of each tile's last row
+    chunk: np.ndarray  # index of each tile's chunk
+    offset: np.ndarray  # each tile's first row, counted from the chunk's first
+    row: np.ndarray  # each tile's first row in storage
+    start: np.ndarray  # global position of each tile's first row
+    stop: np.ndarray  # one past the global position of each tile's last row
 
     @staticmethod
     def of(chunks: Sequence[Chunk], block: int) -> Tiles:
-        lengths = torch.tensor([chunk.length for chunk in chunks], device="cpu")
-        starts = torch.tensor([chunk.start for chunk in chunks], device="cpu")
+        """Returns the tiles of `block` rows that cover `chunks`."""
+        starts, lengths = np.array([(chunk.start, chunk.length) for chunk in chunks]).T
         counts = -(-lengths // block)
-        chunk = torch.arange(len(chunks), device="cpu").repeat_interleave(counts)
-        offset = (torch.arange(len(chunk), device="cpu") - (counts.cumsum(0) - counts)[chunk]) * block
+        chunk = np.repeat(np.arange(len(chunks)), counts)
+        offset = (np.arange(len(chunk)) - (counts.cumsum() - counts)[chunk]) * block
         start = starts[chunk] + offset
-        return Tiles(block, chunk, offset, start, torch.minimum(start + block, (starts + lengths)[chunk]))
+        row = (lengths.cumsum() - lengths)[chunk] + offset
+        return Tiles(block, chunk, offset, row, start, np.minimum(start + block, (starts + lengths)[chunk]))
 
     @property
-    def short(self) -> Tensor:
+    def short(self) -> np.ndarray:
+        """Returns whether each tile has fewer rows than `block`."""
         return self.stop - self.start < self.block
-
-
-@dataclass(frozen=True)
-class TileBounds:
-    """Bounds of the keys that the rows of each tile of queries see, (batch or 1, tiles) each.
-
-    Some row sees a key only in [some_lo, some_hi); every row's interval covers [all_lo, all_hi). Rows that see no key
-    count for all_lo and all_hi alone.
-    """
-
-    some_lo: Tensor
-    some_hi: Tensor
-    all_lo: Tensor
-    all_hi: Tensor
-
-    @staticmethod
-    def of(mask: Mask, chunks: Sequence[Chunk], block: int) -> TileBounds:
-        """Returns the bounds of the tiles of `block` rows that cover `chunks`."""
-        columns: list[tuple[Tensor, ...]] = []
-        for chunk in chunks:
-            lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
-            live = rows_seeing(mask, (chunk,))
-
-            def tiled(x: Tensor, filling: int, chunk: Chunk = chunk) -> Tensor:
-                return pad(x, (0, -chunk.length % block), value=filling).unflatten(1, (-1, block))
-
-            columns.append(
-                (
-                    tiled(lo.where(live, LAST_KEY), LAST_KEY).amin(2),
-                    tiled(hi.where(live, 0), 0).amax(2),
-                    tiled(lo, 0).amax(2),
-                    tiled(hi, LAST_KEY).amin(2),
-                )
-            )
-        return TileBounds(*(torch.cat(parts, 1) for parts in zip(*columns, strict=True)))
 
 
 @device_tables(maxsize=128)
@@ -194,41 +225,45 @@ def visits(
     block_n: int,
     device: torch.device,
     by_keys: bool,
-) -> Visits:
+) -> tuple[np.ndarray, Tensor]:
     """Lists for each tile of `block_m` queries the tiles of `block_n` keys to process, or the reverse with `by_keys`.
 
     A pair of tiles is left out if the hull of its rows' intervals holds none of its keys. The same holds if the bitmap
     shows none of its keys. A tile of queries that all see nothing has no pairs. A listed tile that is short always
     counts as one that needs a mask, so tiles without a mask need no bounds checks.
+
+    Returns:
+        ranges: int64 (batch or 1, ntiles, nchunks, 3), on the host: three indices into `tiles` for each chunk of the
+            other side. Tiles that need no mask begin at the first index. Tiles that need one begin at the second and
+            end at the third.
+        tiles: int32 (n,), n > 0: the first row of a listed tile, counted from its chunk's first. Within a range, tiles
+            with and tiles without a mask are each in ascending order.
     """
     bitmap = mask.bitmap()
     assert bitmap is not None
     queries, keys = Tiles.of(q_chunks, block_m), Tiles.of(k_chunks, block_n)
-    rows = TileBounds.of(mask, q_chunks, block_m)
-    first_bits, last_bits = bitmap.rows(queries.start), bitmap.rows(queries.stop - 1)
+    rows = row_intervals(mask, q_chunks).tiles(queries)
+    first_bits, last_bits = (bitmap.rows(torch.from_numpy(x)) for x in (queries.start, queries.stop - 1))
     batch, nq_tiles = rows.some_lo.shape
     nk_tiles = len(keys.start)
-    pairs: list[Tensor] = []  # (pairs, 4): sequence, tile of queries, tile of keys, whether it needs a mask
+    pairs: list[np.ndarray] = []  # (4, pairs): sequence, tile of queries, tile of keys, whether it needs a mask
     cells_a_tile = len(bitmap.cells) * (block_n // bitmap.size + 2)
     step = max(AT_ONCE // max(cells_a_tile, batch * nq_tiles), 1)
     for begin in range(0, nk_tiles, step):
         starts, stops = keys.start[begin : begin + step], keys.stop[begin : begin + step]
-        some, every = bitmap.over(first_bits, last_bits, starts, stops)
-        some = some & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
-        every = every & (rows.all_lo[..., None] <= starts) & (rows.all_hi[..., None] >= stops)
+        some, every = bitmap.over(first_bits, last_bits, torch.from_numpy(starts), torch.from_numpy(stops))
+        some = some.numpy() & (rows.some_lo[..., None] < stops) & (rows.some_hi[..., None] > starts)
+        every = every.numpy() & (rows.all_lo[..., None] <= starts) & (rows.all_hi[..., None] >= stops)
         every &= ~(queries.short[:, None] if by_keys else keys.short[begin : begin + step])
         found = some.nonzero()
-        partial = ~every[tuple(found.unbind(1))]
-        pairs.append(torch.cat([found + torch.tensor([0, 0, begin], device="cpu"), partial[:, None]], 1))
-    sequence, query, key, partial = torch.cat(pairs).unbind(1)
+        pairs.append(np.stack([found[0], found[1], found[2] + begin, ~every[found]]))
+    sequence, query, key, partial = np.concatenate(pairs, 1)
     own, other, tiles = (key, query, queries) if by_keys else (query, key, keys)
     nown, nchunks = (nk_tiles, len(q_chunks)) if by_keys else (nq_tiles, len(k_chunks))
     group = ((sequence * nown + own) * nchunks + tiles.chunk[other]) * 2 + partial
-    counts = torch.bincount(group, minlength=batch * nown * nchunks * 2)
-    ends = counts.cumsum(0).view(-1, 2)
-    ranges = torch.cat([(ends[:, :1] - counts.view(-1, 2)[:, :1]), ends], 1).view(batch, nown, nchunks, 3)
+    counts = np.bincount(group, minlength=batch * nown * nchunks * 2).reshape(-1, 2)
+    ends = counts.cumsum().reshape(-1, 2)
+    ranges = np.concatenate([ends[:, :1] - counts[:, :1], ends], 1).reshape(batch, nown, nchunks, 3)
     order = (group * len(tiles.start) + other).argsort()
-    visited = tiles.offset[other[order]] if len(order) else torch.zeros(1, dtype=torch.int64, device="cpu")
-    ranges = ranges.to(torch.int32)
-    visited = uploaded(visited.to(torch.int32).contiguous(), device)
-    return Visits(ranges, 0 if batch == 1 else ranges.stride(0), visited)
+    visited = tiles.offset[other[order]] if len(order) else np.zeros(1)
+    return ranges, int32_table(visited, device)

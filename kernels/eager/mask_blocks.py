@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringflash.kernels.eager.isolation import is_finite, isolated_matmul
-from ringflash.kernels.mask_tables import LAST_KEY
+from ringflash.kernels.mask_tables import TileBounds, row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Bitmap, Mask
 
@@ -57,25 +58,24 @@ def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
 class Visibility:
     """Keys that the rows of one block of queries see."""
 
-    def __init__(self, mask: Mask, block: Block, group: int, device: torch.device) -> None:
-        rows = block.positions(device)
-        lo, hi = torch.broadcast_tensors(*mask.bounds(rows, LAST_KEY))
-        live = hi > lo
-        self._none = not bool(live.any())
-        self._lo_min, self._lo_max = int(lo.where(live, hi.max()).min()), int(lo.max())
-        self._hi_min, self._hi_max = int(hi.min()), int(hi.where(live, 0).max())
+    def __init__(self, mask: Mask, q_chunks: Sequence[Chunk], block: Block, group: int, device: torch.device) -> None:
+        rows = row_intervals(mask, q_chunks)
+        lo, hi, live = (x[:, block.begin : block.end] for x in (rows.lo, rows.hi, rows.live))
+        seen = TileBounds.of(lo, hi, live, np.zeros(1, np.int64))
+        self._lo_min, self._lo_max = int(seen.some_lo.min()), int(seen.all_lo.max())
+        self._hi_min, self._hi_max = int(seen.all_hi.min()), int(seen.some_hi.max())
+        self._bounds = lo, hi = tuple(torch.from_numpy(x).to(device, torch.int64) for x in (lo, hi))
         self._lo, self._hi = (x.repeat(1, group)[:, None, :, None] for x in (lo, hi))
-        self._bitmap, self._positions, self._group = mask.bitmap(), rows, group
-        self._bounds = lo, hi
+        self._bitmap, self._positions, self._group = mask.bitmap(), block.positions(device), group
         # The hull of the keys that the rows of each sequence see; storage outside may hold anything.
-        self._first = lo.where(live, hi.max()).amin(1)[:, None, None, None] if lo.shape[0] > 1 else None
-        self._last = hi.where(live, 0).amax(1)[:, None, None, None] if lo.shape[0] > 1 else None
+        hull = (torch.from_numpy(x).to(device)[:, None, None] for x in (seen.some_lo, seen.some_hi))
+        self._first, self._last = hull if len(lo) > 1 else (None, None)
 
     def of(self, keys: Block) -> Block | None:
         """Returns the keys of a block that any row may see, or None if there are none; other keys are never read."""
         skip = max(self._lo_min - keys.position, 0)
         length = min(keys.end - keys.begin, self._hi_max - keys.position)
-        if self._none or length <= skip:
+        if length <= skip:
             return None
         seen = Block(keys.begin + skip, keys.begin + length, keys.position + skip)
         return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
@@ -144,9 +144,9 @@ class Visibility:
 _kept_visibility = lru_cache(maxsize=64)(Visibility)
 
 
-def visibility(mask: Mask, block: Block, group: int, device: torch.device) -> Visibility:
-    """Returns the visibility of a block.
+def visibility(mask: Mask, q_chunks: Sequence[Chunk], block: Block, group: int, device: torch.device) -> Visibility:
+    """Returns the visibility of a block of the rows that `q_chunks` store.
 
     On the CPU it is cached for the next hop or pass. On a GPU other streams would read the cached one too.
     """
-    return (_kept_visibility if device.type == "cpu" else Visibility)(mask, block, group, device)
+    return (_kept_visibility if device.type == "cpu" else Visibility)(mask, q_chunks, block, group, device)

@@ -109,7 +109,7 @@ def forward(
     nheads_kv = k.shape[2]
     group = nheads // nheads_kv
     for queries in blocks(problem.q_chunks, BLOCK_Q):
-        sees = visibility(problem.mask, queries, group, q.device)
+        sees = visibility(problem.mask, problem.q_chunks, queries, group, q.device)
         seen = sees.over(problem.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
@@ -223,7 +223,7 @@ def backward_dq(
     """Computes dq = softmax_scale * dS k over these keys; adds it to `dq` when `accumulate`, else overwrites `dq`."""
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in blocks(problem.q_chunks, BLOCK_Q):
-        sees = visibility(problem.mask, queries, nheads // nheads_kv, q.device)
+        sees = visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device)
         rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
         acc = torch.zeros_like(rows.q)
         for keys in sees.over(problem.k_chunks):
@@ -254,7 +254,7 @@ def backward_dkdv(
     """
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
-        (queries, visibility(problem.mask, queries, nheads // nheads_kv, q.device))
+        (queries, visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device))
         for queries in blocks(problem.q_chunks, BLOCK_Q)
     ]
     for block in blocks(problem.k_chunks, BLOCK_K):

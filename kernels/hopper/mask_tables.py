@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.kernels.device_tables import device_tables, uploaded
-from ringflash.kernels.mask_tables import LAST_KEY
+from ringflash.kernels.device_tables import device_tables
+from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_table, row_intervals
 from ringflash.layouts.layout import Chunk, positions
 from ringflash.masks import Mask
 
@@ -89,85 +90,50 @@ def intervals(
     `by_keys` makes tiles of keys the owned ones, rather than tiles of queries. `ordered` keeps owned tiles in storage
     order and adds the table `turns`.
     """
-    first, stop = _seen(mask, q_chunks, k_chunks)
-    if by_keys:
-        keys = torch.arange(sum(chunk.length for chunk in k_chunks), device="cpu").expand(len(first), -1).contiguous()
+    rows, held = row_intervals(mask, q_chunks), positions(k_chunks, "cpu").to(torch.int32)
+    first, stop = (torch.searchsorted(held, torch.from_numpy(x)) for x in (rows.lo, rows.hi))
+    if by_keys:  # neither bound ever falls
+        keys = torch.arange(len(held), device="cpu").expand(len(first), -1).contiguous()
         first, stop = torch.searchsorted(stop, keys, right=True), torch.searchsorted(first, keys, right=True)
-    tiles = _tiles(first, stop, own_block, block, by_keys)
-    begin, _, _, end = tiles.unbind(-1)
-    own = torch.arange(first.shape[1], device="cpu") // own_block
-    fully_masked = (first >= stop) & (begin < end)[:, own]
-    below = bool(((first > begin[:, own] * block) & (first < stop) | fully_masked).any())
-    above = bool(((stop < end[:, own] * block) & (first < stop) | fully_masked).any())
-    above |= by_keys and first.shape[1] % own_block > 0
+    first, stop = first.numpy(), stop.numpy()
+    first_rows = np.arange(0, first.shape[1], own_block)
+    live = stop > first
+    fully_masked = ~np.logical_and.reduceat(live, first_rows, axis=1)  # whether any row of a tile is
+    seen = TileBounds.of(first, stop, live, first_rows)
+    if by_keys and first.shape[1] % own_block > 0:
+        seen.all_hi[:, -1] = 0  # no query sees keys past the end, because dq is a sum over all rows of a tile
+    np.minimum(seen.some_lo, seen.some_hi, out=seen.some_lo)  # spans of fully masked tiles lie at 0
+    tiles = seen.spans(block)
+    begin, end = tiles[..., 0], tiles[..., 3]
     visits = end - begin
-    fullest = visits[visits.sum(1).argmax()].double()
-    order = visits.sum(0).argsort(descending=True, stable=True)
+    below = bool(((visits > 0) & ((seen.all_lo > begin * block) | fully_masked)).any())
+    above = bool(((visits > 0) & ((seen.all_hi < end * block) | fully_masked)).any())
+    above |= by_keys and first.shape[1] % own_block > 0
+    fullest = visits[visits.sum(1).argmax()]
+    order = (-visits.sum(0)).argsort(kind="stable")
     turns = None
     if ordered:
         nrows = sum(chunk.length for chunk in (q_chunks if by_keys else k_chunks))
-        turns = _table(_turns(begin, end, -(-nrows // block)), device)
-        order = torch.arange(len(order), device="cpu")
-    bounds, tiles, order = (_table(x, device) for x in (torch.stack([first, stop], -1), tiles, order))
+        turns = int32_table(_turns(begin, end, -(-nrows // block)), device)
+        order = np.arange(len(order))
+    bounds, tiles, order = (int32_table(x, device) for x in (np.stack([first, stop], -1), tiles, order))
     return Intervals(
         below=below,
         above=above,
         bounds=bounds,
-        bounds_stride=_stride(bounds),
+        bounds_stride=batch_stride(bounds),
         tiles=tiles,
-        tiles_stride=_stride(tiles),
+        tiles_stride=batch_stride(tiles),
         order=order,
-        visits=float(visits.double().mean()),
+        visits=float(visits.mean()),
         skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
-        covers=bool((first < stop).all()),
+        covers=bool(live.all()),
         turns=turns,
-        turns_stride=0 if turns is None else _stride(turns),
+        turns_stride=0 if turns is None else batch_stride(turns),
     )
 
 
-def _table(x: Tensor, device: torch.device) -> Tensor:
-    return uploaded(x.to(torch.int32).contiguous(), device)
-
-
-def _stride(table: Tensor) -> int:
-    return 0 if table.shape[0] == 1 else table.stride(0)
-
-
-def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-    """Returns the first row of keys that each query sees, and one past the last, int64 (batch or 1, seqlen_q) each.
-
-    Neither bound ever falls. A query sees nothing if its second bound is not larger than its first.
-    """
-    lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
-    held = positions(k_chunks, "cpu")
-    first, stop = (torch.searchsorted(held, x.contiguous()) for x in (lo, hi))
-    return first, stop
-
-
-def _tiles(first: Tensor, stop: Tensor, own_block: int, block: int, by_keys: bool) -> Tensor:
-    """Returns `Intervals.tiles` as int64 (batch or 1, ntiles, 4).
-
-    Rows past the end of the sequence count as seeing all keys if they are queries, because their results are dropped.
-    Keys past the end see no query, because dq is a sum over all rows of a tile.
-    """
-    live = stop > first
-    last = 2**31
-
-    def tiled(x: Tensor, filling: int) -> Tensor:
-        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % own_block), value=filling)
-        return padded.unflatten(1, (-1, own_block))
-
-    some_first = tiled(first.where(live, last), last).amin(2)
-    some_stop = tiled(stop.where(live, 0), 0).amax(2)
-    all_first, all_stop = tiled(first, 0).amax(2), tiled(stop.where(live, 0), 0 if by_keys else last).amin(2)
-    begin = torch.minimum(some_first, some_stop) // block
-    end = torch.maximum(-(-some_stop // block), begin)
-    full_begin = (-(-all_first // block)).clamp(begin, end)
-    full_end = (all_stop // block).clamp(full_begin, end)
-    return torch.stack([begin, full_begin, full_end, end], -1)
-
-
-def _turns(begin: Tensor, end: Tensor, nothers: int) -> Tensor:
+def _turns(begin: np.ndarray, end: np.ndarray, nothers: int) -> np.ndarray:
     """Returns the table of the order in which owned tiles add to each tile of the other side in [begin, end).
 
     Neither bound ever falls from one owned tile to the next, apart from owned tiles that process nothing. So the owned
@@ -183,9 +149,11 @@ def _turns(begin: Tensor, end: Tensor, nothers: int) -> Tensor:
         tiles that process any tile. Then for each tile of the other side, two numbers: the rank of the first owned tile
         that processes it, and how many owned tiles do.
     """
-    visits = (end > begin).long()
-    opened, closed = (torch.zeros(len(begin), nothers + 1, dtype=torch.int64, device="cpu") for _ in range(2))
-    opened.scatter_add_(1, begin.where(visits > 0, nothers), visits)
-    closed.scatter_add_(1, end, visits)
+    visiting = end > begin
+    opened, closed = (
+        np.stack([np.bincount(row[some], minlength=nothers + 1) for row, some in zip(edge, visiting, strict=True)])
+        for edge in (begin, end)
+    )
     opened, closed = (x.cumsum(1)[:, :nothers] for x in (opened, closed))
-    return torch.cat([visits.cumsum(1) - visits, torch.stack([closed, opened - closed], -1).flatten(1)], 1)
+    others = np.stack([closed, opened - closed], -1).reshape(len(begin), -1)
+    return np.concatenate([visiting.cumsum(1) - visiting, others], 1)

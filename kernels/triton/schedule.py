@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.device_tables import device_tables
 from ringflash.kernels.mask_tables import (
     CAUSAL,
-    LAST_KEY,
     LISTED,
     TABLE,
     RowBounds,
+    RowIntervals,
     TileBounds,
     Tiles,
+    batch_stride,
+    int32_table,
     row_bounds,
-    rows_seeing,
+    row_intervals,
     visits,
 )
-from ringflash.layouts.layout import Chunk, positions
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 
 
@@ -75,83 +79,62 @@ def make_programs(
     by_keys: bool,
 ) -> Programs:
     """Returns the tables for tiles of `block_m` queries and `block_n` keys."""
-    bounds = row_bounds(mask, q_chunks, device)
+    bounds, rows = row_bounds(mask, q_chunks, device), row_intervals(mask, q_chunks)
     own, others = (k_chunks, q_chunks) if by_keys else (q_chunks, k_chunks)
-    block = block_n if by_keys else block_m
-    owned = Tiles.of(own, block)
-    lengths, starts = (torch.tensor([(c.length, c.start) for c in others], device="cpu")).unbind(1)
+    owned = Tiles.of(own, block_n if by_keys else block_m)
+    starts, lengths = np.array([(chunk.start, chunk.length) for chunk in others]).T
     if by_keys:
-        ends = lengths.expand(1, 1, -1)
+        ends = lengths[None, None]
         even = all(c.length % block_m == 0 for c in q_chunks) and all(c.length % block_n == 0 for c in k_chunks)
-        even = even and _met_see(mask, q_chunks, block_m)
+        even = even and _met_see(rows, block_m)
     else:  # storage past the last key that any row sees may hold anything
-        lo, hi = torch.broadcast_tensors(*mask.bounds(positions(q_chunks, "cpu"), LAST_KEY))
-        ends = torch.minimum((hi.where(hi > lo, 0).amax(1)[:, None] - starts).clamp(min=0), lengths)[:, None]
+        ends = (rows.hull()[:, 1:] - starts).clip(0, lengths)[:, None]
         even = bool((ends % block_n == 0).all())
     kind, tiles = bounds.kind, bounds.lo  # `tiles` is read only when LISTED
     if kind == LISTED:
-        lists = visits(mask, q_chunks, k_chunks, block_m, block_n, device, by_keys)
-        full, partial, end = lists.ranges.unbind(-1)
-        spans, tiles = torch.stack([full, full, partial, end], -1), lists.tiles
+        ranges, tiles = visits(mask, q_chunks, k_chunks, block_m, block_n, device, by_keys)
+        spans = ranges[..., [0, 0, 1, 2]]
     else:
         if by_keys:
-            spans, needs_table = _query_spans(mask, q_chunks, owned, block_m)
+            spans, needs_table = _query_spans(rows, owned, block_m)
         else:
-            spans, needs_table = _key_spans(mask, q_chunks, k_chunks, block_m, block_n)
-        if kind == TABLE and not needs_table and _see_to_themselves(mask, q_chunks):
+            spans, needs_table = _key_spans(rows.tiles(owned), starts, lengths, block_n)
+        if kind == TABLE and not needs_table and rows.ends_at_diagonal:
             kind = CAUSAL
-    about = torch.stack([lengths.cumsum(0) - lengths, starts, lengths], 1).expand(*spans.shape[:-1], 3)
-    spans = torch.cat([spans, ends.expand(spans.shape[:-1])[..., None], about], -1)
-    own_lengths = torch.tensor([chunk.length for chunk in own], device="cpu")
-    row = (own_lengths.cumsum(0) - own_lengths)[owned.chunk] + owned.offset
+    about = np.stack([lengths.cumsum() - lengths, starts, lengths], 1)
+    parts = spans, np.broadcast_to(ends, spans.shape[:-1])[..., None], np.broadcast_to(about, (*spans.shape[:-1], 3))
+    spans = np.concatenate(parts, -1)
     work = (spans[..., 3] - spans[..., 0]).sum((0, 2))
-    order = work.argsort(descending=True, stable=True)
-    places = torch.stack([row, own_lengths[owned.chunk] - owned.offset, owned.stop - owned.start, owned.start], 1)
-    places, spans = (uploaded(x.to(torch.int32).contiguous(), device) for x in (places[order], spans[:, order]))
-    batch_stride = 0 if spans.shape[0] == 1 else spans.stride(0)
-    return Programs(bounds, kind, even, len(row), len(others), places, spans, batch_stride, tiles)
+    order = (-work).argsort(kind="stable")
+    rest = np.array([chunk.length for chunk in own])[owned.chunk] - owned.offset
+    places = np.stack([owned.row, rest, owned.stop - owned.start, owned.start], 1)
+    places, spans = (int32_table(x, device) for x in (places[order], spans[:, order]))
+    return Programs(bounds, kind, even, len(order), len(others), places, spans, batch_stride(spans), tiles)
 
 
-def _met_see(mask: Mask, q_chunks: Sequence[Chunk], block_m: int) -> bool:
+def _met_see(rows: RowIntervals, block_m: int) -> bool:
     """Returns whether every row of a processed tile sees a key; a listed tile without such rows is never processed."""
-    seeing = rows_seeing(mask, q_chunks)
-    if mask.bitmap() is None:
-        return bool(seeing.all())
-    tiled = seeing.unflatten(1, (-1, block_m))
+    if rows.mask.bitmap() is None:
+        return bool(rows.seeing.all())
+    tiled = rows.seeing.reshape(len(rows.seeing), -1, block_m)
     return bool((tiled.all(2) == tiled.any(2)).all())
 
 
-def _see_to_themselves(mask: Mask, q_chunks: Sequence[Chunk]) -> bool:
-    """Returns whether the last key that each row sees is its own; rows before the first key must see nothing."""
-    rows = positions(q_chunks, "cpu")
-    lo, hi = mask.bounds(rows, LAST_KEY)
-    return bool((hi == (rows + 1).clamp(min=0)).all() and (lo <= rows.clamp(min=0)).all())
-
-
-def _key_spans(
-    mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk], block_m: int, block_n: int
-) -> tuple[Tensor, bool]:
+def _key_spans(seen: TileBounds, starts: np.ndarray, lengths: np.ndarray, block_n: int) -> tuple[np.ndarray, bool]:
     """Returns spans of the keys that the rows of each tile of queries see: int64 (batch or 1, tiles, nk_chunks, 4).
 
     The second result is True if some row's interval begins after the first key that its tile streams: the causal rule
     would show that row earlier keys too.
     """
-    seen = TileBounds.of(mask, q_chunks, block_m)
-    columns, needs_table = [], False
-    for chunk in k_chunks:
-        some_lo, some_hi, all_lo, all_hi = (
-            (x - chunk.start).clamp(0, chunk.length) for x in (seen.some_lo, seen.some_hi, seen.all_lo, seen.all_hi)
-        )
-        begin = some_lo // block_n * block_n
-        end = torch.maximum(some_hi, begin)
-        needs_table |= bool(((all_lo > begin) & (begin < end)).any())
-        full_begin = (-(-all_lo // block_n) * block_n).clamp(begin, -(-end // block_n) * block_n)
-        full_end = torch.maximum(all_hi // block_n * block_n, full_begin)
-        columns.append(torch.stack([begin, full_begin, full_end, end], -1))
-    return torch.stack(columns, 2), needs_table
+    bounds = (seen.some_lo, seen.some_hi, seen.all_lo, seen.all_hi)
+    met = TileBounds(*((x[..., None] - starts).clip(0, lengths) for x in bounds))
+    spans = met.spans(block_n) * block_n
+    begin = spans[..., 0]
+    spans[..., 3] = end = np.maximum(met.some_hi, begin)
+    return spans, bool(((met.all_lo > begin) & (begin < end)).any())
 
 
-def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: int) -> tuple[Tensor, bool]:
+def _query_spans(rows: RowIntervals, keys: Tiles, block_m: int) -> tuple[np.ndarray, bool]:
     """Returns spans of the queries that see each tile of keys: int64 (batch or 1, tiles, nq_chunks, 4).
 
     The queries are consecutive because neither bound of a row ever falls. The rows past a chunk's end in its last tile
@@ -161,20 +144,23 @@ def _query_spans(mask: Mask, q_chunks: Sequence[Chunk], keys: Tiles, block_m: in
     begin after the first key of its tile: the causal rule would show that key. Or a tile may have keys past all seen
     keys: their storage may hold anything and must not be read.
     """
-    columns, needs_table = [], False
-    for chunk in q_chunks:
-        lo, hi = torch.broadcast_tensors(*mask.bounds(positions([chunk], "cpu"), LAST_KEY))
-        lo, hi = lo.contiguous(), hi.contiguous()
-        starts, stops = (x.expand(lo.shape[0], -1).contiguous() for x in (keys.start, keys.stop))
-        end = torch.searchsorted(lo, stops)  # lo < stop
-        begin = torch.minimum(torch.searchsorted(hi, starts, right=True), end)  # hi > start
-        full_begin = torch.searchsorted(hi, stops).clamp(begin, end)  # hi >= stop
-        full_end = torch.searchsorted(lo, starts, right=True).clamp(begin, end)  # lo <= start
-        after = (full_end < end) | ((end % block_m > 0) & (end < chunk.length)) | (stops > hi[:, -1:])
-        needs_table |= bool((after & (begin < end)).any())
-        first = begin // block_m * block_m
-        begin, end = first, end.where(begin < end, first)  # an empty span stays empty
-        full_begin = (-(-full_begin // block_m) * block_m).clamp(begin, -(-end // block_m) * block_m)
-        full_end = torch.where(full_end == chunk.length, full_end, full_end // block_m * block_m)
-        columns.append(torch.stack([begin, full_begin, torch.maximum(full_end, full_begin), end], -1))
-    return torch.stack(columns, 2), needs_table
+    lengths = np.array([chunk.length for chunk in rows.chunks])
+    borders = lengths.cumsum()[:-1]
+    starts, stops = keys.start.astype(np.int32), keys.stop.astype(np.int32)  # the dtype of the bounds
+
+    def search(bound: np.ndarray, values: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
+        found = [[part.searchsorted(values, side) for part in np.split(row, borders)] for row in bound]
+        return np.array(found).swapaxes(1, 2)
+
+    end = search(rows.lo, stops, "left")  # lo < stop
+    begin = np.minimum(search(rows.hi, starts, "right"), end)  # hi > start
+    full_begin = search(rows.hi, stops, "left").clip(begin, end)  # hi >= stop
+    full_end = search(rows.lo, starts, "right").clip(begin, end)  # lo <= start
+    last = rows.hi[:, np.append(borders, rows.hi.shape[1]) - 1]
+    after = (full_end < end) | ((end % block_m > 0) & (end < lengths)) | (keys.stop[:, None] > last[:, None])
+    needs_table = bool((after & (begin < end)).any())
+    end = np.where(begin < end, end, begin // block_m * block_m)  # an empty span stays empty
+    spans = TileBounds(begin, end, full_begin, full_end).spans(block_m) * block_m
+    spans[..., 2] = np.where(full_end == lengths, np.maximum(lengths, spans[..., 1]), spans[..., 2])
+    spans[..., 3] = end
+    return spans, needs_table

@@ -1,5 +1,8 @@
-"""Mask tables of the Triton kernels, compared with the dense masks."""
+"""Intervals of rows, bounds of tiles and the mask tables of the Triton kernels, compared with the dense masks."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +11,18 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.kernels.mask_tables import CAUSAL, FULL, LISTED, TABLE, Visits, row_bounds, visits
+from ringflash.kernels import mask_tables
+from ringflash.kernels.mask_tables import (
+    CAUSAL,
+    FULL,
+    LISTED,
+    TABLE,
+    TileBounds,
+    Tiles,
+    row_bounds,
+    row_intervals,
+    visits,
+)
 from ringflash.kernels.triton.schedule import Programs, make_programs
 from ringflash.layouts.layout import LAYOUTS, Chunk, make_layout, positions
 from ringflash.masks import Bitmap, Full, Mask
@@ -39,10 +53,11 @@ def tiles_of(chunks: tuple[Chunk, ...], block: int) -> list[tuple[int, int, Tens
     ]
 
 
-def lists(given: Visits, sequence: int, own: int, chunk: int) -> tuple[list[int], list[int]]:
+def lists(given: tuple[np.ndarray, Tensor], sequence: int, own: int, chunk: int) -> tuple[list[int], list[int]]:
     """Returns the full tiles of a list, and the partial tiles."""
-    full, partial, end = given.ranges[min(sequence, given.ranges.shape[0] - 1), own, chunk].tolist()
-    return given.tiles[full:partial].tolist(), given.tiles[partial:end].tolist()
+    ranges, tiles = given
+    full, partial, end = ranges[min(sequence, len(ranges) - 1), own, chunk].tolist()
+    return tiles[full:partial].tolist(), tiles[partial:end].tolist()
 
 
 def check(
@@ -53,9 +68,8 @@ def check(
     sides = tiles_of(q_chunks, block_m), tiles_of(k_chunks, block_n)
     (owns, others), block = (sides[::-1], block_m) if by_keys else (sides, block_n)
     nchunks = len(q_chunks if by_keys else k_chunks)
-    assert got.ranges.shape[1:] == (len(owns), nchunks, 3)
-    assert got.batch_stride == (got.ranges[0].numel() if got.ranges.shape[0] > 1 else 0)
-    assert got.ranges.dtype == got.tiles.dtype == torch.int32
+    assert got[0].shape[1:] == (len(owns), nchunks, 3)
+    assert got[1].dtype == torch.int32
     for sequence in range(mask.batch):
         for i, (_, _, own) in enumerate(owns):
             for chunk in range(nchunks):
@@ -72,6 +86,77 @@ def check(
                     if not anything.any():
                         assert begin not in (*full, *partial)
                     assert not (begin in full and begin in partial)
+
+
+@settings(deadline=None, max_examples=150)
+@given(mask=masks(SEQLEN), hop=hops())
+def test_row_intervals_hold_the_keys_that_rows_see(
+    mask: Mask, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]]
+) -> None:
+    rows, keys = positions(hop[0], "cpu"), torch.arange(SEQLEN)
+    got, dense = row_intervals(mask, hop[0]), mask.dense(rows, keys).numpy()
+    assert got is row_intervals(mask, hop[0])
+    assert got.lo.dtype == got.hi.dtype == np.int32
+    inside = (keys.numpy() >= got.lo[..., None]) & (keys.numpy() < got.hi[..., None])
+    assert (dense <= inside).all()
+    if mask.bitmap() is None:
+        assert (dense == inside).all()
+    assert (got.live == (got.hi > got.lo)).all()
+    assert (got.seeing == dense.any(2)).all()
+    for sequence, (first, stop) in zip(inside, got.hull(), strict=True):
+        seen = sequence.any(0).nonzero()[0]
+        assert (seen[[0, -1]].tolist() == [first, min(stop, SEQLEN) - 1]) if len(seen) else first >= stop
+    own = (got.hi - 1 == rows.clamp(min=-1).numpy()).all() and (got.lo <= rows.clamp(min=0).numpy()).all()
+    assert got.ends_at_diagonal == own
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    mask=masks(SEQLEN),
+    hop=hops(),
+    block_m=st.sampled_from([1, 16, 32, 64]),
+    block_n=st.sampled_from([1, 16, 32]),
+)
+def test_bounds_and_spans_of_tiles(
+    mask: Mask, hop: tuple[tuple[Chunk, ...], tuple[Chunk, ...]], block_m: int, block_n: int
+) -> None:
+    rows, tiles = row_intervals(mask, hop[0]), Tiles.of(hop[0], block_m)
+    got = rows.tiles(tiles)
+    spans = got.spans(block_n)
+    expected = tiles_of(hop[0], block_m)
+    assert tiles.chunk.tolist() == [chunk for chunk, _, _ in expected]
+    assert tiles.offset.tolist() == [offset for _, offset, _ in expected]
+    assert tiles.short.tolist() == [len(own) < block_m for _, _, own in expected]
+    for i, (_, _, own) in enumerate(expected):
+        assert [tiles.start[i], tiles.stop[i]] == [own[0], own[-1] + 1]
+        stored = slice(tiles.row[i], tiles.row[i] + len(own))
+        assert torch.equal(positions(hop[0], "cpu")[stored], own)
+        for sequence in range(len(rows.lo)):
+            lo, hi, seeing = (x[sequence, stored] for x in (rows.lo, rows.hi, rows.seeing))
+            assert [got.all_lo[sequence, i], got.all_hi[sequence, i]] == [lo.max(), hi.min()]
+            begin, full_begin, full_end, end = spans[sequence, i].tolist()
+            assert begin <= full_begin <= full_end <= end
+            if not seeing.any():
+                assert begin == end
+                continue
+            assert [got.some_lo[sequence, i], got.some_hi[sequence, i]] == [lo[seeing].min(), hi[seeing].max()]
+            assert [begin, end] == [lo[seeing].min() // block_n, -(-hi[seeing].max() // block_n)]
+            if full_begin < full_end:
+                assert lo.max() <= full_begin * block_n
+                assert hi.min() >= full_end * block_n
+
+
+def test_fully_masked_rows_keep_tiles_from_being_full() -> None:
+    lo, hi = np.array([[0, 5, 0, 2]]), np.array([[8, 5, 8, 7]])
+    got = TileBounds.of(lo, hi, hi > lo, np.array([0, 2]))
+    assert [x.tolist() for x in vars(got).values()] == [[[0, 0]], [[8, 8]], [[5, 2]], [[5, 7]]]
+    assert got.spans(1).tolist() == [[[0, 5, 5, 8], [0, 2, 7, 8]]]
+
+
+def test_bounds_of_masks_are_read_in_one_place() -> None:
+    kernels = Path(mask_tables.__file__).parent
+    callers = {path.relative_to(kernels) for path in kernels.rglob("*.py") if "mask.bounds(" in path.read_text()}
+    assert callers == {Path("mask_tables.py")}
 
 
 @settings(deadline=None, max_examples=80)
@@ -214,8 +299,8 @@ def test_tiles_outside_the_intervals_are_in_no_list() -> None:
 def test_lists_of_a_mask_that_shows_nothing() -> None:
     chunks = (Chunk(0, 90),)
     got = visits(rf.BlockSparse(torch.zeros(2, 2, dtype=torch.bool), 64), chunks, chunks, 32, 32, CPU, False)
-    assert got.ranges.eq(0).all()
-    assert got.tiles.numel() == 1  # kernels need a valid pointer
+    assert not got[0].any()
+    assert got[1].numel() == 1  # kernels need a valid pointer
 
 
 @settings(deadline=None, max_examples=80)
