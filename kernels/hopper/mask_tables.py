@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ringflash.kernels.device_tables import device_tables
 from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_table, row_intervals
-from ringflash.layouts.layout import Chunk, positions
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 
 
@@ -90,12 +91,10 @@ def intervals(
     `by_keys` makes tiles of keys the owned ones, rather than tiles of queries. `ordered` keeps owned tiles in storage
     order and adds the table `turns`.
     """
-    rows, held = row_intervals(mask, q_chunks), positions(k_chunks, "cpu").to(torch.int32)
-    first, stop = (torch.searchsorted(held, torch.from_numpy(x)) for x in (rows.lo, rows.hi))
-    if by_keys:  # neither bound ever falls
-        keys = torch.arange(len(held), device="cpu").expand(len(first), -1).contiguous()
-        first, stop = torch.searchsorted(stop, keys, right=True), torch.searchsorted(first, keys, right=True)
-    first, stop = first.numpy(), stop.numpy()
+    first, stop = _seen(mask, q_chunks, k_chunks)
+    if by_keys:
+        nkeys = sum(chunk.length for chunk in k_chunks)
+        first, stop = _counts_up_to(stop, nkeys), _counts_up_to(first, nkeys)
     first_rows = np.arange(0, first.shape[1], own_block)
     live = stop > first
     fully_masked = ~np.logical_and.reduceat(live, first_rows, axis=1)  # whether any row of a tile is
@@ -131,6 +130,35 @@ def intervals(
         turns=turns,
         turns_stride=0 if turns is None else batch_stride(turns),
     )
+
+
+@lru_cache(maxsize=16)  # the forward and the backward of a hop share them
+def _seen(mask: Mask, q_chunks: Sequence[Chunk], k_chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first row of keys that each query sees, and one past the last: int32 (batch or 1, seqlen_q) each.
+
+    Neither bound ever falls. A query sees nothing if its second bound is not larger than its first.
+    """
+    rows = row_intervals(mask, q_chunks)
+    return _rows_before(rows.lo, k_chunks), _rows_before(rows.hi, k_chunks)
+
+
+def _rows_before(x: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
+    """Returns how many rows of `chunks` have positions below each of `x`: int32 (batch, n); x likewise, never falling.
+
+    Between two chunks' starts this is the distance from the first, or the chunk's length if that is less.
+    """
+    starts, lengths = np.array([(chunk.start, chunk.length) for chunk in chunks], np.int32).T
+    stored = lengths.cumsum(dtype=np.int32)
+    shifts, most = np.append(0, stored - lengths - starts), np.append(0, stored)
+    counts = np.diff([row.searchsorted(starts) for row in x], prepend=0, append=x.shape[1]).ravel()
+    shifts, most = (np.tile(t.astype(np.int32), len(x)).repeat(counts).reshape(x.shape) for t in (shifts, most))
+    return np.minimum(x + shifts, most)
+
+
+def _counts_up_to(x: np.ndarray, n: int) -> np.ndarray:
+    """Returns how many of the numbers 0 <= x <= n (batch, rows) are at most j, for each j < n: int32 (batch, n)."""
+    counts = torch.stack([torch.bincount(row, minlength=n + 1)[:n] for row in torch.from_numpy(x)])
+    return counts.cumsum(1, dtype=torch.int32).numpy()
 
 
 def _turns(begin: np.ndarray, end: np.ndarray, nothers: int) -> np.ndarray:

@@ -187,6 +187,8 @@ def _owned(edges: Sequence[int], owned: Sequence[Sequence[int]]) -> Cut:
 def positions(chunks: Sequence[Chunk], device: torch.device | str | None = None) -> Tensor:
     """Returns the global positions of the rows of `chunks`, in storage order: int64 (rows,)."""
     pieces = [torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks]
+    if len(pieces) == 1:
+        return pieces[0]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 

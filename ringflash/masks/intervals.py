@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringflash.checks import check_whole
 from ringflash.errors import ArgumentError
 from ringflash.masks.base import AtomicMask, TensorMask, integers, is_traced, shortened
+from ringflash.torch_private import are_transforms_active
 
 EVERYTHING = 2**62  # more keys than any sequence has
 
@@ -142,11 +144,18 @@ class Documents(TensorMask):
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo and hi = the first position of the row's document, and one past its last."""
         ends = self._ends.to(positions_q.device).view(self.batch, -1)
-        rows = positions_q.expand(self.batch, -1).contiguous()
-        index = torch.searchsorted(ends, rows, right=True)
-        lo = ends.gather(1, (index - 1).clamp(min=0))
-        hi = ends.gather(1, index.clamp(max=ends.shape[1] - 1)).where(index > 0, lo)  # empty before the first document
-        return lo.clamp(max=seqlen_k), hi.clamp(max=seqlen_k)
+        # By the number of ends up to a row's position; a row before the first document has an empty interval.
+        los, his = torch.cat([ends[:, :1], ends], 1), torch.cat([ends[:, :1], ends[:, 1:], ends[:, -1:]], 1)
+        los, his = los.clamp(max=seqlen_k), his.clamp(max=seqlen_k)
+        plain = type(positions_q) is Tensor and not (is_traced() or are_transforms_active())
+        if plain and positions_q.is_cpu:  # so the positions can be read
+            rows = positions_q.numpy()
+            if (rows[1:] >= rows[:-1]).all():  # then repeating is faster than a search for each row
+                counts = np.diff(rows.searchsorted(ends.numpy()), prepend=0, append=len(rows)).ravel()
+                lo, hi = (torch.from_numpy(x.numpy().ravel().repeat(counts)).view(self.batch, -1) for x in (los, his))
+                return lo, hi
+        index = torch.searchsorted(ends, positions_q.expand(self.batch, -1).contiguous(), right=True)
+        return los.gather(1, index), his.gather(1, index)
 
     def __repr__(self) -> str:
         if self._ends.ndim == 1:

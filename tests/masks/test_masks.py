@@ -168,6 +168,13 @@ def test_bounds_are_the_intervals_and_the_bitmap_what_they_show(mask: Mask) -> N
         assert torch.equal(mask.dense(rows, keys), inside & bitmap.sees(rows, keys))
 
 
+@given(mask=masks(SEQLEN), rows=st.permutations(range(-5, SEQLEN + 5)))
+def test_bounds_of_a_row_do_not_depend_on_the_order_of_rows(mask: Mask, rows: list[int]) -> None:
+    rising = mask.bounds(torch.arange(-5, SEQLEN + 5), SEQLEN)
+    for got, expected in zip(mask.bounds(torch.tensor(rows), SEQLEN), rising, strict=True):
+        assert torch.equal(got, expected[:, torch.tensor(rows) + 5])
+
+
 @given(mask=single_masks(SEQLEN).filter(lambda mask: mask.bitmap() is not None))
 def test_bounds_of_a_bitmap_are_tight(mask: Mask) -> None:
     rows, keys = torch.arange(-5, SEQLEN + 5), torch.arange(SEQLEN)
