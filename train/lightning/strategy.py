@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -46,6 +46,9 @@ from ringflash.train.lightning.user_modules import (
     refuse_loss,
 )
 from ringflash.train.lightning_private import connect, exchange_sigterm, set_device_mesh, trainer_of
+
+if TYPE_CHECKING:
+    from ringflash.compile_once import Compilations
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,22 @@ class RingAttentionStrategy(ShardedStrategy):
         self._window_tokens: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
         self._warned_of_repeats = False
         self._shutdown: Shutdown | None = None
+        self._compilations: Compilations | None = None  # until the first step has reported them
+
+    @property
+    def asked_sizes(self) -> tuple[Literal["auto"] | int, Literal["auto"] | int]:
+        """The (data, context) parallel sizes, as given until the environment is set up."""
+        return self._sizes
+
+    @property
+    def layout(self) -> str:
+        """The cut of the sequence."""
+        return self._layout
+
+    @property
+    def hops(self) -> str:
+        """The schedule of the ring, as in `rf.ContextParallel`, which groups no hops that it captures in graphs."""
+        return "ring" if self._cuda_graphs else "auto"
 
     @property
     def context(self) -> rf.ContextParallel:
@@ -168,6 +187,10 @@ class RingAttentionStrategy(ShardedStrategy):
             # `fit` on the same sharded weights. The program destroys a group that it made itself.
             self._shutdown = Shutdown()
         connect(self)
+        if self.root_device.type == "cuda":
+            from ringflash.compile_once import compile_once_a_host  # here, so that CPU users never import Triton
+
+            self._compilations = compile_once_a_host()
         shape = resolve_sizes(*self._sizes, self.world_size)
         if self.world_size % self._replicate_size:
             raise ConfigError(
@@ -336,7 +359,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return self._report_compilations(super().optimizer_step(optimizer, closure, model, **kwargs))
 
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
 
@@ -346,7 +369,14 @@ class RingAttentionStrategy(ShardedStrategy):
                 self._rescale_gradients(optimizer)
             return result
 
-        return super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs)
+        return self._report_compilations(super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs))
+
+    def _report_compilations(self, result: Any) -> Any:
+        """Logs what this rank compiled until the end of the first step, and returns `result`."""
+        if self._compilations is not None:
+            self._compilations.report(self.global_rank)
+            self._compilations = None
+        return result
 
     def _first_count(self) -> Tensor:
         # Valid tokens of the window's first micro-batch; all gradients of the window are relative to this number.

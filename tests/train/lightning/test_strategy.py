@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
+from ringflash.compile_once import Compilations
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes, sum_gradients
 from tests.distributed import run_ranks
@@ -59,6 +60,16 @@ def test_copies_of_the_wrong_kind(size: Any) -> None:
 def test_a_layout_that_needs_a_mask() -> None:
     with pytest.raises(ConfigError, match="layout: expected one of .*'striped'.*got 'balanced'. A batch is cut before"):
         RingAttentionStrategy(layout="balanced")  # type: ignore[arg-type]
+
+
+def test_compilations_are_reported_after_the_first_step_only(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = RingAttentionStrategy()
+    strategy._compilations = Compilations([("triton.forward._forward_kernel", 6.0)])
+    with caplog.at_level("INFO", "ringflash.compilation"):
+        assert [strategy._report_compilations(step) for step in (1, 2)] == [1, 2]
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "Rank 0 compiled 1 kernel(s) in 6.0 s by the end of the first step"
+    ]
 
 
 def test_registered() -> None:
