@@ -134,7 +134,7 @@ class SymmetricTransport:
         self._captured: set[_Region] = set()  # kept: replayed graphs read them, even after a slot has grown
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(device):
-            self._words = _Region(4 * 2 * _CHANNELS * self._world_size, control, self._rendezvous, device)
+            self._words = _Region(self._place(_FREE + 1, 0, 0), control, self._rendezvous, device)
             self._streams = _together(control, self._begin)  # a collective: no rank sets a flag before all are 0
         control.faults.on_release(self._release_waits)
 
@@ -234,6 +234,11 @@ class SymmetricTransport:
     def _place(self, what: int, channel: int, rank: int) -> int:
         return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)
 
+    def _flags(self) -> range:
+        """Returns the addresses of all flags of this rank. The rest of their page has none."""
+        start = self._words.own.data_ptr()
+        return range(start, start + self._place(_FREE + 1, 0, 0), 4)
+
     def _release_waits(self) -> None:
         """Ends all waits of this rank's GPU: a thread sets this rank's flags in place of the peers, again and again."""
         # The watch adds the replayed graphs, which run on none of these streams.
@@ -241,7 +246,7 @@ class SymmetricTransport:
 
         def release() -> None:
             torch.cuda.set_device(self._device)  # for this thread
-            flags = range(self._words.own.data_ptr(), self._words.own.data_ptr() + self._words.nbytes, 4)
+            flags = self._flags()
             stream, started = torch.cuda.Stream(self._device), time.monotonic()
             with ExitStack() as stack:
                 second: SecondContext | None = None
@@ -250,7 +255,7 @@ class SymmetricTransport:
                     waited = time.monotonic() - started
                     if waited >= self._faults.deadline:
                         break
-                    if stream.query():  # the previous writes are done
+                    if stream.query():  # the previous writes are done: a full queue would block this thread
                         for address in flags:
                             self._driver.write(stream, address, 1)
                     elif has_second and waited >= _BLOCKED:  # a waiting stream shares this stream's queue
