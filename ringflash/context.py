@@ -71,10 +71,10 @@ class ContextParallel(TokenMeans):
             all KV directly, in one exchange and one launch: for windows, and for sequences so short that launches take
             longer than their work. "auto" groups hops on GPUs if no rank receives more than 48 MiB of KV, unless there
             is an inner ring or `cuda_graphs`, which removes launches.
-        cuda_graphs: whether passes over the symmetric transport are captured at their second call with the same shapes
-            and then replayed, with the same bits. Meant for sequences so short that launches take longer than their
-            work. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls with
-            dropout, or with a mask that holds lengths or blocks, are not captured.
+        cuda_graphs: whether passes over the symmetric transport are captured after their second call with the same
+            shapes and then replayed, with the same bits. Meant for sequences so short that launches take longer than
+            their work. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls
+            with dropout, or with a mask that holds lengths or blocks, are not captured.
 
     Raises:
         ArgumentError: no process group, or one without this rank; a mesh of other dimensions; an unknown name; a

@@ -33,9 +33,7 @@ class _Graph(Generic[R]):
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False):  # a tensor made in inference mode can be written to only there
             self._inputs = memory.of(inputs)
-            # "thread_local" lets threads of data loaders and of NCCL call CUDA during the capture.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self._outputs = compute(*self._inputs)
+            self._outputs = _captured(self._graph, compute, self._inputs, pool)
         self._copied_in, self._copied_out = _by_dtype(self._inputs), _by_dtype(self._outputs)
 
     def replay(self, inputs: Inputs) -> R:
@@ -47,6 +45,22 @@ class _Graph(Generic[R]):
         for places, sources in self._copied_out:
             copy_each([outputs[place] for place in places], sources)
         return cast("R", outputs)
+
+
+def _captured(graph: torch.cuda.CUDAGraph, compute: Callable[..., R], inputs: Inputs, pool: Any) -> R:
+    """Captures `compute(*inputs)` in `graph`, and returns its outputs."""
+    failure: BaseException | None = None
+    try:
+        # "thread_local" lets threads of data loaders and of NCCL call CUDA during the capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            try:
+                return compute(*inputs)
+            except BaseException as error:
+                failure = error
+                raise
+    except RuntimeError as error:
+        # A capture that broke off between streams cannot end either. That error would hide its cause.
+        raise error if failure is None else failure from None
 
 
 class _Memory:
@@ -91,14 +105,15 @@ def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
 class GraphCache:
     """CUDA graphs of the passes of one context.
 
-    The first call of a kind runs without a graph: it compiles, uploads tables and grows memory that peers see. The
-    second call is captured, and the graph is replayed from then on. Ranks make the same calls, so they capture the same
-    ones. Passes run one after another and their inputs and outputs are copied, so all graphs share the memory of inputs
-    and of intermediate results.
+    The first two calls of a kind run without a graph: a call compiles, uploads tables and grows memory that peers see.
+    Right after the second one its pass is captured, and the graph is replayed from the third call on. A capture can
+    upload no tables, and the tables of the first call may have left their caches before the second. Ranks make the same
+    calls, so they capture the same ones. Passes run one after another and their inputs and outputs are copied, so all
+    graphs share the memory of inputs and of intermediate results.
     """
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None after the first call
+        self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None after the first call only
         self._memory = _Memory()
         self._pool: Any = None
         self._last: torch.cuda.Stream | None = None
@@ -137,9 +152,11 @@ class GraphCache:
                 torch.cuda.synchronize()
                 self._graphs.popitem(last=False)
             return compute(*inputs)
-        if graph is None:
-            graph = self._graphs[key] = self._captured(compute, inputs)
         self._graphs.move_to_end(key)
+        if graph is None:
+            outputs = compute(*inputs)
+            self._graphs[key] = self._captured(compute, inputs)
+            return outputs
         with around():
             outputs = graph.replay(inputs)
             started(current)
