@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from tests import one_gpu
 from tests.strict import make_warnings_errors
@@ -61,9 +61,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
 
 
 def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
-    """Like `run_ranks`, but returns a rank's exception as a `RankFailure` in place of its result."""
+    """Like `run_ranks`, but returns a rank's exception as a `RankFailure` in place of its result.
+
+    Ranks may wait in vain for one that raised, and end the world. The error of the first of them then gets notes of
+    what others had raised before.
+    """
     with one_gpu.turn(backend, world_size), tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOADED)
         arguments = (world_size, folder, backend, function, args)
-        start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
-        return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world_size)]
+        paths = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+        try:
+            start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
+        except ProcessException as error:
+            for rank, path in enumerate(paths):
+                result = torch.load(path, weights_only=False) if path.exists() else None
+                if isinstance(result, RankFailure):
+                    error.add_note(f"rank {rank} of {world_size} raised\n{result.trace}")
+            raise
+        return [torch.load(path, weights_only=False) for path in paths]
