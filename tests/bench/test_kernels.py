@@ -28,6 +28,12 @@ def _quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MAX_CALLS", 1)
 
 
+@pytest.fixture
+def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("_without_gpus")
 def test_every_contender_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "kernels.json"), "--png", str(tmp_path / "kernels.png")]
     assert main(["bench", "kernels", *CELL.split(), "--nheads-kv", "1", "--peers", *files]) == 0
@@ -45,6 +51,23 @@ def test_every_contender_has_its_figures(tmp_path: Path, capsys: pytest.CaptureF
         assert all(row["errors"][tensor]["rms"] < 1e-6 for tensor in ("out", "dq", "dk", "dv"))
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
     assert "standard attention" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="contenders of a GPU")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")  # in autograd's thread
+def test_contenders_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = tmp_path / "kernels.json", ["ringflash fast", "ringflash deterministic", "SDPA flash (FA2)"]
+    cell = ["--seqlens", "256", "--headdims", "64", "--nheads", "2", "--tokens", "512", "--causal", "yes"]
+    assert main(["bench", "kernels", *cell, "--json", str(path), "--only", *names]) == 0
+    record = json.loads(path.read_text())
+    assert [row["name"] for row in record["rows"]] == names
+    for row in record["rows"]:
+        assert row["forward_ms"] > 0, row
+        assert row["backward_ms"] > 0, row
+        assert row["peak_bytes"] > 0, row
+        assert all(row["errors"][tensor]["rms"] < 1e-2 for tensor in ("out", "dq", "dk", "dv")), row
+    assert main(["bench", "kernels", *cell, "--only", "SDPA math"]) == 2
+    assert "'SDPA flash (FA2)', 'SDPA cuDNN', 'FlexAttention', 'FlashAttention-4', " in capsys.readouterr().err
 
 
 def test_a_contender_that_cannot_is_said_in_its_row(
@@ -91,6 +114,7 @@ def test_a_contender_that_cannot_is_said_in_its_row(
     assert "raises: OutOfMemoryError: tried to allocate 9 TiB" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_without_gpus")
 def test_only_those_named_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
     arguments = [*CELL.split(), "--causal", "no", "--json", str(path), "--only"]
@@ -141,6 +165,7 @@ def test_ours_failing_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -
     assert kernels.main([*CELL.split(), "--causal", "no"]) == 1
 
 
+@pytest.mark.usefixtures("_without_gpus")
 def test_a_run_out_of_time_keeps_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
     assert kernels.main([*CELL.split(), "--budget-s", "0.0001", "--json", str(path)]) == 0

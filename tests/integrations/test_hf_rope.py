@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringflash as rf
@@ -61,6 +62,7 @@ class Ranks:
 def _on_ranks() -> dict[str, Ranks]:
     """Returns the results of two ranks from a second forward, because the first one also checks the model."""
     context, results = rf.ContextParallel(dist.group.WORLD, "contiguous"), {}
+    mesh = init_device_mesh("cpu", (context.world_size,))  # FSDP2's own choice would be the GPUs, if there are any
     given: dict[str, Any] = {"input_ids": context.shard(tokens()), "ring_context": context}
     given["position_ids"] = context.positions(SEQLEN)[None]
     for kind in ROPE:
@@ -71,8 +73,8 @@ def _on_ranks() -> dict[str, Ranks]:
         dist.all_reduce(gradients)
         sharded = by_name(build(kind))
         for layer in sharded.model.layers:
-            fully_shard(layer)
-        fully_shard(sharded)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
         with torch.no_grad():
             logits = context.unshard(sharded(use_cache=False, **given).logits)
         # Each rank computed the loss of the whole sequence, so the sum of the gradients is divided.

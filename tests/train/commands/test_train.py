@@ -44,6 +44,18 @@ def children(folder: Path) -> list[int]:
     return found
 
 
+def process_of_rank_1(parent: int, folder: Path) -> int:
+    """Returns the id of the process that `parent` started for rank 1; a parent may have other children."""
+    found = []
+    for number in children(folder):
+        process = Path("/proc") / str(number)
+        parent_of_it = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        if parent_of_it == parent and b"LOCAL_RANK=1" in (process / "environ").read_bytes().split(b"\0"):
+            found.append(number)
+    (number,) = found
+    return number
+
+
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
     """Returns whether `condition` becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
@@ -316,8 +328,7 @@ def test_sigterm_saves_and_ends_all(tmp_path: Path) -> None:
         process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
         assert within(PATIENCE, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
-        (child,) = (number for number in children(tmp_path) if number != process.pid)
-        os.kill(child, signal.SIGTERM)
+        os.kill(process_of_rank_1(process.pid, tmp_path), signal.SIGTERM)
         assert within(PATIENCE / 4, lambda: process.poll() is not None), log.read_text()
         assert process.returncode == 143, log.read_text()
         assert within(PATIENCE / 4, lambda: not children(tmp_path))

@@ -144,6 +144,7 @@ warnings.filterwarnings("error")
 warnings.filterwarnings("ignore", message=".*does not have many workers")
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+warnings.filterwarnings("ignore", message="GPU available but not used")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 import ringflash.train.lightning.strategy
