@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +63,20 @@ class ScoreConfig:
             dropout_seed=0 if dropout_seed is None else number_of(dropout_seed),
         )
 
-    @property
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The slopes and the sinks, as far as there are any."""
+        return tuple(x for x in (self.alibi_slopes, self.sinks) if x is not None)
+
+    @cached_property
+    def launch_key(self) -> Hashable:
+        """Everything but addresses that launches take from this config; None with dropout, whose seed changes."""
+        if self.dropout_p:
+            return None
+        layouts = (None if x is None else (x.shape, x.stride(), x.dtype) for x in (self.alibi_slopes, self.sinks))
+        return self.softmax_scale, self.softcap, self.first_head, *layouts
+
+    @cached_property
     def has_score_mods(self) -> bool:
         """Returns whether scores are more than `softmax_scale` q k^T, or weights are dropped."""
         return self.softcap != 0 or self.alibi_slopes is not None or self.dropout_p != 0
@@ -81,7 +96,7 @@ class ScoreConfig:
         """Factor of q k^T before the tanh; 1 without a softcap, because then there is no tanh."""
         return self.softmax_scale / self.softcap if self.softcap else 1.0
 
-    @property
+    @cached_property
     def to_base2(self) -> float:
         """Factor that follows the tanh, or q k^T without a softcap; it gives scores in units of log2, for exp2."""
         return (self.softcap or self.softmax_scale) * LOG2E
@@ -102,6 +117,7 @@ class TileProblem:
         mask: the keys that each query sees.
         score_config: parameters of scores and weights.
         cache: values that kernels keep from one hop of a pass for the next; None keeps nothing.
+        place: a value that stands for the chunks and the mask: equal places have equal ones. None stands for nothing.
     """
 
     q_chunks: tuple[Chunk, ...]
@@ -109,6 +125,12 @@ class TileProblem:
     mask: Mask
     score_config: ScoreConfig
     cache: dict[str, Any] | None = None
+    place: Hashable = None
+
+    def launch_key(self, *parts: Hashable) -> Hashable:
+        """Returns a key of launches for this problem and further `parts`; None if none of them can be repeated."""
+        of_scores = self.score_config.launch_key
+        return None if self.place is None or of_scores is None else (self.place, of_scores, *parts)
 
 
 class DqSum:

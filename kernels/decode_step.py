@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -109,12 +109,18 @@ class Step:
         sight: the keys that each query sees.
         splits: number of parts into which each sequence's keys are cut; None lets the kernels choose.
         tiles: tile sizes of the Triton kernel; None selects the sizes that a sweep chose.
+        place: a value that stands for all of the above in keys of launches; None for a step that is made once.
     """
 
     score_config: ScoreConfig
     sight: Sight
     splits: int | None = None
     tiles: DecodeTiles | None = None
+    place: Hashable = None
+
+    def launch_key(self, *parts: Hashable) -> Hashable:
+        """Returns a key of launches for this step and further `parts`; None if none of them can be repeated."""
+        return None if self.place is None else (self.place, *parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
+
+ALIGNMENT = 256  # bytes, as of an allocation: kernels load whole vectors from the beginning of a table
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,39 +29,57 @@ def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @wraps(make)
         def look_up(*args: P.args, **kwargs: P.kwargs) -> T:
-            return captured(*args, **kwargs) if _capturing() else recent(*args, **kwargs)  # pyright: ignore
+            return captured(*args, **kwargs) if is_capturing() else recent(*args, **kwargs)  # pyright: ignore
 
         return look_up
 
     return decorate
 
 
-def uploaded(table: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device`; on return every stream may read the copy.
+def uploaded(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies CPU tensors to `device` in one transfer; on return every stream may read the copies.
 
-    The upload runs on a stream of its own, and so waits for no other work on the GPU.
+    The upload runs on a stream of its own, and so waits for no other work on the GPU. Each copy begins at a multiple of
+    `ALIGNMENT` bytes.
 
     Raises:
-        ArgumentError: while a CUDA graph is captured, because its replays would read the CPU tensor again.
+        ArgumentError: while a CUDA graph is captured, because its replays would read the CPU tensors again.
     """
     if device.type != "cuda":
-        return table.to(device)
-    if _capturing():
+        return [table.to(device) for table in tables]
+    if is_capturing():
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
+    staging, places = _packed(tables)
     aside = _stream(device)
     with torch.cuda.stream(aside):
-        there = table.pin_memory().to(device, non_blocking=True)
+        there = staging.pin_memory().to(device, non_blocking=True)
     aside.synchronize()  # other streams than the current one will read it
-    weakref.finalize(there, _retire, there.detach()).atexit = False
-    return there
+    copies = []
+    for table, place in zip(tables, places, strict=True):
+        copy = there[place : place + table.nbytes].view(table.dtype).view(table.shape)
+        weakref.finalize(copy, _retire, copy.detach()).atexit = False
+        copies.append(copy)
+    return copies
+
+
+def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Returns one tensor of bytes with the contents of all tables, and the place of each."""
+    places, end = list[int](), 0
+    for table in tables:
+        places.append(end)
+        end += -(-table.nbytes // ALIGNMENT) * ALIGNMENT
+    staging = torch.empty(end, dtype=torch.uint8)
+    for table, place in zip(tables, places, strict=True):
+        staging[place : place + table.nbytes].view(table.dtype).view(table.shape).copy_(table)
+    return staging, places
 
 
 def _retire(table: Tensor) -> None:
     """Keeps the memory of a table that left the cache until the kernels that read it have finished."""
     retired = _retired(table.device)
     retired.append(_Retired(table))
-    if _capturing():  # the event would become part of the graph
+    if is_capturing():  # the event would become part of the graph
         return
     for last in retired:
         if last.read is None:
@@ -85,5 +105,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capturing() -> bool:
+def is_capturing() -> bool:
+    """Returns whether the current stream records a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

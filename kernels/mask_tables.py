@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -151,7 +151,12 @@ def row_intervals(mask: Mask, chunks: Sequence[Chunk]) -> RowIntervals:
 
 def int32_table(x: np.ndarray, device: torch.device) -> Tensor:
     """Returns a table of the host as kernels read it: int32, contiguous, on `device`."""
-    return uploaded(torch.from_numpy(np.ascontiguousarray(x, np.int32)), device)
+    return int32_tables((x,), device)[0]
+
+
+def int32_tables(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Returns tables of the host as kernels read them: int32, contiguous, on `device`, in one upload."""
+    return uploaded([torch.from_numpy(np.ascontiguousarray(x, np.int32)) for x in arrays], device)
 
 
 def batch_stride(table: Tensor) -> int:
@@ -159,14 +164,20 @@ def batch_stride(table: Tensor) -> int:
     return 0 if table.shape[0] == 1 else table.stride(0)
 
 
+@cache
+def _unread(device: torch.device) -> Tensor:
+    """Returns a tensor for pointers that a kernel never reads."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 @device_tables(maxsize=128)
 def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> RowBounds:
     """Returns the bounds of the rows that `q_chunks` store."""
-    unread = torch.zeros(1, dtype=torch.int32, device=device)
+    unread = _unread(device)
     if not has_short_spans(mask):
         return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, unread, 1)
     rows = row_intervals(mask, q_chunks)
-    lo, hi, hull = (int32_table(x, device) for x in (rows.lo, rows.hi, rows.hull()))
+    lo, hi, hull = int32_tables((rows.lo, rows.hi, rows.hull()), device)
     bitmap = mask.bitmap()
     if bitmap is None:
         return RowBounds(TABLE, lo, hi, batch_stride(lo), hull, unread, unread, 1)

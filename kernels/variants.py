@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a variant.
+    """Outcome of compiling a variant.
 
     Args:
         name: the variant's name.

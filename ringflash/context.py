@@ -20,6 +20,7 @@ from ringflash.layouts import layout as layouts
 from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask, described
+from ringflash.recent_calls import RecentCalls
 from ringflash.ring.cuda_graphs import GraphCache
 from ringflash.ring.gathered_plan import make_grouped_plan, receives_at_most
 from ringflash.ring.plan import Plan
@@ -169,6 +170,8 @@ class ContextParallel(TokenMeans):
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
+        self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
+        self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators
         # The layout and the other choices of the schedule, as text.
         in_words = "" if inner_ring is None else f"inner ring {inner_ring}", "" if hops == "auto" else f"hops {hops}"
         self._schedule = " ".join(filter(None, (layout, str(grid), *in_words)))
@@ -182,6 +185,7 @@ class ContextParallel(TokenMeans):
         All ranks close the context after its last call, or leave its `with` block. A second close does nothing. A
         context without references is closed when the next one is made.
         """
+        self.prepared_calls, self.operator_calls = RecentCalls(), RecentCalls()
         self._control = cast("ControlPlane", Closed(self.rank))
         self._connection = self._mesh_connection = self.transport = self.heads_transport = self.replays = None
         self._left()
@@ -290,6 +294,11 @@ class ContextParallel(TokenMeans):
         if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
         return receives_at_most(layout, mask, GROUPED_BYTES // row_bytes)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Returns whether all ranks are in this process, so that calls need no agreement."""
+        return self._control is None
 
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split evenly over the ranks of a group."""

@@ -50,6 +50,21 @@ forward_mode_level = partial(getattr, forward_ad, "_current_level")
 Public is only `forward_ad.unpack_dual`, a Python function for each tensor. A partial of `getattr` adds no frame.
 """
 
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Returns the number of active modes that see every operator. There is no public query."""
+
+function_modes = torch._C._len_torch_function_stack
+"""Returns the number of active modes of `torch.overrides`. There is no public query."""
+
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+"""Returns whether torch.autocast is on for any kind of device. The public query takes one kind, and a tensor to ask."""
+
+is_profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+"""Returns whether a profiler of torch records operators. There is no public query."""
+
+jit_tracing_state = torch._C._get_tracing_state
+"""Returns the state of torch.jit.trace, None outside of it. The public query is a Python function, soon deprecated."""
+
 assert_async = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]
 """Checks a bool tensor on its device, without waiting for the device; takes the tensor and a message.
 

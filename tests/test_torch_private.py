@@ -176,6 +176,25 @@ def test_the_level_of_forward_mode() -> None:
     assert torch_private.forward_mode_level() == -1
 
 
+def test_observers_of_operators_are_known_inside_of_them_only() -> None:
+    def observed() -> list[bool]:
+        traced = torch_private.jit_tracing_state() is not None
+        modes = torch_private.dispatch_modes() > 0, torch_private.function_modes() > 0
+        return [*modes, torch_private.is_profiling(), torch_private.is_any_autocast_enabled(), traced]
+
+    outside = [False] * 5
+    assert observed() == outside
+    with torch_private.TorchDispatchMode():
+        assert observed() == [True, False, False, False, False]
+    with torch.overrides.TorchFunctionMode():
+        assert observed() == [False, True, False, False, False]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert observed() == [False, False, True, False, False]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert observed() == [False, False, False, True, False]
+    assert observed() == outside
+
+
 def test_an_asynchronous_assertion_raises_its_message() -> None:
     torch_private.assert_async(torch.tensor(True), "never")
     with pytest.raises(RuntimeError, match="the reason"):

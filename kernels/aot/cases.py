@@ -256,7 +256,7 @@ def _decode(x: _Inputs) -> None:
 
 
 def _hopper_forward(x: _Inputs) -> None:
-    from ringflash.kernels.hopper.forward import forward  # imported here, because the other cases do not need Gluon
+    from ringflash.kernels.hopper.calls import forward  # imported here, because the other cases do not need Gluon
 
     first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
     state = None if first and last else x.state
@@ -264,7 +264,7 @@ def _hopper_forward(x: _Inputs) -> None:
 
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
-    from ringflash.kernels.hopper.backward import backward
+    from ringflash.kernels.hopper.calls import backward
     from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
     total = DqAccumulator(x.q, hops=2, ordered=ordered)  # two hops: added in order only if `ordered`, however short

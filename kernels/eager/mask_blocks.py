@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,33 +31,42 @@ class Block:
         return torch.arange(self.position, self.position + self.end - self.begin, device=device)
 
 
-def blocks(chunks: Sequence[Chunk], size: int) -> Iterator[Block]:
-    base = 0
+@lru_cache(maxsize=256)
+def blocks(chunks: tuple[Chunk, ...], size: int) -> tuple[Block, ...]:
+    """Returns the blocks of `size` rows of chunks that are stored one after another."""
+    found, base = list[Block](), 0
     for chunk in chunks:
         for offset in range(0, chunk.length, size):
-            yield Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset)
+            found.append(Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset))
         base += chunk.length
+    return tuple(found)
+
+
+# The next precision (float64 stays), in which these kernels also compute: only results are rounded.
+STATE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | dict.fromkeys(
+    (torch.float32, torch.float64), torch.float64
+)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the next precision (float64 stays), in which these kernels also compute: only results are rounded."""
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    """Returns the dtype of the state and of unfinished gradients."""
+    return STATE_DTYPES[dtype]
 
 
-def key_rows(x: Tensor, block: Block) -> Tensor:
-    """Returns rows of a KV-side tensor: (batch, nheads_kv, rows, headdim) in `state_dtype`."""
-    return dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
+def rows_of(x: Tensor, block: Block) -> Tensor:
+    """Returns the rows of a block: (batch, heads, rows, headdim), contiguous and in `state_dtype`.
 
-
-def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x` contiguous in `dtype`: the order of a matmul's sums, and so its last bits, may depend on strides."""
-    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # `to` does not copy a tensor of that dtype
+    The order of a matmul's sums, and so its last bits, may depend on strides.
+    """
+    rows = x[:, block.begin : block.end].transpose(1, 2)
+    # `to` does not copy a tensor of that dtype
+    return rows.to(STATE_DTYPES[x.dtype], memory_format=torch.contiguous_format).contiguous()
 
 
 class Visibility:
     """Keys that the rows of one block of queries see."""
 
-    def __init__(self, mask: Mask, q_chunks: Sequence[Chunk], block: Block, group: int, device: torch.device) -> None:
+    def __init__(self, mask: Mask, q_chunks: tuple[Chunk, ...], block: Block, group: int, device: torch.device) -> None:
         rows = row_intervals(mask, q_chunks)
         lo, hi, live = (x[:, block.begin : block.end] for x in (rows.lo, rows.hi, rows.live))
         seen = TileBounds.of(lo, hi, live, np.zeros(1, np.int64))
@@ -69,7 +77,9 @@ class Visibility:
         self._bitmap, self._positions, self._group = mask.bitmap(), block.positions(device), group
         # The hull of the keys that the rows of each sequence see; storage outside may hold anything.
         hull = (torch.from_numpy(x).to(device)[:, None, None] for x in (seen.some_lo, seen.some_hi))
-        self._first, self._last = hull if len(lo) > 1 else (None, None)
+        self._first, self._last = hull
+        self.rows = self._rows_in_hull if len(lo) > 1 else rows_of
+        self._kept: dict[tuple[Chunk, ...], list[tuple[Block, bool]]] = {}
 
     def of(self, keys: Block) -> Block | None:
         """Returns the keys of a block that any row may see, or None if there are none; other keys are never read."""
@@ -86,12 +96,9 @@ class Visibility:
         first, last = lo.clamp(min=keys.position), hi.clamp(max=keys.position + keys.end - keys.begin)
         return bool(bitmap.sees_any(self._positions, first, last).any())
 
-    def rows(self, x: Tensor, keys: Block) -> Tensor:
-        """Returns `key_rows` of a KV-side tensor, with zeros outside the hull of a sequence's seen keys."""
-        rows = key_rows(x, keys)
-        if self._first is None or self._last is None:
-            return rows
-        columns = keys.positions(x.device)[:, None]
+    def _rows_in_hull(self, x: Tensor, keys: Block) -> Tensor:
+        """Returns `rows_of` a KV-side tensor, with zeros outside the hull of a sequence's seen keys."""
+        rows, columns = rows_of(x, keys), keys.positions(x.device)[:, None]
         return rows.masked_fill((columns < self._first) | (columns >= self._last), 0.0)
 
     def _bounds_cut(self, keys: Block) -> bool:
@@ -136,15 +143,19 @@ class Visibility:
             x.masked_fill_(~self._bitmap.sees(self._positions, columns).repeat(self._group, 1), value)
         return x
 
-    def over(self, chunks: Sequence[Chunk]) -> list[Block]:
-        """Returns blocks of the keys of `chunks` that any row may see."""
-        return [seen for keys in blocks(chunks, BLOCK_K) if (seen := self.of(keys)) is not None]
+    def over(self, chunks: tuple[Chunk, ...]) -> list[tuple[Block, bool]]:
+        """Returns blocks of the keys of `chunks` that any row may see, and whether some row does not see all of one."""
+        found = self._kept.get(chunks)
+        if found is None:
+            seen = [keys for block in blocks(chunks, BLOCK_K) if (keys := self.of(block)) is not None]
+            found = self._kept[chunks] = [(keys, self._hides(keys)) for keys in seen]
+        return found
 
 
 _kept_visibility = lru_cache(maxsize=64)(Visibility)
 
 
-def visibility(mask: Mask, q_chunks: Sequence[Chunk], block: Block, group: int, device: torch.device) -> Visibility:
+def visibility(mask: Mask, q_chunks: tuple[Chunk, ...], block: Block, group: int, device: torch.device) -> Visibility:
     """Returns the visibility of a block of the rows that `q_chunks` store.
 
     On the CPU it is cached for the next hop or pass. On a GPU other streams would read the cached one too.

@@ -22,7 +22,7 @@ from ringflash.kernels.eager.mask_blocks import (
     Block,
     Visibility,
     blocks,
-    dense,
+    rows_of,
     state_dtype,
     visibility,
 )
@@ -33,8 +33,7 @@ from ringflash.state import LOG2E, AttentionState
 def _fold(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
     """Returns rows of a query-side tensor: (batch, nheads_kv, group * rows, headdim) in `state_dtype`."""
     batch, _, nheads, headdim = x.shape
-    rows = dense(x[:, block.begin : block.end].transpose(1, 2), state_dtype(x.dtype))
-    return rows.view(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
+    return rows_of(x, block).view(batch, nheads_kv, nheads // nheads_kv * (block.end - block.begin), headdim)
 
 
 def _fold_rows(x: Tensor, block: Block, nheads_kv: int) -> Tensor:
@@ -106,36 +105,41 @@ def forward(
     With both, no state is needed.
     """
     batch, _, nheads, _ = q.shape
-    nheads_kv = k.shape[2]
-    group = nheads // nheads_kv
+    nheads_kv, config = k.shape[2], problem.score_config
     for queries in blocks(problem.q_chunks, BLOCK_Q):
-        sees = visibility(problem.mask, problem.q_chunks, queries, group, q.device)
+        sees = visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device)
         seen = sees.over(problem.k_chunks)
         if not (seen or first or last):
             continue  # the state stays as it is
-        q_block, scorer = _fold(q, queries, nheads_kv), _scorer(q, k, queries, problem.score_config)
+        q_block = _fold(q, queries, nheads_kv)
+        scorer = _scorer(q, k, queries, config) if config.has_score_mods else None
         if first:
             m = q_block.new_full(q_block.shape[:3], -math.inf)
             row_sum, acc = torch.zeros_like(m), q_block.new_zeros((*m.shape, v.shape[3]))
         else:
             assert state is not None
-            m, row_sum = (_fold_rows(x, queries, nheads_kv).to(q_block.dtype) for x in (state.m, state.l))
+            m = _fold_rows(state.m, queries, nheads_kv).to(q_block.dtype)
+            row_sum = _fold_rows(state.l, queries, nheads_kv).to(q_block.dtype)
             acc = _fold(state.o, queries, nheads_kv).to(q_block.dtype)
-        for keys in seen:
-            product = scorer.capped(q_block @ sees.rows(k, keys).transpose(-1, -2))
-            scores = sees.hide(scorer.scores(product, keys), keys, -math.inf)
+        for keys, is_masked in seen:
+            product, values = q_block @ sees.rows(k, keys).transpose(-1, -2), sees.rows(v, keys)
+            scores = scorer.scores(scorer.capped(product), keys) if scorer else product * config.to_base2
+            if is_masked:
+                scores = sees.hide(scores, keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
             origin = m_new.masked_fill(m_new == -math.inf, 0.0)
             weights = scores.sub_(origin[..., None]).exp2_()
             rescale = torch.exp2(m - origin)
             row_sum = row_sum * rescale + weights.sum(dim=-1)
-            acc = acc * rescale[..., None] + sees.over_keys(scorer.drop(weights, keys), sees.rows(v, keys), keys)
+            kept_weights = scorer.drop(weights, keys) if scorer else weights
+            product = sees.over_keys(kept_weights, values, keys) if is_masked else kept_weights @ values
+            acc = acc * rescale[..., None] + product
             m = m_new
         rows = slice(queries.begin, queries.end)
         shape = (batch, nheads, queries.end - queries.begin)
         part = AttentionState(m.reshape(shape), row_sum.reshape(shape), _unfold(acc, queries, nheads))
         if last:
-            part = part.with_sinks(problem.score_config.sinks)
+            part = part if config.sinks is None else part.with_sinks(config.sinks)
             out[:, rows], lse[:, :, rows] = part.finalize(out.dtype)
         else:
             assert state is not None
@@ -226,7 +230,7 @@ def backward_dq(
         sees = visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device)
         rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
         acc = torch.zeros_like(rows.q)
-        for keys in sees.over(problem.k_chunks):
+        for keys, _ in sees.over(problem.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
             acc += sees.over_keys(ds, sees.rows(k, keys), keys)
         update = _unfold(acc * problem.score_config.softmax_scale, queries, nheads)

@@ -95,16 +95,18 @@ def forward(
     last: bool,
 ) -> None:
     """Computes one hop; see `TileKernels.forward`."""
+    from ringflash.kernels.hopper import calls  # here, since only these files need Gluon
+
     given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
+    if calls.repeat_forward(q, k, v, problem, **given):
+        return None
     widest = WIDEST if first and last else WIDEST_BACKWARD
     lacking = "sinks" if problem.score_config.sinks is not None else None
     lacking = _lacking(problem, (q, k, v), widest) or lacking
     if lacking is not None:
         report_feature("wide forward" if lacking == "wide" else lacking)
         return backend.forward(q, k, v, problem, **given)
-    from ringflash.kernels.hopper.forward import forward  # here, since only these files need Gluon
-
-    return forward(q, k, v, problem, **given)
+    return calls.forward(q, k, v, problem, **given)
 
 
 def backward_dkdv(
@@ -122,20 +124,22 @@ def backward_dkdv(
     dq: DqSum | None = None,
 ) -> None:
     """Computes dk, dv and the share of dq of one hop; see `TileKernels.backward_dkdv`."""
+    from ringflash.kernels.hopper import calls
+
+    given = dout, q, k, v, lse, delta
+    if dq is not None and calls.repeat_backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq):
+        return None
     lacking = None if dq is None else _lacking(problem, (q, k, v, dout), WIDEST_BACKWARD)
     if dq is None or lacking is not None or _is_mostly_padding(q):
         if lacking is not None:
             report_feature("wide backward" if lacking == "wide" else lacking)
-        given = dout, q, k, v, lse, delta
         if dq is not None and not _portable_adds(dq, q, v, problem):
             backend.backward_dq(*given, dq.rows(), problem, accumulate=True)
             dq = None
         return backend.backward_dkdv(*given, dk, dv, problem, accumulate=accumulate, dq=dq)
     assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
     assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
-    from ringflash.kernels.hopper.backward import backward
-
-    return backward(dout, q, k, v, lse, delta, dk, dv, problem, accumulate=accumulate, dq=dq)
+    return calls.backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq)
 
 
 def _portable_adds(dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> bool:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,13 +40,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.contract import DqSum, TileProblem
-from ringflash.kernels.hopper.config import KEYS, ROWS, adds_in_turns, backward_config
-from ringflash.kernels.hopper.dkdv_store import PART_BYTES, Gradients, make_parts, pass_gradients
-from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator, SemaphoreOrder, add_tile, pass_dq
+from ringflash.kernels.hopper.dkdv_store import Gradients, make_parts, pass_gradients
+from ringflash.kernels.hopper.dq_accumulator import SemaphoreOrder, add_tile, pass_dq
 from ringflash.kernels.hopper.isolation import isolate_keys, isolate_queries
-from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
-from ringflash.kernels.hopper.mask_tables import intervals
+from ringflash.kernels.hopper.launch import Sizes
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     bounds_of,
@@ -77,11 +73,7 @@ from ringflash.kernels.hopper.scheduler import (
     tile_at,
     visit_from_end,
 )
-from ringflash.kernels.hopper.vectors import vectors
 from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
-from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
-from ringflash.kernels.triton.config import FUSED
-from ringflash.state import LOG2E
 
 
 class Inputs(NamedTuple):
@@ -115,7 +107,7 @@ class Shared(NamedTuple):
     tile_queue: Any
 
 
-class Constexprs(NamedTuple):
+class BackwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     MASKED, BELOW and ABOVE are as in `Intervals`. BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig`.
@@ -442,59 +434,4 @@ def _backward_kernel(
     )
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-    dq: DqSum,
-) -> None:
-    """Launches the backward of one hop; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
-    assert isinstance(dq, DqAccumulator)
-    batch, seqlen_q, nheads, headdim = q.shape
-    seqlen_k, nheads_kv = k.shape[1:3]
-    config = backward_config(headdim)
-    in_turns = dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
-    view = rows_view(dq.tiles(problem.score_config.softmax_scale, in_turns=in_turns), *HALF)
-    ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
-    known = intervals(
-        problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
-    )
-    group = nheads // nheads_kv
-    streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
-    waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
-    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
-    preloaded = config.preloaded_masked if known.masked else config.preloaded
-    factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta, lost = vectors(lse, delta, factor, tables.counter[1:], problem.cache)
-    kind = Constexprs(
-        MASKED=known.masked,
-        BELOW=known.below,
-        ABOVE=known.above,
-        CHECKED=known.masked and (dq.hops > 1 or not known.covers),
-        ORDERED=ordered,
-        DESCENDING=ordered or config.descending,
-        BY_HEADS=ordered and group > 1 and known.shifted,
-        ACCUMULATE=accumulate,
-        GROUP=group,
-        PRELOADED=preloaded,
-        BLOCK_D=config.block_d,
-        BLOCK_M=config.block_m,
-        DS_STAGES=config.ds_stages,
-        ROWS=ROWS,
-    )
-    _backward_kernel[(programs,)](
-        *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
-        *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
-        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
-        view, *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
-        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, problem.score_config.to_base2,
-        problem.score_config.softmax_scale, tables, *sizes, constants(kind), num_warps=4, **FUSED,
-    )  # fmt: skip
+KERNEL = _backward_kernel

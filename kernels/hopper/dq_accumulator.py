@@ -40,6 +40,7 @@ from ringflash.kernels.contract import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape
 from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 
 HALF = (16, 256)  # shape of half a tile, as TMA copies it
@@ -134,6 +135,9 @@ def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
         _pass_turn(turns.counters + tile, following)
 
 
+_finishes = Launches()
+
+
 class DqAccumulator(DqSum):
     """Sum of dq over `hops`: arranged tiles, which `finish` multiplies by a scale, plus rows that other kernels add.
 
@@ -179,9 +183,11 @@ class DqAccumulator(DqSum):
         batch, seqlen, nheads, headdim = dq.shape
         rows, columns = total.shape[2:]
         ntiles = rows * columns // TILE
-        _finish_kernel[(ntiles * batch * nheads,)](
-            total, counters, dq, self._scale, ntiles, seqlen, nheads, HEADDIM=headdim, BLOCK_D=columns, **FUSED
-        )
+        tensors = (total, dq) if counters is None else (total, dq, counters)
+        key = self._scale, counters is None, *layout(dq)
+        if not _finishes.repeat(key, tensors):
+            arguments = total, counters, dq, self._scale, ntiles, seqlen, nheads, headdim, columns
+            _finishes.first(key, _finish_kernel, (ntiles * batch * nheads,), arguments, FUSED, tensors)
         return dq
 
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,11 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.contract import TileProblem
-from ringflash.kernels.hopper.config import ROWS, ForwardConfig, forward_config
 from ringflash.kernels.hopper.isolation import has_not_finite, isolate_values
-from ringflash.kernels.hopper.launch import Sizes, constants, work_arguments
-from ringflash.kernels.hopper.mask_tables import Intervals, intervals
+from ringflash.kernels.hopper.launch import Sizes
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
     bounds_of,
@@ -65,9 +60,6 @@ from ringflash.kernels.hopper.scheduler import (
     tile_at,
 )
 from ringflash.kernels.hopper.versions import copy_from_shared, reinterpret
-from ringflash.kernels.hopper.views import tile_view
-from ringflash.kernels.triton.config import FUSED
-from ringflash.state import AttentionState
 
 
 class Tiles(NamedTuple):
@@ -93,7 +85,7 @@ class Rows(NamedTuple):
     seqlen: Any
 
 
-class Constexprs(NamedTuple):
+class ForwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     Args:
@@ -433,67 +425,4 @@ def _forward_kernel(
         )
 
 
-def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
-    """Chooses the tiling of the forward, and makes its mask tables.
-
-    The tiling depends on the number of processed tiles, which is counted with the tiling for short spans.
-    """
-
-    def tables(config: ForwardConfig) -> Intervals:
-        own = config.consumers * ROWS
-        return intervals(problem.mask, problem.q_chunks, problem.k_chunks, own, config.block_n, device, by_keys=False)
-
-    short = forward_config(headdim, masked=True, visits=0)
-    known = tables(short)
-    config = forward_config(headdim, masked=known.masked, visits=known.visits)
-    longer = tables(config)  # under longer tiles more of them may need a mask
-    if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
-        return short, known
-    return config, longer
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: TileProblem,
-    *,
-    state: AttentionState | None,
-    out: Tensor,
-    lse: Tensor,
-    first: bool,
-    last: bool,
-) -> None:
-    """Launches the forward of one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
-    batch, seqlen_q, nheads, headdim = q.shape
-    config, known = tiling(problem, headdim, q.device)
-    group = nheads // k.shape[2]  # query heads that stream the same keys and values
-    streamed = 2 * k.shape[1] * headdim * k.itemsize // group
-    waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
-    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
-    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not accessed then
-    kind = Constexprs(
-        FIRST=first,
-        LAST=last,
-        MASKED=known.masked,
-        LOOPS=1 + known.masked,
-        BELOW=known.below,
-        ABOVE=known.above,
-        GROUP=group,
-        BLOCK_D=config.block_d,
-        BLOCK_N=config.block_n,
-        STAGES=config.stages,
-        CONSUMERS=config.consumers,
-        REGISTERS=config.registers,
-        OUT_IN_Q=config.out_in_q,
-        TURNS=config.turns,
-        PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
-        ROWS=ROWS,
-    )
-    _forward_kernel[(programs,)](
-        tile_view(q, ROWS, config.block_d),
-        *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
-        *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
-        m, l, lse, seqlen_q, problem.score_config.to_base2, tables, *sizes, constants(kind),
-        num_warps=4, **FUSED,
-    )  # fmt: skip
+KERNEL = _forward_kernel

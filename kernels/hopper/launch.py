@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ringflash.kernels.hopper.mask_tables import Intervals
@@ -67,7 +68,6 @@ def work_arguments(
     """
     ntiles = known.order.numel()
     programs = min(ntiles * batch * heads, processors(device))
-    counter = torch.full((2,), 0 if in_order else programs, dtype=torch.int32, device=device)
     sizes = Sizes(
         bounds_stride=known.bounds_stride,
         tiles_stride=known.tiles_stride,
@@ -76,7 +76,13 @@ def work_arguments(
         all_heads=batch * heads,
         heads_per_wave=choose_heads_per_wave(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
     )
+    counter = new_counter(0 if in_order else programs, device)
     return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
+
+
+def new_counter(taken: int, device: torch.device) -> Tensor:
+    """Returns the counter of a launch whose programs take their first `taken` tiles without it, and a second number."""
+    return torch.full((2,), taken, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.device_tables import device_tables
-from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_table, row_intervals
+from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_tables, row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 
@@ -110,12 +110,12 @@ def intervals(
     above |= by_keys and first.shape[1] % own_block > 0
     fullest = visits[visits.sum(1).argmax()]
     order = (-visits.sum(0)).argsort(kind="stable")
-    turns = None
+    tables = [np.stack([first, stop], -1), tiles, order]
     if ordered:
         nrows = sum(chunk.length for chunk in (q_chunks if by_keys else k_chunks))
-        turns = int32_table(_turns(begin, end, -(-nrows // block)), device)
-        order = np.arange(len(order))
-    bounds, tiles, order = (int32_table(x, device) for x in (np.stack([first, stop], -1), tiles, order))
+        tables[2:] = np.arange(len(order)), _turns(begin, end, -(-nrows // block))
+    bounds, tiles, order, *others = int32_tables(tables, device)
+    turns = others[0] if ordered else None
     return Intervals(
         below=below,
         above=above,
@@ -147,6 +147,8 @@ def _rows_before(x: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
 
     Between two chunks' starts this is the distance from the first, or the chunk's length if that is less.
     """
+    if len(chunks) == 1:
+        return (x - np.int32(chunks[0].start)).clip(0, np.int32(chunks[0].length))
     starts, lengths = np.array([(chunk.start, chunk.length) for chunk in chunks], np.int32).T
     stored = lengths.cumsum(dtype=np.int32)
     shifts, most = np.append(0, stored - lengths - starts), np.append(0, stored)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.hopper.config import padded_rows
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 
 
@@ -29,6 +30,9 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, lost, factor, seqlen, pa
     tl.store(minus_delta + head * padded + rows, -of_delta, mask=rows < padded)
     if tl.sum(of_lse * 0.0 + of_delta * 0.0, 0) != 0.0:  # NaN
         tl.store(lost, -1)
+
+
+_launches = Launches()
 
 
 def vectors(
@@ -47,8 +51,10 @@ def vectors(
     batch, nheads, seqlen = lse.shape
     padded = padded_rows(seqlen)
     minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
-    grid = (batch * nheads, triton.cdiv(padded, 1024))
-    _vectors_kernel[grid](lse, delta, minus_lse, minus_delta, lost, factor, seqlen, padded, BLOCK=1024, **FUSED)
+    tensors, key = (lse, delta, minus_lse, minus_delta, lost), (factor, *layout(lse, delta))
+    if not _launches.repeat(key, tensors):
+        grid = (batch * nheads, triton.cdiv(padded, 1024))
+        _launches.first(key, _vectors_kernel, grid, (*tensors, factor, seqlen, padded, 1024), FUSED, tensors)
     if cache is not None:
         cache[name] = (lse, delta), (minus_lse, minus_delta, lost)
     return minus_lse, minus_delta, lost

@@ -24,6 +24,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from ringflash.kernels.contract import DqSum, TileProblem
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, is_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
@@ -299,6 +300,9 @@ def _dq_argument(given: DqSum | None, config: TileConfig) -> tuple[int, object]:
     return 2, TensorDescriptor(dq, list(dq.shape), list(dq.stride()), [1, config.block_m, 1, config.block_d])
 
 
+_launches = Launches()
+
+
 def backward_dkdv(
     dout: Tensor,
     q: Tensor,
@@ -314,6 +318,11 @@ def backward_dkdv(
     dq: DqSum | None = None,
 ) -> None:
     """Computes one hop's dk and dv, and dq if given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    adds_to = () if dq is None else (dq.rows(),)
+    tensors = (dout, q, k, v, lse, delta, dk, dv, *adds_to, *problem.score_config.tensors)
+    key = problem.launch_key(accumulate, dq is None, lse.dtype, dk.dtype, *layout(dout, q, k, v, dk, dv))
+    if _launches.repeat(key, tensors):
+        return
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
     config = choose(call_of(q, v, problem))
@@ -321,11 +330,11 @@ def backward_dkdv(
     accelerated, streams, views = streamed((q, dout), config.block_m, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     with_dq, dq_argument = _dq_argument(dq, config)
-    _dkdv_kernel[(programs.ntiles * batch * k.shape[2],)](
-        *streams, *views, operand(k), operand(v), lse, delta, dq_argument,
-        strided(dk), strided(dv), tiles, visible, scores,
-        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
-        ACCUMULATE=accumulate, WITH_DQ=with_dq,
-        kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
-        **config.launch,
+    kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
+    arguments = (
+        *streams, *views, operand(k), operand(v), lse, delta, dq_argument, strided(dk), strided(dv),
+        tiles, visible, scores,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, with_dq, kind,
     )  # fmt: skip
+    grid = (programs.ntiles * batch * k.shape[2],)
+    _launches.first(key, _dkdv_kernel, grid, arguments, config.launch, tensors, (tiles, visible))

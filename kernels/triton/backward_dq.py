@@ -18,6 +18,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import dq_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
@@ -158,6 +159,9 @@ def _dq_kernel(
     store_rows(dq_pointers, acc, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
 
 
+_launches = Launches()
+
+
 def backward_dq(
     dout: Tensor,
     q: Tensor,
@@ -171,15 +175,19 @@ def backward_dq(
     accumulate: bool,
 ) -> None:
     """Computes one hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
+    tensors = (dout, q, k, v, lse, delta, dq, *problem.score_config.tensors)
+    key = problem.launch_key(accumulate, lse.dtype, dq.dtype, *layout(dout, q, k, v))
+    if _launches.repeat(key, tensors):
+        return
     batch, seqlen_q, nheads, _ = q.shape
     config = dq_config(call_of(q, v, problem))
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    _dq_kernel[(programs.ntiles * batch * nheads,)](
-        operand(dout), operand(q), *streams, *views, lse, delta, dq,
-        tiles, visible, scores,
-        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
-        ACCUMULATE=accumulate, kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
-        **config.launch,
+    kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
+    arguments = (
+        operand(dout), operand(q), *streams, *views, lse, delta, dq, tiles, visible, scores,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, kind,
     )  # fmt: skip
+    grid = (programs.ntiles * batch * nheads,)
+    _launches.first(key, _dq_kernel, grid, arguments, config.launch, tensors, (tiles, visible))

@@ -16,6 +16,7 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ import triton.language as tl
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED, padded_headdim, processors
 from ringflash.kernels.triton.decode_config import ROWS_WITHOUT_WGMMA, DecodeConfig, decode_config, splits_for
 from ringflash.kernels.triton.decode_merge import Target, last_touch, merge, target_of
@@ -218,9 +220,13 @@ def _decode_kernel(
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Returns out (batch, seqlen_q, nheads, headdim_v), lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
     splits = _splits(q, k, v, step)
-    if splits > 1:
-        return combine(_parts(q, k, v, lengths, step, splits), step.score_config, q.dtype)
     out, lse = _results(q, v.shape[3], q.dtype)
+    if splits > 1:
+        parts = Partials.allocate(splits, q, v.shape[3], torch.float32)
+        source = target_of(parts)
+        _launch(q, k, v, lengths, step, splits, source, final=False)
+        merge(parts, source, Target(out, lse, lse, 0), step.score_config, final=True, key=step.launch_key(splits))
+        return out, lse
     _launch(q, k, v, lengths, step, 1, Target(out, lse, lse, 0), final=True)
     return out, lse
 
@@ -231,7 +237,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Par
     if parts.count == 1:
         return parts
     merged = Partials.allocate(1, q, v.shape[3], torch.float32)
-    merge(parts, target_of(merged), step.score_config, final=False)
+    merge(parts, target_of(parts), target_of(merged), step.score_config, final=False)
     return merged
 
 
@@ -239,7 +245,7 @@ def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -
     """Returns out in `dtype` and lse over the keys of all states."""
     shape = (partials.batch, partials.seqlen_q, partials.nheads)
     out, lse = _results(partials.storage.new_empty((*shape, 0)), partials.headdim_v, dtype)
-    merge(partials, Target(out, lse, lse, 0), score_config, final=True)
+    merge(partials, target_of(partials), Target(out, lse, lse, 0), score_config, final=True)
     return out, lse
 
 
@@ -260,11 +266,15 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
         return step.splits
     batch, seqlen_q, nheads, _ = q.shape
     capacity, nheads_kv = k.shape[1:3]
-    config = _config(q, k, v, step)
-    rows = seqlen_q * (nheads // nheads_kv)
-    programs = batch * nheads_kv * triton.cdiv(rows, config.block_m(rows))
-    keys = min(capacity, step.sight.left + seqlen_q)
-    return splits_for(programs, keys, processors(q.device) * config.resident(rows))
+    config, rows = _config(q, k, v, step), seqlen_q * (nheads // nheads_kv)
+    keys, processor_count = min(capacity, step.sight.left + seqlen_q), processors(q.device)
+    return _splits_of(config, batch * nheads_kv, rows, keys, processor_count)
+
+
+@lru_cache(maxsize=1024)
+def _splits_of(config: DecodeConfig, heads: int, rows: int, keys: int, processor_count: int) -> int:
+    programs = heads * triton.cdiv(rows, config.block_m(rows))
+    return splits_for(programs, keys, processor_count * config.resident(rows))
 
 
 def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
@@ -281,32 +291,40 @@ def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
 
 @device_tables(maxsize=1024)
 def _tree_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return uploaded(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
+    return uploaded([torch.tensor(words, dtype=torch.int64, device="cpu")], device)[0]
+
+
+_launches = Launches()
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits: int, target: Target, *, final: bool
 ) -> None:
+    score_config, sight = step.score_config, step.sight
+    tensors = (q, k, v, lengths, target.o, target.m, *(() if final else (target.l,)), *score_config.tensors)
+    key = step.launch_key(splits, final, lengths.dtype, *layout(q, k, v))
+    if _launches.repeat(key, tensors):
+        return
     batch, seqlen_q, nheads, headdim = q.shape
     capacity, nheads_kv = k.shape[1:3]
     headdim_v = v.shape[3]
-    score_config, sight = step.score_config, step.sight
     config = _config(q, k, v, step)
     rows = seqlen_q * (nheads // nheads_kv)
     block_m = config.block_m(rows)
     row_tiles = triton.cdiv(rows, block_m)
     slopes, sinks = score_config.alibi_slopes, score_config.sinks
-    _decode_kernel[(batch * nheads_kv * splits * row_tiles,)](
-        strided(q), strided(k), strided(v), lengths,
-        _tree_words(sight.tree, q.device) if sight.tree else lengths,
+    tree = _tree_words(sight.tree, q.device) if sight.tree else lengths
+    arguments = (
+        strided(q), strided(k), strided(v), lengths, tree,
         lengths if slopes is None else slopes, 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
         lengths if sinks is None else sinks,
         target, row_tiles, splits, capacity, seqlen_q, nheads, nheads_kv, sight.left, sight.right,
         score_config.before_tanh, score_config.to_base2, LN2,
-        FINAL=final, MASK=0 if sight.is_uniform(seqlen_q, capacity) else 2 if sight.tree else 1,
-        SOFTCAP=score_config.softcap > 0, ALIBI=slopes is not None, SINKS=sinks is not None and final,
-        PRECISION=config.precision, HEADDIM=headdim, HEADDIM_V=headdim_v,
-        BLOCK_D=padded_headdim(headdim), BLOCK_DV=padded_headdim(headdim_v),
-        BLOCK_M=block_m, BLOCK_N=config.tiles.block_n,
-        num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, **FUSED,
+        final, 0 if sight.is_uniform(seqlen_q, capacity) else 2 if sight.tree else 1,
+        score_config.softcap > 0, slopes is not None, sinks is not None and final,
+        config.precision, headdim, headdim_v,
+        padded_headdim(headdim), padded_headdim(headdim_v), block_m, config.tiles.block_n,
     )  # fmt: skip
+    options = {"num_warps": config.tiles.num_warps, "num_stages": config.tiles.num_stages, **FUSED}
+    grid = (batch * nheads_kv * splits * row_tiles,)
+    _launches.first(key, _decode_kernel, grid, arguments, options, tensors, (tree,) if sight.tree else ())

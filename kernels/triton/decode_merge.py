@@ -10,12 +10,14 @@ some columns of one row: m = max m_s, l = sum l_s 2^(m_s - m), O = sum O_s 2^(m_
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import Partials
+from ringflash.kernels.launch import Launches
 from ringflash.kernels.triton.config import FUSED, padded_headdim
 from ringflash.state import LN2
 
@@ -96,15 +98,33 @@ def target_of(partials: Partials) -> Target:
     return Target(state.o, state.m, state.l, partials.storage.stride(0))
 
 
-def merge(partials: Partials, target: Target, score_config: ScoreConfig, *, final: bool) -> None:
-    """Writes the merge of all states to `target`: a state, or out and lse when `final`."""
+_launches = Launches()
+
+
+def merge(
+    partials: Partials,
+    source: Target,
+    target: Target,
+    score_config: ScoreConfig,
+    *,
+    final: bool,
+    key: Hashable = None,
+) -> None:
+    """Writes the merge of all states to `target`: a state, or out and lse when `final`.
+
+    `source` is `target_of(partials)`. `key` stands for everything but addresses; None if the launch is not repeated.
+    """
     sinks = score_config.sinks if final else None
+    tensors = (source.o, source.m, source.l, target.o, target.m, *(() if final else (target.l,)))
+    tensors += () if sinks is None else (sinks,)
+    if _launches.repeat(key, tensors):
+        return
     block_dv = min(64, padded_headdim(partials.headdim_v))
     rows = partials.batch * partials.seqlen_q * partials.nheads
-    _merge_kernel[(rows, triton.cdiv(partials.headdim_v, block_dv))](
-        target_of(partials), target, partials.storage if sinks is None else sinks,
+    arguments = (
+        source, target, source.o if sinks is None else sinks,
         partials.count, partials.seqlen_q, partials.nheads, LN2,
-        FINAL=final, SINKS=sinks is not None, HEADDIM_V=partials.headdim_v,
-        BLOCK_S=max(2, triton.next_power_of_2(partials.count)), BLOCK_DV=block_dv,
-        num_warps=4, **FUSED,
+        final, sinks is not None, partials.headdim_v, max(2, triton.next_power_of_2(partials.count)), block_dv,
     )  # fmt: skip
+    grid = (rows, triton.cdiv(partials.headdim_v, block_dv))
+    _launches.first(key, _merge_kernel, grid, arguments, {"num_warps": 4, **FUSED}, tensors)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED, padded_headdim
 from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
 
@@ -49,16 +50,24 @@ def _delta_kernel(
     tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
 
 
+_launches = Launches()
+
+
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Returns rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
     batch, seqlen_q, nheads, headdim = out.shape
     result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+    given = () if dlse is None else (dlse,)
+    tensors, key = (out, dout, result, *given), (*(x.dtype for x in given), *layout(out, dout, *given))
+    if _launches.repeat(key, tensors):
+        return result
     block_m, block_d = 64, padded_headdim(headdim)
     ntiles = triton.cdiv(seqlen_q, block_m)
-    given = result if dlse is None else dlse
-    dlse_rows = Strided(given, given.stride(0), given.stride(2), given.stride(1))
-    _delta_kernel[(ntiles * batch * nheads,)](
+    read = result if dlse is None else dlse
+    dlse_rows = Strided(read, read.stride(0), read.stride(2), read.stride(1))
+    arguments = (
         strided(out), strided(dout), dlse_rows, result, ntiles, seqlen_q, nheads,
-        HAS_DLSE=dlse is not None, HEADDIM=headdim, BLOCK_D=block_d, BLOCK_M=block_m, **FUSED,
+        dlse is not None, headdim, block_d, block_m,
     )  # fmt: skip
+    _launches.first(key, _delta_kernel, (ntiles * batch * nheads,), arguments, FUSED, tensors)
     return result

@@ -37,6 +37,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import forward_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, nan_where_not_finite
 from ringflash.kernels.triton.loads import load_tile, stream_at, streamed
@@ -227,6 +228,9 @@ def _forward_kernel(
     store_rows(pointers, acc, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
 
 
+_launches = Launches()
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -240,15 +244,21 @@ def forward(
     last: bool,
 ) -> None:
     """Launches one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    carried = () if state is None else (state.m, state.l, state.o)
+    tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
+    key = problem.launch_key(first, last, state is None, lse.dtype, *layout(q, k, v))
+    if _launches.repeat(key, tensors):
+        return
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    m, l, o = (state.m, state.l, state.o) if state is not None else (lse, lse, out)  # noqa: E741 - not used then
-    _forward_kernel[(programs.ntiles * batch * nheads,)](
+    m, l, o = carried or (lse, lse, out)  # noqa: E741 - not used then
+    kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
+    arguments = (
         operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
-        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed,
-        FIRST=first, LAST=last, kind=kind_argument(problem.score_config, programs, accelerated, q, k, v, config),
-        **config.launch,
+        programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, first, last, kind,
     )  # fmt: skip
+    grid = (programs.ntiles * batch * nheads,)
+    _launches.first(key, _forward_kernel, grid, arguments, config.launch, tensors, (tiles, visible))

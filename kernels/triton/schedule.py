@@ -24,7 +24,7 @@ from ringflash.kernels.mask_tables import (
     TileBounds,
     Tiles,
     batch_stride,
-    int32_table,
+    int32_tables,
     row_bounds,
     row_intervals,
     visits,
@@ -108,7 +108,7 @@ def make_programs(
     order = (-work).argsort(kind="stable")
     rest = np.array([chunk.length for chunk in own])[owned.chunk] - owned.offset
     places = np.stack([owned.row, rest, owned.stop - owned.start, owned.start], 1)
-    places, spans = (int32_table(x, device) for x in (places[order], spans[:, order]))
+    places, spans = int32_tables((places[order], spans[:, order]), device)
     return Programs(bounds, kind, even, len(order), len(others), places, spans, batch_stride(spans), tiles)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
@@ -17,37 +16,19 @@ from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.guard import Phase, announce
+from ringflash.ops.one_device import OneDevice
+from ringflash.ops.options import AttentionOptions
+from ringflash.ops.prepared import PreparedCall, key_of
+from ringflash.ops.ring_call import BoundCall, RingCall
+from ringflash.recent_calls import CacheInfo, RecentCalls
+from ringflash.torch_private import is_any_autocast_enabled
 
 MIN_HEADDIM, MAX_HEADDIM = 16, 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionOptions:
-    """Options of a call that are rarely changed.
-
-    Args:
-        return_lse: return (out, lse), lse (batch, nheads, seqlen_q) in natural logarithm; differentiable too.
-        deterministic: gradients bitwise the same from run to run; False lets kernels add dq up in any order, where that
-            is faster. None does what torch.use_deterministic_algorithms says.
-        alibi_slopes: (nheads,) or (batch, nheads) float32; scores lose slope * |position_q - position_k|, after the
-            softcap. Has no gradient. Source: Press et al. 2021, "Train short, test long".
-        sinks: (nheads,), a learned logit a head that takes part in the softmax of every row that sees a key and has no
-            value; lse includes it. Its gradient is of the rows here: in a ring each rank has its share, as of any
-            parameter. Source: Xiao et al. 2023, "Efficient streaming language models with attention sinks".
-        backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
-            or "auto": the first of these that the device and dtype allow; but on sm_90 the backward of up to 1024 rows
-            (in the default mode above headdim 64: 512) whose heads do not share keys is Triton's, as fast or faster.
-    """
-
-    return_lse: bool = False
-    deterministic: bool | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    backend: str = "auto"
-
-
 _DEFAULTS = AttentionOptions()
+_known: RecentCalls[PreparedCall[OneDevice]] = RecentCalls()
 
 
 @overload
@@ -149,11 +130,24 @@ def flash_attention(
 
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
     """
-    mask = as_mask(mask)
-    q, k, v = map(_autocast, (q, k, v))
-    scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
-    with_lse = check_return_lse(return_lse, options.return_lse)
-    return _attend(q, k, v, _call("", mask, scale, dropout, softcap, options), with_lse)
+    if torch.compiler.is_compiling() or is_any_autocast_enabled():
+        q, k, v = map(_autocast, (q, k, v))
+    key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse)
+    known = None if key is None else _known.get(key)
+    if known is None:
+        mask = as_mask(mask)
+        scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+        with_lse = check_return_lse(return_lse, options.return_lse)
+        call = _call("", mask, scale, dropout, softcap, options)
+        if key is None:
+            return _attend(q, k, v, call, with_lse)
+        known = _known.put(key, PreparedCall(OneDevice.of(q, k, v, call), with_lse))
+    attention = known.attention
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = derivatives.attend_prepared(q, k, v, attention)
+    else:
+        out, lse = attention.forward(q, k, v)
+    return (out, _public_lse(lse, q)) if known.with_lse else out
 
 
 @overload
@@ -262,24 +256,36 @@ def ring_attention(
         remedy = "Make one from a mesh or group, or use flash_attention on one device."
         raise ArgumentError("context", expected="a rf.ContextParallel", got=repr(context), remedy=remedy)
     try:
-        mask = as_mask(mask)
-        q, k, v = map(_autocast, (q, k, v))
-        scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
-        with_lse = check_return_lse(return_lse, options.return_lse)
-        if q.is_meta:
-            remedy = "A ring needs real tensors on every rank."
-            raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
-        context.check_device(q.device)
-        if q.shape[1] != k.shape[1]:
-            remedy = "Shard queries and keys of the same sequence with context.shard."
-            got = f"{q.shape[1]} and {k.shape[1]}"
-            raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
-        context.check_heads(q.shape[2])
-        call = _call(context.name, mask, scale, dropout, softcap, options)
+        if torch.compiler.is_compiling() or is_any_autocast_enabled():
+            q, k, v = map(_autocast, (q, k, v))
+        key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse)
+        known: PreparedCall[RingCall] | None = None if key is None else context.prepared_calls.get(key)
+        call, with_lse = None, known is not None and known.with_lse
+        if known is None:
+            mask = as_mask(mask)
+            scale = _validate(q, k, v, mask, softmax_scale, dropout, softcap, options)
+            with_lse = check_return_lse(return_lse, options.return_lse)
+            _validate_shards(q, k, context)
+            call = _call(context.name, mask, scale, dropout, softcap, options)
+            if key is not None:
+                ring_call = RingCall.of(context, q, k, v, call)
+                known = context.prepared_calls.put(key, PreparedCall(ring_call, with_lse))
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
-    return _attend(q, k, v, call, with_lse)
+    if known is None:
+        assert call is not None
+        return _attend(q, k, v, call, with_lse)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = derivatives.attend_prepared(q, k, v, BoundCall(known.attention, context))
+    else:
+        out, lse = known.attention.forward(context, q, k, v)
+    return (out, _public_lse(lse, q)) if with_lse else out
+
+
+def cache_info() -> CacheInfo:
+    """Returns how often calls of `flash_attention` were prepared already."""
+    return _known.info()
 
 
 def _call(
@@ -316,9 +322,12 @@ def _call(
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     # No guard surrounds this function: torch's checkpointing ends a recomputed forward early by an exception.
     out, lse = derivatives.attend(q, k, v, call)
-    if not return_lse:
-        return out
-    return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward
+    return (out, _public_lse(lse, q)) if return_lse else out
+
+
+def _public_lse(lse: Tensor, q: Tensor) -> Tensor:
+    """Returns lse in the dtype that users get; kernels may keep more for the backward."""
+    return lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -388,6 +397,19 @@ def _validate(
         raise ArgumentError("dropout", expected="None or a rf.Dropout", got=repr(dropout), remedy=remedy)
     check_softcap(softcap)
     return scale_of(softmax_scale, headdim)
+
+
+def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
+    """Checks what a ring asks of its shards besides `_validate`."""
+    if q.is_meta:
+        remedy = "A ring needs real tensors on every rank."
+        raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
+    context.check_device(q.device)
+    if q.shape[1] != k.shape[1]:
+        remedy = "Shard queries and keys of the same sequence with context.shard."
+        got = f"{q.shape[1]} and {k.shape[1]}"
+        raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
+    context.check_heads(q.shape[2])
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -44,6 +44,20 @@ class AttentionCall(NamedTuple):
     dropout_p: float
     backend: str
     deterministic: bool
+
+    def without_tensors(self) -> AttentionCall:
+        """Returns the call without sinks, slopes and seed, which differ between calls."""
+        return self._replace(sinks=None, alibi_slopes=None, dropout_seed=None)
+
+    def key(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Hashable:
+        """Returns a key of this call with its mask, for tensors like these; None if it has tensors besides the mask's.
+
+        The context is no part of the key.
+        """
+        if self.sinks is not None or self.alibi_slopes is not None or self.dropout_seed is not None:
+            return None
+        plain = self.softmax_scale, self.softcap, self.backend, self.deterministic
+        return q.shape, k.shape, v.shape, q.dtype, q.device, mask, *plain
 
     def mask_of(self, seqlen_k: int) -> Mask:
         """Returns the mask, checked for `seqlen_k` keys in all."""

@@ -71,7 +71,7 @@ def decode(
         kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
         score_config = ScoreConfig.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
         capacity = k_cache.shape[1] // lengths.shape[0]
-        _check_on_cpu(lengths, capacity)
+        check_on_cpu(lengths, capacity)
         seen = mask_from_spec(mask, mask_tensors)
         sight = sight_of(seen, q.shape[1], capacity)
         if ranks is not None and ranks.world_size > 1:
@@ -105,7 +105,8 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_parameters: Any) -> tuple[T
     return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[3])), lse
 
 
-def _check_on_cpu(lengths: Tensor, capacity: int) -> None:
+def check_on_cpu(lengths: Tensor, capacity: int) -> None:
+    """Raises ArgumentError for lengths on the CPU that are not between 0 and `capacity`."""
     if lengths.device.type == "cpu" and bool(((lengths < 0) | (lengths > capacity)).any()):
         remedy = "It counts the valid keys, the new ones among them."
         raise ArgumentError("cache_seqlens", expected=f"0 to {capacity}", got=lengths.tolist(), remedy=remedy)

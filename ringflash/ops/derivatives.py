@@ -17,6 +17,9 @@ from ringflash.ops.autograd import attention, attention_backward, gradients, sav
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.decode_op import decode
 from ringflash.ops.guard import Guard
+from ringflash.ops.one_device import OneDevice
+from ringflash.ops.prepared import is_plain
+from ringflash.ops.ring_call import BoundCall
 from ringflash.torch_private import AutoDispatchBelowAutograd, are_transforms_active
 
 _PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
@@ -96,6 +99,30 @@ class _Eager(torch.autograd.Function):
                 return *gradients(attention_backward, ctx.call, saved, *grads), None
 
 
+class _Prepared(torch.autograd.Function):
+    """A prepared call and its gradient, without the operators: these take the host as long as the launches."""
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall) -> tuple[Tensor, Tensor]:
+        out, lse = attention.forward(q, k, v)
+        ctx.attention = attention
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (dout, dlse), of = grads, ctx.attention
+        with Guard(of.context):  # as in `_Eager`
+            saved = ctx.saved_tensors
+            if dout is not None and is_plain(dout) and (dlse is None or is_plain(dlse)):
+                return *of.backward(dout, dlse, *saved)[:3], None
+            operator = _differentiable_backward if torch.is_grad_enabled() else attention_backward
+            return *gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None
+
+
 class _Transformed(torch.autograd.Function):
     """Attention under torch.func's transforms, which need a context that is set up apart from the forward."""
 
@@ -127,6 +154,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
         result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
         return cast("tuple[Tensor, Tensor]", result)
     return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, call.sinks, call._replace(sinks=None)))
+
+
+def attend_prepared(q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of a prepared call, differentiable."""
+    return cast("tuple[Tensor, Tensor]", _Prepared.apply(q, k, v, attention))
 
 
 def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:

@@ -20,38 +20,6 @@ from ringflash.transport.base import Transport
 Pair = tuple[Tensor, Tensor]  # keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v), or their gradients
 
 
-class _PairBuffer:
-    """Storage of two tensors (batch, rows, nheads_kv, headdim) as one message.
-
-    Args:
-        like: tensors with the batch, heads and headdims of the pair; their number of rows may differ.
-        storage: a vector.
-        max_rows: rows of the storage.
-    """
-
-    def __init__(self, like: Pair, storage: Tensor, max_rows: int) -> None:
-        self._batch, self._heads = like[0].shape[0], [x.shape[2:] for x in like]
-        self._widths = [self._batch * nheads * headdim for nheads, headdim in self._heads]
-        self._storage, self._rows = storage, max_rows
-        self._views: dict[int, tuple[Tensor, Pair]] = {}  # cached: every hop uses them
-
-    def views(self, rows: int) -> tuple[Tensor, Pair]:
-        """Returns both tensors of `rows` rows as one contiguous vector, and as views."""
-        views = self._views.get(rows)
-        if views is None:
-            start, (first, second) = int(self._storage.storage_offset()), self._widths
-            message = self._storage if rows == self._rows else self._storage[: rows * (first + second)]
-            pair = self._view(rows, 0, start), self._view(rows, 1, start + rows * first)
-            views = self._views[rows] = message, pair
-        return views
-
-    def _view(self, rows: int, which: int, start: int) -> Tensor:
-        """Returns one of the tensors in a single step, because more steps take noticeable time for short sequences."""
-        nheads, headdim = self._heads[which]
-        row = nheads * headdim
-        return self._storage.as_strided((self._batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start)
-
-
 class _Buffers:
     """Slots of one rank.
 
@@ -66,7 +34,12 @@ class _Buffers:
     def __init__(self, own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> None:
         self._own, self._dtype, self._kind, self._plan, self._transport = own, dtype, kind, plan, transport
         self._shared = plan.kv_slots if kind is Kind.KV else plan.gradient_slots
-        self._width = own[0].shape[0] * sum(x.shape[2] * x.shape[3] for x in own)  # elements of a row
+        keys, values = own
+        self._widths = (
+            keys.shape[0] * keys.shape[2] * keys.shape[3],
+            values.shape[0] * values.shape[2] * values.shape[3],
+        )
+        self._width = sum(self._widths)  # elements of a row
         self._slots: dict[int, Any] = {}
 
     def _allocate(self, slot: int, rows: int) -> Tensor:
@@ -92,15 +65,32 @@ class RingBuffers(_Buffers):
     def __init__(self, own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> None:
         super().__init__(own, dtype, kind, plan, transport)
         self._own_gradient: Pair | None = None
+        self._known: dict[tuple[int, int], tuple[Tensor, Pair]] = {}  # views, which every hop uses
         for slot in range(self._shared):  # all ranks allocate what they share in the same order
             self._views(slot, plan.slot_rows)
 
     def _views(self, slot: int, rows: int) -> tuple[Tensor, Pair]:
-        buffer: _PairBuffer | None = self._slots.get(slot)
-        if buffer is None:
-            most = self._plan.slot_rows
-            buffer = self._slots[slot] = _PairBuffer(self._own, self._allocate(slot, most), most)
-        return buffer.views(rows)
+        """Returns `rows` rows of a slot as one contiguous vector, and as keys and values in it: keys first."""
+        views = self._known.get((slot, rows))
+        if views is None:
+            storage: Tensor | None = self._slots.get(slot)
+            if storage is None:
+                storage = self._slots[slot] = self._allocate(slot, self._plan.slot_rows)
+            message = storage if rows == self._plan.slot_rows else storage[: rows * self._width]
+            start, pair = int(storage.storage_offset()), list[Tensor]()
+            for x, width in zip(self._own, self._widths, strict=True):
+                batch, _, nheads, headdim = x.shape
+                row = nheads * headdim
+                # In a single step, because more steps take noticeable time for short sequences.
+                pair.append(storage.as_strided((batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start))
+                start += rows * width
+            views = self._known[slot, rows] = message, (pair[0], pair[1])
+        return views
+
+    def free(self, slot: int) -> None:
+        """Frees a slot that no later step uses."""
+        super().free(slot)
+        self._known = {place: views for place, views in self._known.items() if place[0] != slot}
 
     def message(self, slot: int, rows: range) -> Tensor:
         """Returns `rows` of a slot as a vector."""
@@ -229,4 +219,5 @@ def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport:
 def _orders(hop: Hop, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the permutation from position order to buffer rows of the KV held, and its inverse; int64."""
     order = positions(hop.held, "cpu").argsort()
-    return uploaded(order, device), uploaded(order.argsort(), device)
+    there, back = uploaded((order, order.argsort()), device)
+    return there, back

@@ -178,6 +178,11 @@ class Plan(PlanReport):
         return self.layout.world_size
 
     @cached_property
+    def identity(self) -> object:
+        """A value that no other plan has, quick to compare; it keeps no plan alive."""
+        return object()
+
+    @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """Returns the hops in order; every rank has the same number."""
         return tuple(step.hop for step in self.steps if step.hop is not None)
@@ -194,13 +199,3 @@ def pair_table(layout: Layout, mask: Mask) -> Tensor:
 def visible_pairs(layout: Layout, mask: Mask) -> tuple[tuple[int, ...], ...]:
     """Returns the rows of `pair_table` as Python integers."""
     return tuple(map(tuple, pair_table(layout, mask).tolist()))
-
-
-@lru_cache(maxsize=1024)
-def single_device_plan(seqlen_q: int, seqlen_k: int, mask: Mask) -> Plan:
-    """Returns the plan of a ring of one rank, which has all keys; the queries are the last `seqlen_q` positions."""
-    q_chunks, k_chunks = (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
-    pairs = int(mask.area(seqlen_q, seqlen_k).row_pairs.sum())
-    alone = Hop(0, (0,), k_chunks, range(seqlen_k), pairs)
-    layout = Layout("contiguous", seqlen_k, (k_chunks,))
-    return Plan(layout, mask, 0, q_chunks, ((pairs,),), (Step(alone), Step(None)))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.select import TileKernels
+from ringflash.masks import Mask
 from ringflash.ring.buffers import Buffers, Pair
 from ringflash.ring.plan import Hop, Plan
 from ringflash.state import lse_dtype
@@ -35,16 +36,17 @@ class KernelRun:
 
     def problem(self, plan: Plan, hop: Hop) -> TileProblem:
         """Returns the positions of the queries and keys at `hop`, with the mask and score settings for the kernels."""
-        return TileProblem(plan.q_chunks, hop.chunks, plan.mask, self.score_config, self.cache)
+        place = plan.identity, hop.index
+        return TileProblem(plan.q_chunks, hop.chunks, plan.mask, self.score_config, self.cache, place)
 
-    def single_pass(self, q: Tensor, v: Tensor, plan: Plan, *, hops: int) -> bool:
+    def single_pass(self, q: Tensor, v: Tensor, mask: Mask, *, hops: int) -> bool:
         """Returns whether one kernel computes dq, dk and dv at each hop, instead of one for dq and one for dk and dv.
 
         The choice is made once for a backward of `hops` hops. It assumes that every hop has as many keys as `v` has
         rows.
         """
         deterministic = self.deterministic
-        return self.kernels.fuses_dq(q, v, plan.mask, self.score_config, hops=hops, deterministic=deterministic)
+        return self.kernels.fuses_dq(q, v, mask, self.score_config, hops=hops, deterministic=deterministic)
 
     def new_dq(self, q: Tensor, *, hops: int) -> DqSum:
         """Returns the accumulator to which the one kernel of `single_pass` adds dq over `hops` hops."""
@@ -85,7 +87,7 @@ class TileGradients:
         keys, values = kv.keys_and_values(hop)
         inputs = (self._dout, q, keys, values, self._lse, self._delta)
         is_first = self._dq is None and self._dq_sum is None
-        if is_first and self._kernel_run.single_pass(q, values, self._plan, hops=hops):
+        if is_first and self._kernel_run.single_pass(q, values, self._plan.mask, hops=hops):
             self._dq_sum = self._kernel_run.new_dq(q, hops=hops)
         if self._dq_sum is not None:
             self._share = self._gradients.gradient(hop) if hop.starts else self._gradients.scratch(hop)

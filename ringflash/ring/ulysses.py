@@ -105,7 +105,13 @@ def forward(
         out (batch, rows, nheads, headdim_v) and lse (batch, nheads, rows), as `schedule.forward`.
     """
     if group is None:
-        return (yield from schedule.forward(q, k, v, plan, kernel_run, transport))
+        return schedule.forward(q, k, v, plan, kernel_run, transport)
+    return _forward_of_heads(q, k, v, plan, kernel_run, transport, group)
+
+
+def _forward_of_heads(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel_run: KernelRun, transport: Transport, group: Group
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
     split, queries, keys, kernel_run = _split(q, k, kernel_run, group)
     q, k, v = yield from _to_heads([q, k, v], [queries, keys, keys], group)
     k, v = (_repeated(x, split.copies(group.rank)) for x in (k, v))

@@ -29,12 +29,14 @@ class LocalNetwork:
         """Returns the transport of `rank`; peers are indices into `members`, which is all ranks by default."""
         return LocalTransport(self, rank, members)
 
-    def post(self, rank: int, peer: int, message: Message) -> None:
-        """Records a message to or from `peer`; nothing is copied yet."""
-        if message.sends:
-            self._sent[rank, peer, message.channel].append(message.buffer)
-        else:
-            self._awaited[peer, rank, message.channel].append(message.buffer)
+    def post(self, rank: int, members: Sequence[int] | None, messages: Sequence[Message]) -> None:
+        """Records messages of `rank`, whose peers are indices into `members`, if given; nothing is copied yet."""
+        for message in messages:
+            peer = message.peer if members is None else members[message.peer]
+            if message.sends:
+                self._sent[rank, peer, message.channel].append(message.buffer)
+            else:
+                self._awaited[peer, rank, message.channel].append(message.buffer)
 
     def deliver(self) -> None:
         """Copies every message that both ends have posted."""
@@ -64,9 +66,7 @@ class LocalTransport:
 
     def start(self, messages: Sequence[Message]) -> None:
         """Posts all messages."""
-        for message in messages:
-            peer = message.peer if self._members is None else self._members[message.peer]
-            self._network.post(self._rank, peer, message)
+        self._network.post(self._rank, self._members, messages)
 
     def finish(self, handle: None) -> None:
         """Does nothing: the network delivered the messages while all ranks had yielded."""

@@ -42,7 +42,7 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(tables, "_capturing", lambda: capturing[0])
+    monkeypatch.setattr(tables, "is_capturing", lambda: capturing[0])
     retired: deque[tables._Retired] = deque()
     monkeypatch.setattr(tables, "_retired", lambda device: retired)
     for capturing[0], kept in ((True, 1), (False, 2), (True, 3)):
@@ -51,6 +51,16 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
     capturing[0], through[0] = False, True
     tables._retire(torch.zeros(1))
     assert not retired
+
+
+def test_tables_travel_together_and_begin_where_kernels_load_vectors() -> None:
+    given = [torch.arange(5, dtype=torch.int32), torch.randn(3, 7), torch.arange(2**40, 2**40 + 3), torch.empty(0, 2)]
+    staging, places = tables._packed(given)
+    assert staging.nbytes % tables.ALIGNMENT == 0
+    for table, place in zip(given, places, strict=True):
+        assert place % tables.ALIGNMENT == 0
+        part = staging[place : place + table.nbytes]
+        assert torch.equal(part, table.contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs")

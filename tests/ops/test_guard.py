@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash as rf
 from ringflash.coordination.session import ControlPlane
 from ringflash.errors import ArgumentError
-from ringflash.ops import attention, autograd, decode, decode_op, derivatives
+from ringflash.ops import attention, decode, decode_op, derivatives, ring_call
 from ringflash.ops.call import AttentionCall
 from ringflash.ring import tiles
 from tests.distributed import run_ranks
@@ -60,8 +60,8 @@ def _planted(fault: Fault) -> Iterator[None]:
 FORWARD, BACKWARD = 0, 1
 FAULTS: list[Fault] = [
     *((AttentionCall, name, at, _raise) for name in ("kernel_run", "mask_of") for at in (FORWARD, BACKWARD)),
-    *((autograd, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
-    *((autograd, "_joined", at, _raise) for at in (0, 2)),  # of out, then of dq
+    *((ring_call, name, at, _raise) for name in ("_fields", "_planned") for at in (FORWARD, BACKWARD)),
+    *((ring_call, "_joined", at, _raise) for at in (0, 2)),  # of out, then of dq
     (AttentionCall, "kernel_run", FORWARD, _interrupt),
     *((ControlPlane, "_checked", at, _interrupt) for at in (FORWARD, BACKWARD)),
     *((tiles.KernelRun, "problem", at, _refuse) for at in (1, 4)),  # a hop's kernel refuses an argument
@@ -72,11 +72,16 @@ FAULTS: list[Fault] = [
 ]
 
 
+OF_OPERATORS = [("kernel_run", BACKWARD), ("mask_of", BACKWARD), ("_fields", BACKWARD), ("gradients", 0)]
+
+
 def _ring_calls() -> list[Outcome]:
     usual, outcomes = usual_seconds(), []
     for fault in FAULTS:
         context = rf.ContextParallel(dist.group.WORLD, timeout=DEADLINE)
         options: Any = {"dropout": rf.Dropout(0.1, seed=3)} if fault[0] is rf.Dropout else {}
+        if fault[1:3] in OF_OPERATORS:  # of a call that is not prepared
+            options = {"options": rf.AttentionOptions(alibi_slopes=torch.ones(4))}
         with _planted(fault):
             outcome = outcome_of(call_ring, context, **options)
             if not outcome.kind:  # peers had all data of this call and see the failure in the next
@@ -152,7 +157,7 @@ def _backward_calls() -> list[list[Outcome]]:
     _checkpointed(context)
     dist.barrier()
     changed = outcome_of(_changed_input, context)
-    with _planted((attention, "_validate", 1, _raise)):  # call 1 is the recomputed forward
+    with _planted((attention, "key_of", 1, _raise)):  # call 1 is the recomputed forward
         recomputed = outcome_of(_checkpointed, context)
     later = outcome_of(call_ring, context)
     return [[replace(outcome, usual=usual) for outcome in (changed, recomputed)], [later]]

@@ -198,10 +198,15 @@ def test_no_dropout_is_none() -> None:
 
 def test_what_is_asked_of_torch_holds_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that options.deterministic None follows torch.use_deterministic_algorithms."""
-    from ringflash.ops import derivatives
+    from ringflash.ops.one_device import OneDevice
 
     asked: list[bool] = []
-    monkeypatch.setattr(derivatives, "attention", lambda *args: (asked.append(args[-1]), (args[0], args[0]))[1])
+
+    def forward(of: OneDevice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(of.call.deterministic)
+        return q, q
+
+    monkeypatch.setattr(OneDevice, "forward", forward)
     q = torch.zeros(1, 4, 1, 16)
     for enabled in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)

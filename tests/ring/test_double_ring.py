@@ -14,7 +14,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from ringflash.ops import autograd
+from ringflash.ops import ring_call
 from ringflash.ring.plan import Kind, Plan
 from ringflash.transport.base import FAR, Message
 from ringflash.transport.local import LocalNetwork, LocalTransport
@@ -187,7 +187,7 @@ def test_messages_may_arrive_as_late_as_they_are_due(
     for deterministic in (True, False):
         expected = given.ring(context, deterministic=deterministic)
         with monkeypatch.context() as patched:
-            patched.setattr(autograd, "LocalNetwork", _LateNetwork)
+            patched.setattr(ring_call, "LocalNetwork", _LateNetwork)
             got = given.ring(context, deterministic=deterministic)
         assert all(map(torch.equal, got, expected))
 

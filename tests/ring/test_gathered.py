@@ -18,7 +18,7 @@ from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.kernels.eager import prefill
 from ringflash.layouts.layout import LAYOUTS, Chunk
 from ringflash.masks import Full, Mask
-from ringflash.ops.autograd import _row_bytes
+from ringflash.ops.ring_call import _row_bytes
 from ringflash.ring.gathered_plan import receives_at_most
 from ringflash.ring.plan import Plan, Transfer
 from ringflash.transport.base import Message

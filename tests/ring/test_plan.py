@@ -9,7 +9,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from ringflash.ring.plan import Kind, Plan, single_device_plan
+from ringflash.ring.plan import Kind, Plan
 from tests.ring.test_planners import transfer_at
 from tests.strategies import block_sparse, masks
 
@@ -173,10 +173,3 @@ def test_a_plan_prints_its_hops() -> None:
     ]
     text = str(plans_of(3, "striped", Full(), 30)[0])
     assert "KV of rank 1 [2, 4), [8, 10), [14, 16), [20, 22), ... 5 in all: compute 100 pairs" in text
-
-
-def test_a_single_device_is_a_ring_of_one() -> None:
-    plan = single_device_plan(3, 8, rf.Causal())
-    assert plan.q_chunks[0].start == 5
-    assert [hop.meets for hop in plan.hops] == [True]
-    assert plan.pairs == ((6 + 7 + 8,),)

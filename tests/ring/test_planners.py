@@ -12,7 +12,7 @@ import torch
 import ringflash as rf
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from ringflash.ring.plan import Batch, Kind, Plan, Transfer, single_device_plan
+from ringflash.ring.plan import Batch, Kind, Plan, Transfer
 from tests.strategies import block_sparse
 
 SEQLEN = 37
@@ -133,13 +133,6 @@ def test_keys_are_where_a_hop_reads_them_and_gradients_return_to_their_owners(wo
                     assert seeing <= gradients[row].shares <= meeting
                     if not plan.grouped:
                         assert gradients[row].shares == meeting
-
-
-def test_a_single_device_is_a_ring_of_one() -> None:
-    plan = single_device_plan(3, 8, rf.Causal())
-    assert [(step.hop is None, step.kv, step.gradients) for step in plan.steps] == [(False, (), ()), (True, (), ())]
-    (gradients,) = Walk([plan]).gradients()
-    assert gradients == {row: Row(0, row, frozenset({0})) for row in range(8)}
 
 
 def positions_of(plan: Plan, rank: int) -> list[int]:

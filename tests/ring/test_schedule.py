@@ -1,7 +1,6 @@
 """ring_attention on virtual ranks gives the single-device result for every layout, mask and world size."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -159,13 +158,13 @@ def test_uninitialised_buffers_do_not_leak(layout: str, monkeypatch: pytest.Monk
 def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a rank's buffers do not grow with the world size."""
     allocated: list[int] = []
-    original = buffers._PairBuffer.__init__
+    original = buffers.RingBuffers._allocate
 
-    def counting(self: Any, like: tuple[Tensor, Tensor], storage: Tensor, max_rows: int) -> None:
-        original(self, like, storage, max_rows)
-        allocated.append(max_rows)
+    def counting(self: buffers.RingBuffers, slot: int, rows: int) -> Tensor:
+        allocated.append(rows)
+        return original(self, slot, rows)
 
-    monkeypatch.setattr(buffers._PairBuffer, "__init__", counting)
+    monkeypatch.setattr(buffers.RingBuffers, "_allocate", counting)
     problem = Problem.random(seqlen=64, mask=rf.Causal())
     problem.ring(rf.ContextParallel.local(8))
     per_rank = 2 + 2 + 2 + 1  # KV forward, KV backward, travelling gradients, own gradient on return

@@ -54,8 +54,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     def spy(name: str) -> Callable[..., None]:
         return lambda *given, **named: seen.append((name, given, named))
 
-    monkeypatch.setattr("ringflash.kernels.hopper.forward.forward", spy("hopper"))
-    monkeypatch.setattr("ringflash.kernels.hopper.backward.backward", spy("hopper"))
+    monkeypatch.setattr("ringflash.kernels.hopper.calls.forward", spy("hopper"))
+    monkeypatch.setattr("ringflash.kernels.hopper.calls.backward", spy("hopper"))
     for name in ("forward", "backward_dq", "backward_dkdv"):
         monkeypatch.setattr(f"ringflash.kernels.triton.backend.{name}", spy("portable"))
     return seen

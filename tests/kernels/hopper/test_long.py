@@ -5,8 +5,8 @@ import torch
 
 import ringflash as rf
 from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.hopper.calls import tiling
 from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
-from ringflash.kernels.hopper.forward import tiling
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask

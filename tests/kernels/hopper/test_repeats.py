@@ -63,7 +63,7 @@ def test_any_number_of_programs(
     A program processes many tiles one after the other. Under padding, some of them have nothing to process.
     """
     given = problem(mask, headdim)
-    monkeypatch.setattr("ringflash.kernels.hopper.backward.adds_in_turns", lambda *shape: False)
+    monkeypatch.setattr("ringflash.kernels.hopper.calls.adds_in_turns", lambda *shape: False)
     expected = given.flash(backend="hopper", deterministic=deterministic)
     monkeypatch.setattr("ringflash.kernels.hopper.launch.processors", lambda device: processors)
     got = given.flash(backend="hopper", deterministic=deterministic)

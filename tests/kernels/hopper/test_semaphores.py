@@ -30,7 +30,7 @@ MASKS = [
 def test_the_default_mode(
     headdim: int, heads: tuple[int, int], mask: Mask, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringflash.kernels.hopper.backward.adds_in_turns", lambda *shape: in_turns)
+    monkeypatch.setattr("ringflash.kernels.hopper.calls.adds_in_turns", lambda *shape: in_turns)
     problem = Problem.random(seqlen=431, heads=heads, headdim=headdim, dtype=torch.bfloat16, mask=mask, device="cuda")
     assert_accurate(problem.flash(backend="hopper"), problem)
 
@@ -49,7 +49,7 @@ def test_other_lengths(
     in_turns: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ringflash.kernels.hopper.backward.adds_in_turns", lambda *shape: in_turns)
+    monkeypatch.setattr("ringflash.kernels.hopper.calls.adds_in_turns", lambda *shape: in_turns)
     problem = Problem.random(seqlen=seqlen, heads=(8, 2), headdim=headdim, dtype=dtype, mask=mask, device="cuda")
     assert_accurate(problem.flash(backend="hopper"), problem)
 

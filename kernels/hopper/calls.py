@@ -1,0 +1,245 @@
+"""Host side of the Hopper kernels: the tables, sizes and constants of a launch, made once for calls that repeat."""
+
+# Triton's DSL is not Python to a type checker.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.contract import DqSum, TileProblem
+from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
+from ringflash.kernels.hopper.backward import BackwardConstants
+from ringflash.kernels.hopper.config import (
+    KEYS,
+    ROWS,
+    ForwardConfig,
+    adds_in_turns,
+    backward_config,
+    forward_config,
+)
+from ringflash.kernels.hopper.dkdv_store import PART_BYTES
+from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator
+from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
+from ringflash.kernels.hopper.forward import ForwardConstants
+from ringflash.kernels.hopper.launch import constants, new_counter, work_arguments
+from ringflash.kernels.hopper.mask_tables import Intervals, intervals
+from ringflash.kernels.hopper.vectors import vectors
+from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
+from ringflash.kernels.launch import Launches, layout
+from ringflash.kernels.triton.config import FUSED
+from ringflash.state import LOG2E, AttentionState
+
+_OPTIONS = {"num_warps": 4, **FUSED}
+_forwards, _backwards = Launches(), Launches()
+
+
+def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
+    """Chooses the tiling of the forward, and makes its mask tables.
+
+    The tiling depends on the number of processed tiles, which is counted with the tiling for short spans.
+    """
+
+    def tables(config: ForwardConfig) -> Intervals:
+        own = config.consumers * ROWS
+        return intervals(problem.mask, problem.q_chunks, problem.k_chunks, own, config.block_n, device, by_keys=False)
+
+    short = forward_config(headdim, masked=True, visits=0)
+    known = tables(short)
+    config = forward_config(headdim, masked=known.masked, visits=known.visits)
+    longer = tables(config)  # under longer tiles more of them may need a mask
+    if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
+        return short, known
+    return config, longer
+
+
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    return (q, k, v, out, lse) if state is None else (q, k, v, out, lse, state.m, state.l, state.o)
+
+
+def _forward_key(
+    q: Tensor, k: Tensor, v: Tensor, problem: TileProblem, state: AttentionState | None, first: bool, last: bool
+) -> Hashable:
+    return problem.launch_key(first, last, state is None, *layout(q, k, v))
+
+
+def repeat_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: TileProblem,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> bool:
+    """Repeats an earlier `forward` of the same problem and layouts; returns whether there was one."""
+    launch = _forwards.find(_forward_key(q, k, v, problem, state, first, last))
+    if launch is None:
+        return False
+    return launch((*_tensors(q, k, v, state, out, lse), new_counter(launch.grid[0], q.device)))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: TileProblem,
+    *,
+    state: AttentionState | None,
+    out: Tensor,
+    lse: Tensor,
+    first: bool,
+    last: bool,
+) -> None:
+    """Launches the forward of one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    config, known = tiling(problem, headdim, q.device)
+    group = nheads // k.shape[2]  # query heads that stream the same keys and values
+    streamed = 2 * k.shape[1] * headdim * k.itemsize // group
+    waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
+    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
+    tensors = _tensors(q, k, v, state, out, lse)
+    m, l, o = tensors[5:] or (lse, lse, out)  # noqa: E741 - not accessed then
+    kind = ForwardConstants(
+        FIRST=first,
+        LAST=last,
+        MASKED=known.masked,
+        LOOPS=1 + known.masked,
+        BELOW=known.below,
+        ABOVE=known.above,
+        GROUP=group,
+        BLOCK_D=config.block_d,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        CONSUMERS=config.consumers,
+        REGISTERS=config.registers,
+        OUT_IN_Q=config.out_in_q,
+        TURNS=config.turns,
+        PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
+        ROWS=ROWS,
+    )
+    arguments = (
+        tile_view(q, ROWS, config.block_d),
+        *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
+        *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
+        m, l, lse, seqlen_q, problem.score_config.to_base2, tables, *sizes, constants(kind),
+    )  # fmt: skip
+    key, changing = _forward_key(q, k, v, problem, state, first, last), (*tensors, tables.counter)
+    _forwards.first(key, FORWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, tables[:3])
+
+
+def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
+    """Returns whether tiles are added to dq in the order of their keys."""
+    (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = q.shape, k.shape[1:3]
+    return dq.ordered or (dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim))
+
+
+def _backward_key(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    problem: TileProblem,
+    accumulate: bool,
+    dq: DqAccumulator,
+) -> Hashable:
+    in_turns, layouts = _adds_in_turns(q, k, dq), layout(dout, q, k, v, dk, dv)
+    return problem.launch_key(accumulate, dq.hops > 1, in_turns, dk.dtype, dv.dtype, *layouts)
+
+
+def repeat_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    problem: TileProblem,
+    *,
+    accumulate: bool,
+    dq: DqSum,
+) -> bool:
+    """Repeats an earlier `backward` of the same problem and layouts; returns whether there was one."""
+    assert isinstance(dq, DqAccumulator)
+    launch = _backwards.find(_backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq))
+    if launch is None:
+        return False
+    total = dq.tiles(problem.score_config.softmax_scale, in_turns=_adds_in_turns(q, k, dq))
+    counter = new_counter(launch.grid[0] if dq.counters is None else 0, q.device)
+    of_rows = vectors(lse, delta, launch.note, counter[1:], problem.cache)
+    semaphores = () if dq.counters is None else (dq.counters,)
+    return launch((dout, q, k, v, dk, dv, *of_rows, total, counter, *semaphores))
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    problem: TileProblem,
+    *,
+    accumulate: bool,
+    dq: DqSum,
+) -> None:
+    """Launches the backward of one hop; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    assert isinstance(dq, DqAccumulator)
+    batch, seqlen_q, nheads, headdim = q.shape
+    seqlen_k, nheads_kv = k.shape[1:3]
+    config = backward_config(headdim)
+    total = dq.tiles(problem.score_config.softmax_scale, in_turns=_adds_in_turns(q, k, dq))
+    ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
+    known = intervals(
+        problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
+    )
+    group = nheads // nheads_kv
+    streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
+    waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
+    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
+    preloaded = config.preloaded_masked if known.masked else config.preloaded
+    factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
+    minus_lse, minus_delta, lost = vectors(lse, delta, factor, tables.counter[1:], problem.cache)
+    kind = BackwardConstants(
+        MASKED=known.masked,
+        BELOW=known.below,
+        ABOVE=known.above,
+        CHECKED=known.masked and (dq.hops > 1 or not known.covers),
+        ORDERED=ordered,
+        DESCENDING=ordered or config.descending,
+        BY_HEADS=ordered and group > 1 and known.shifted,
+        ACCUMULATE=accumulate,
+        GROUP=group,
+        PRELOADED=preloaded,
+        BLOCK_D=config.block_d,
+        BLOCK_M=config.block_m,
+        DS_STAGES=config.ds_stages,
+        ROWS=ROWS,
+    )
+    arguments = (
+        *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
+        *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
+        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
+        rows_view(total, *HALF), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
+        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, problem.score_config.to_base2,
+        problem.score_config.softmax_scale, tables, *sizes, constants(kind),
+    )  # fmt: skip
+    key = _backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq)
+    semaphores = () if dq.counters is None else (dq.counters,)
+    changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
+    kept = (*tables[:3], known.turns)
+    _backwards.first(key, BACKWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, kept, note=factor)

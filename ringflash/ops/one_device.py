@@ -1,0 +1,120 @@
+"""Attention on one device: a checked call, its kernels and its only tile problem, ready to run forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels import select
+from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.eager import prefill
+from ringflash.kernels.mask_tables import row_intervals
+from ringflash.layouts.layout import Chunk
+from ringflash.ops.call import AttentionCall
+from ringflash.recent_calls import RecentCalls
+from ringflash.ring.tiles import KernelRun, sinks_gradient
+from ringflash.state import lse_dtype
+
+
+class OneDevice:
+    """Attention on one device, for tensors of the shapes, dtype and device that it was made for.
+
+    It holds no tensor of a call except sinks and slopes, and may be used by several threads at once.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        kernel_run: KernelRun,
+        problem: TileProblem | None,
+        dtype: torch.dtype,
+        fuses_dq: bool,
+    ) -> None:
+        """Keeps a checked call.
+
+        Args:
+            call: parameters of the call, without tensors except the mask's.
+            kernel_run: kernels and score settings.
+            problem: positions of the queries and keys; None if no query sees any key.
+            dtype: dtype of the inputs.
+            fuses_dq: whether one kernel computes dq, dk and dv.
+        """
+        self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
+        self._is_eager, self._lse_dtype = kernel_run.kernels is prefill, lse_dtype(dtype)
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
+        """Returns attention for `call`, made now or before.
+
+        Raises:
+            ArgumentError: a mask that does not fit the number of keys.
+        """
+        mask = call.mask_of(k.shape[1])
+        key = call.key(q, k, v, mask)
+        if key is not None and (known := _operators.get(key)) is not None:
+            return known
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        q_chunks, k_chunks = (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
+        kernel_run, problem = call.kernel_run(q), None
+        if bool(row_intervals(mask, q_chunks).seeing.any()):
+            # `place` is new with each problem. No cache, because that of a pass would keep its tensors alive.
+            problem = TileProblem(q_chunks, k_chunks, mask, kernel_run.score_config, place=object())
+        fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
+        made = OneDevice(call.without_tensors(), kernel_run, problem, q.dtype, fuses_dq)
+        return made if key is None else _operators.put(key, made)
+
+    context = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns out and lse, as the operator `attention`."""
+        batch, seqlen, nheads, _ = q.shape
+        out = q.new_empty((batch, seqlen, nheads, v.shape[3]))
+        lse = q.new_empty((batch, nheads, seqlen), dtype=self._lse_dtype)
+        problem, kernels = self._problem, self._kernel_run.kernels
+        if problem is None:
+            return out.zero_(), lse.fill_(-torch.inf)
+        if self._needs_guard(q):
+            with select.kernels_of(q):
+                kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+        else:
+            kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns dq, dk, dv and dsinks, as the operator `attention_backward`."""
+        if self._needs_guard(q):
+            with select.kernels_of(q):
+                return self._backward(dout, dlse, q, k, v, out, lse)
+        return self._backward(dout, dlse, q, k, v, out, lse)
+
+    def _needs_guard(self, q: Tensor) -> bool:
+        """Returns whether kernels need another current device, or matmuls without autocast."""
+        if self._is_eager and torch.is_autocast_enabled(q.device.type):
+            return True
+        return q.is_cuda and q.get_device() != torch.cuda.current_device()
+
+    def _backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kernels, problem = self._kernel_run.kernels, self._problem
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
+        lse = lse.contiguous()  # kernels read lse and delta as one vector a head
+        delta = kernels.delta(out, dout, dlse)
+        dsinks = sinks_gradient(self._kernel_run.score_config.sinks, lse, delta)
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        if problem is None:
+            return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), dsinks
+        inputs = dout, q, k, v, lse, delta
+        if self._fuses_dq:
+            total = self._kernel_run.new_dq(q, hops=1)
+            kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False, dq=total)
+            return total.finish(), dk, dv, dsinks
+        dq = q.new_empty(q.shape)
+        kernels.backward_dq(*inputs, dq, problem, accumulate=False)
+        kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False)
+        return dq, dk, dv, dsinks
+
+
+_operators: RecentCalls[OneDevice] = RecentCalls()

@@ -1,0 +1,194 @@
+"""Launches that repeat: the same bits as launches through Triton, and no launch that could read a wrong tensor."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import ringflash as rf
+from ringflash.kernels import launch
+from ringflash.kernels.launch import Launches, layout, statistics
+from tests.accuracy import Problem, as_tensor
+
+
+class _Pair(NamedTuple):
+    x: Any
+    stride: Any
+
+
+class _Compiled:
+    """Stands for Triton's compiled kernel, and keeps the arguments of its launches."""
+
+    def __init__(self) -> None:
+        self.function: int | None = 1
+        self.packed_metadata = (2,)
+        self.launches: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> _Compiled:
+    """Returns the compiled kernel of `_kernel`, on a machine without a GPU."""
+    monkeypatch.setattr(launch, "CompiledKernel", _Compiled)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    return _Compiled()
+
+
+def _first(compiled: _Compiled, launches: Launches, key: Any, arguments: Any, tensors: Any, tables: Any = ()) -> None:
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: compiled
+
+    launches.first(key, Kernel(), (3,), arguments, {"num_warps": 4}, tensors, tables)
+
+
+def test_a_repeat_replaces_the_tensors_of_the_call_and_nothing_else(compiled: _Compiled) -> None:
+    x, y, table = torch.zeros(4, 16), torch.ones(4, 16), torch.arange(3)
+    view = TensorDescriptor(x, [4, 16], [16, 1], [2, 16])
+    nested = _Pair(_Pair(y, 16), 3)
+    launches = Launches()
+    _first(compiled, launches, "key", (x, nested, view, table, 5, None), (x, y), [table])
+    other, another = torch.zeros(4, 16), torch.zeros(4, 16)
+    assert launches.repeat("key", (other, another))
+    *grid, stream, function, metadata, _, _, _, a, b, c, d, e, f = compiled.launches[-1]
+    assert (grid, stream, function, metadata) == ([3, 1, 1], 7, 1, (2,))
+    assert a is other
+    assert b[0][0] is another
+    assert (b[0][1], b[1]) == (16, 3)
+    assert c.base is other
+    assert (c.shape, c.strides, c.block_shape) == (view.shape, view.strides, view.block_shape)
+    assert (d is table, e, f) == (True, 5, None)
+    assert not launches.repeat("another key", (other, another))
+
+
+def test_no_launch_is_kept_that_reads_a_tensor_of_its_own(compiled: _Compiled) -> None:
+    launches, x = Launches(), torch.zeros(16)
+    _first(compiled, launches, "copy", (x, x.clone()), (x,))
+    _first(compiled, launches, "twice", (x, x), (x, x))
+    _first(compiled, launches, None, (x,), (x,))
+    assert not any(launches.repeat(key, (x,)) for key in ("copy", "twice", None))
+
+
+def test_no_launch_is_kept_of_a_kernel_that_was_only_compiled(compiled: _Compiled) -> None:
+    launches, x = Launches(), torch.zeros(16)
+    compiled.function = None
+    _first(compiled, launches, "key", (x,), (x,))
+    assert not launches.repeat("key", (x,))
+
+
+def test_another_alignment_needs_a_launch_of_its_own(compiled: _Compiled) -> None:
+    launches, x = Launches(), torch.zeros(32)
+    _first(compiled, launches, "key", (x,), (x,))
+    assert not launches.repeat("key", (x[1:],))
+    assert launches.repeat("key", (x[4:],))
+
+
+def test_old_launches_are_dropped(compiled: _Compiled) -> None:
+    launches, x = Launches(most=2), torch.zeros(16)
+    for key in "abc":
+        _first(compiled, launches, key, (x,), (x,))
+    assert [launches.repeat(key, (x,)) for key in "abc"] == [False, True, True]
+
+
+def test_a_captured_launch_keeps_its_tables(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, x, capturing = Launches(most=1), torch.zeros(16), [False]
+    monkeypatch.setattr(launch, "is_capturing", lambda: capturing[0])
+    gone = []
+    for key, captures in (("a", True), ("b", False), ("c", False)):
+        table = torch.arange(3)
+        gone.append(weakref.ref(table))
+        _first(compiled, launches, key, (x, table), (x,), (table,))
+        capturing[0] = captures
+        assert launches.repeat(key, (x,))
+        compiled.launches.clear()
+        capturing[0] = False
+        del table
+    assert [reference() is None for reference in gone] == [False, True, False]
+
+
+def test_a_profiler_s_hooks_see_every_launch(compiled: _Compiled) -> None:
+    launches, x = Launches(), torch.zeros(16)
+    _first(compiled, launches, "key", (x,), (x,))
+    hooks = launch.knobs.runtime.launch_enter_hook
+
+    def seen(metadata: Any) -> None: ...
+
+    hooks.add(seen)
+    try:
+        assert not launches.repeat("key", (x,))
+    finally:
+        hooks.remove(seen)
+    assert launches.repeat("key", (x,))
+
+
+def test_other_releases_of_triton_keep_nothing(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.triton, "__version__", "4.0.0")
+    launches, x = Launches(), torch.zeros(16)
+    _first(compiled, launches, "key", (x,), (x,))
+    assert not launches.repeat("key", (x,))
+
+
+def test_a_layout_tells_shapes_strides_and_dtypes_apart() -> None:
+    x = torch.zeros(2, 3)
+    assert layout(x, x) == layout(x.clone(), x.clone())
+    others = [layout(x.half(), x), layout(x.T, x), layout(x, x[:, :2]), layout(x, torch.zeros(3, 2).T), layout(x)]
+    assert layout(x, x) not in others
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a GPU")
+MASKS = [None, rf.Causal(), rf.Causal() & rf.SlidingWindow(70), rf.Causal() & rf.Documents([0, 100, 180, 256])]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Returns a copy of `x` whose heads lie further apart, at an address that is no multiple of 16 bytes."""
+    wide = torch.zeros(*x.shape[:3], x.shape[3] + 9, device=x.device, dtype=x.dtype)
+    return wide[..., 1 : 1 + x.shape[3]].copy_(x)
+
+
+def _results(problem: Problem, context: rf.ContextParallel | None, options: rf.AttentionOptions) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    if context is None:
+        out = rf.flash_attention(q, k, v, mask=problem.mask, options=options)
+    else:
+        out = rf.ring_attention(q, k, v, context, mask=problem.mask, options=options)
+    return [as_tensor(out).detach(), *torch.autograd.grad(as_tensor(out), (q, k, v), problem.dout)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_repeated_launches_have_the_bits_of_first_ones(
+    backend: str, ranks: int, headdim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = rf.ContextParallel.local(ranks) if ranks else None
+    slopes = torch.rand(4, device="cuda")
+    every = [
+        rf.AttentionOptions(deterministic=True, backend=backend),
+        rf.AttentionOptions(deterministic=True, backend=backend, alibi_slopes=slopes),
+    ]
+    cases = []
+    for mask in MASKS:
+        for seed in range(3):
+            shape = {"seqlen": 256, "batch": 2, "heads": (4, 2), "headdim": headdim, "dtype": torch.bfloat16}
+            problem = Problem.random(**shape, mask=mask, seed=seed, device="cuda")
+            cases += [(problem, options) for options in every]
+            cases.append((problem.mapped(_padded), every[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(Launches, "find", lambda self, key: None)
+        expected = [_results(problem, context, options) for problem, options in cases]
+    before = statistics()
+    for _ in range(2):
+        for (problem, options), others in zip(cases, expected, strict=True):
+            for got, wanted in zip(_results(problem, context, options), others, strict=True):
+                assert torch.equal(got, wanted), (problem.mask, options)
+    assert statistics().repeated > before.repeated + len(cases)
