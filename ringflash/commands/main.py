@@ -119,6 +119,7 @@ def _bench(args: list[str]) -> int:
         ),
         "model": ("cost_model.command", "what rings should take on any number of GPUs, predicted; runs nothing"),
         "kernels": ("attention.kernels", "attention on one device, beside its peers: speed, memory, errors, HBM bytes"),
+        "host": ("attention.host", "what Python and the launches of a warm call take, beside peers"),
         "masks": (
             "attention.masks",
             "attention on one device under masks, beside the time their visible pairs should take",

@@ -64,6 +64,17 @@ def test_every_record_is_named() -> None:
     assert {str(path.relative_to(RECORDS)) for path in RECORDS.rglob("*.json")} == named | set(elsewhere)
 
 
+def test_host() -> None:
+    record = json.loads((RECORDS / "h100" / "host.json").read_text())
+    of = {(row["name"], row["call"], row["seqlen"], row["headdim"]): row["host_us"] for row in record["rows"]}
+    sizes = (128, 64), (128, 128), (1024, 64), (1024, 128)
+    shown = {(name.strip("*"), call): cells for name, call, *cells in table("host", "host")}
+    assert {(*row, *size) for row in shown for size in sizes} == {*of}
+    for row, cells in shown.items():
+        for size, cell in zip(sizes, cells, strict=True):
+            assert_rounded(cell, of[*row, *size])
+
+
 def test_kernels() -> None:
     names = "ringflash fast", "ringflash deterministic", "FlashAttention-4", "SDPA cuDNN"
     of = {

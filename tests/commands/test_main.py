@@ -66,7 +66,7 @@ def test_benchmarks_of_ranks_say_how_they_are_started(
         (
             ["--seqlens", "4096"],
             2,
-            "expected one of ring, scaling, training, model, kernels, masks, hops, decode, got '--seqlens'. Put its",
+            "expected one of ring, scaling, training, model, kernels, host, masks, hops, decode, got '--seqlens'. Put",
         ),
     ],
 )

@@ -1,0 +1,166 @@
+"""The host benchmark: the time that Python and the launches of one warm call take, for ringflash and its peers.
+
+    ringflash bench host --json host.json
+
+A sample is the mean of calls in a row, without waiting for the GPU, whose queue is empty when the sample begins. Rounds
+run all calls in a changing order; figures are medians in microseconds. Documents that were seen before are one mask
+object; new documents are another mask in every call, whose making is not timed. Calls of the peers whose package is
+missing are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ringflash as rf
+from ringflash.bench.attention.single import Unavailable, cute
+from ringflash.bench.common import record, timing
+from ringflash.commands.options import DTYPES, fill_in
+
+CALLS = 40  # of a sample: few enough that their launches fit into the GPU's queue
+WARM_CALLS = 5
+NEW_MASKS = 600
+GPU = {"seqlens": [128, 512, 1024, 2048], "headdims": [64, 128], "nheads": 8, "rounds": 15}
+CPU = {"seqlens": [64], "headdims": [32], "nheads": 2, "rounds": 2}  # shows that it runs
+_Calls = dict[tuple[str, str], Callable[[], object]]  # by the names of the contender and of the call
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints the host time of every call."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fill_in(options, GPU if device.type == "cuda" else CPU)
+    rows: list[dict[str, Any]] = []
+    for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
+        shape = {
+            "seqlen": seqlen,
+            "headdim": headdim,
+            "nheads": options.nheads,
+            "nheads_kv": options.nheads_kv,
+            "dtype": options.dtype,
+        }
+        heads = options.nheads, options.nheads_kv
+        calls = _calls(seqlen, heads, headdim, device, DTYPES[options.dtype], with_compiled=options.compiled)
+        for (name, call), microseconds in _measure(calls, options.rounds, device).items():
+            rows.append({"name": name, "call": call, **shape, "host_us": round(microseconds, 1)})
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    _print(rows, name)
+    if options.json is not None:
+        record.write(options.json, record.command("ringflash bench host", arguments), name, rows)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringflash bench host", description="Measures the host time of warm calls.")
+    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 128 512 1024 2048")
+    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
+    parser.add_argument("--nheads", type=int, help="default: 8")
+    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--rounds", type=int, help="over all calls (default: 15)")
+    parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
+def _calls(
+    seqlen: int, heads: tuple[int, int], headdim: int, device: torch.device, dtype: torch.dtype, *, with_compiled: bool
+) -> _Calls:
+    """Returns the calls to measure, on causal self-attention of one sequence."""
+    nheads, nheads_kv = heads
+    q, k, v, dout = (
+        torch.randn(1, seqlen, count, headdim, device=device, dtype=dtype)
+        for count in (nheads, nheads_kv, nheads_kv, nheads)
+    )
+    causal, seen = rf.Causal(), rf.Causal() & rf.Documents([0, seqlen // 3, seqlen])
+    calls: _Calls = {}
+
+    def add(name: str, attend: Callable[..., Tensor], heads_first: bool = False) -> None:
+        tensors = [x.transpose(1, 2).contiguous() if heads_first else x for x in (q, k, v, dout)]
+        plain, gradient = tensors[:3], tensors[3]
+        leaves = [x.detach().requires_grad_() for x in plain]
+        out = attend(*leaves)
+        calls[name, "forward"] = lambda: attend(*plain)
+        calls[name, "forward with gradients"] = lambda: attend(*leaves)
+        calls[name, "backward"] = lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+    add("ringflash", lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
+    calls["ringflash", "forward, documents seen before"] = lambda: rf.flash_attention(q, k, v, mask=seen)
+    fresh = _new_documents(seqlen)
+    calls["ringflash", "forward, new documents"] = lambda: rf.flash_attention(q, k, v, mask=next(fresh))
+    if with_compiled:
+        compiled = torch.compile(lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
+        add("ringflash, compiled", compiled)
+    lengths = torch.full((1,), seqlen, dtype=torch.int32, device=device)
+    calls["ringflash", "flash_decode"] = lambda: rf.flash_decode(q[:, -1:], k, v, cache_seqlens=lengths)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=nheads > nheads_kv)
+
+    if device.type == "cuda":
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # fails here, rather than choosing another backend later
+            sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
+    add("SDPA", sdpa, heads_first=True)
+    with suppress(Unavailable):
+        function = cute().flash_attn_func
+        add("FlashAttention-4", lambda q, k, v: _first(function(q, k, v, causal=True)))
+    return calls
+
+
+def _new_documents(seqlen: int) -> Iterator[Any]:
+    """Returns masks of three documents; they repeat after more masks than any cache keeps."""
+    cuts = itertools.islice(itertools.combinations(range(1, seqlen), 2), NEW_MASKS)
+    return itertools.cycle([rf.Causal() & rf.Documents([0, *pair, seqlen]) for pair in cuts])
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _measure(calls: _Calls, rounds: int, device: torch.device) -> dict[tuple[str, str], float]:
+    """Returns the median microseconds of each call."""
+    times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+    on_gpu = device.type == "cuda"
+    for call in calls.values():
+        for _ in range(WARM_CALLS):
+            call()
+    for number in range(rounds):
+        for name in timing.turns(list(calls), number):
+            if on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                calls[name]()
+            times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def _print(rows: list[dict[str, Any]], device: str) -> None:
+    sizes = list(dict.fromkeys((row["seqlen"], row["headdim"]) for row in rows))
+    table = Table(title=f"host time of a warm call, us, {device}")
+    for column in ("contender", "call", *(f"{seqlen} tokens, d{headdim}" for seqlen, headdim in sizes)):
+        table.add_column(column)
+    for name, call in dict.fromkeys((row["name"], row["call"]) for row in rows):
+        cells = {(x["seqlen"], x["headdim"]): x["host_us"] for x in rows if (x["name"], x["call"]) == (name, call)}
+        table.add_row(name, call, *(f"{cells[size]:.1f}" for size in sizes))
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
