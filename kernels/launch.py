@@ -14,6 +14,7 @@ it. It was read and tested in `CHECKED`; under other releases every launch goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class Launches:
     def __init__(self, most: int = 256) -> None:
         self._known: dict[Hashable, Launch] = {}
         self._captured: set[Launch] = set()
-        self._most = most
+        self._most, self._lock = most, Lock()
 
     def find(self, key: Hashable) -> Launch | None:
         """Returns the launch of an earlier call of `key`, if it may be repeated now.
@@ -115,9 +116,10 @@ class Launches:
             _counts["ordinary"] += 1
             return
         _counts["prepared"] += 1
-        while len(self._known) >= self._most:
-            self._known.pop(next(iter(self._known)), None)
-        self._known[key] = launch
+        with self._lock:  # autograd runs backwards in a thread of its own
+            while len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
+            self._known[key] = launch
 
 
 class Launch:
@@ -252,7 +254,8 @@ def _aligned(tensors: Sequence[Tensor]) -> list[bool]:
 
 def _has_hooks() -> bool:
     """Returns whether a profiler wants to see launches; `JITFunction.run` serves it."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)  # a program may have put a function in a chain's place
 
 
 def _was_launched(compiled: Any) -> bool:

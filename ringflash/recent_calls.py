@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from threading import Lock
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class RecentCalls(Generic[T]):
     def __init__(self) -> None:
         self._values: dict[Hashable, T] = {}
         self._hits = self._misses = 0
+        self._lock = Lock()
 
     def get(self, key: Hashable) -> T | None:
         """Returns the call of `key`, if it is kept."""
@@ -40,10 +42,11 @@ class RecentCalls(Generic[T]):
 
     def put(self, key: Hashable, value: T) -> T:
         """Keeps `value`, and returns it."""
-        self._misses += 1
-        while len(self._values) >= MOST:
-            self._values.pop(next(iter(self._values)), None)
-        self._values[key] = value
+        with self._lock:
+            self._misses += 1
+            while len(self._values) >= MOST:
+                del self._values[next(iter(self._values))]
+            self._values[key] = value
         return value
 
     def __reduce__(self) -> tuple[type[RecentCalls[T]], tuple[()]]:

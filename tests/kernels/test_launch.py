@@ -130,6 +130,18 @@ def test_a_profiler_s_hooks_see_every_launch(compiled: _Compiled) -> None:
     assert launches.repeat("key", (x,))
 
 
+def test_a_function_in_place_of_the_hooks_sees_every_launch(
+    compiled: _Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, x = Launches(), torch.zeros(16)
+    _first(compiled, launches, "key", (x,), (x,))
+    runtime = SimpleNamespace(launch_enter_hook=lambda metadata: None, launch_exit_hook=None)
+    monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime))
+    assert not launches.repeat("key", (x,))
+    runtime.launch_enter_hook = None
+    assert launches.repeat("key", (x,))
+
+
 def test_other_releases_of_triton_keep_nothing(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.triton, "__version__", "4.0.0")
     launches, x = Launches(), torch.zeros(16)

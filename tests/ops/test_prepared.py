@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -287,3 +289,18 @@ def test_a_problem_without_visible_pairs_is_known_as_such(seqlen_q: int, seqlen_
         wanted = torch.autograd.grad(expected, (q, k, v), dout, materialize_grads=True)
         for x, y in zip(torch.autograd.grad(out, (q, k, v), dout), wanted, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_threads_may_prepare_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_calls, "MOST", 2)
+    calls: recent_calls.RecentCalls[int] = recent_calls.RecentCalls()
+
+    def prepare(first: int) -> None:
+        for key in range(first, first + 2000):
+            assert calls.get(key) in (None, key)
+            calls.put(key, key)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(prepare, range(0, 800, 200)))
+    assert calls.info().size == 2
+    assert pickle.loads(pickle.dumps(calls)).info() == (0, 0, 0)
