@@ -6,12 +6,20 @@ from torch import Tensor
 
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.hopper import backend as hopper
-from ringflash.kernels.hopper.backend import backward_dkdv, backward_dq, delta, forward, new_dq, state_dtype
+from ringflash.kernels.hopper.backend import (
+    backward_dkdv,
+    backward_dq,
+    delta,
+    delta_of_one_hop,
+    forward,
+    new_dq,
+    state_dtype,
+)
 from ringflash.kernels.hopper.config import prefer_triton_backward
 from ringflash.kernels.triton import backend
 from ringflash.masks import Mask
 
-__all__ = ["backward_dkdv", "backward_dq", "delta", "forward", "fuses_dq", "new_dq", "state_dtype"]
+__all__ = ["backward_dkdv", "backward_dq", "delta", "delta_of_one_hop", "forward", "fuses_dq", "new_dq", "state_dtype"]
 
 
 def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:

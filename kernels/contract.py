@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,6 +131,18 @@ class TileProblem:
         """Returns a key of launches for this problem and further `parts`; None if none of them can be repeated."""
         of_scores = self.score_config.launch_key
         return None if self.place is None or of_scores is None else (self.place, of_scores, *parts)
+
+
+class PendingDelta(NamedTuple):
+    """delta = rowsum(dout * out) - dlse, not computed yet: the kernel of a backward's only hop computes it on its way.
+
+    Args:
+        out: (batch, seqlen_q, nheads, headdim_v).
+        dlse: (batch, nheads, seqlen_q), or None.
+    """
+
+    out: Tensor
+    dlse: Tensor | None
 
 
 class DqSum:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,13 @@ class TileKernels(Protocol):
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         """Returns rowsum(dout * out) - dlse in `state_dtype`."""
+        ...
+
+    def delta_of_one_hop(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+        """Returns delta as `backward_dkdv` of these kernels, with dq, takes it in a backward of one hop.
+
+        It is the tensor, or a `PendingDelta`, which that launch computes on its way.
+        """
         ...
 
     def backward_dq(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.triton import backend, decode
 from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
@@ -44,6 +44,7 @@ MASKS: dict[str, Mask] = {
 # "carried" is a ring's hop between others: two chunks, a state in and out, and gradients that are added to.
 # "first", "middle" and "last" are the forwards of a ring's hops. Modes with "long" have LONG_SEQLEN rows.
 # "mha" has equal numbers of query and KV heads. "dlse" has a gradient of lse. "split" cuts the keys of a decoding step.
+# "ordered" adds dq in the order of keys, with counters.
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
     "carried": {},
@@ -57,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "mha": {},
     "dlse": {},
     "split": {},
+    "ordered": {},
     "ragged": {},  # a length that is no multiple of a tile, so loads check bounds
     "softcap": {"softcap": 20.0},
     "alibi": {"alibi_slopes": torch.ones(1, NHEADS)},
@@ -163,6 +165,8 @@ def _hopper_cases() -> Iterator[Case]:
         yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
     for mode in ("long", "long middle"):
         yield Case("hopper_forward", "bfloat16", 64, "window", mode)
+    for headdim, mode in product((64, 96, 128), ("alone", "dlse", "ordered")):
+        yield Case("hopper_prepare", "bfloat16", headdim, "full", mode)
     for kernel in HOPPER_BACKWARDS:
         for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)
@@ -277,6 +281,17 @@ def _hopper_ordered(x: _Inputs) -> None:
     _hopper_backward(x, ordered=True)
 
 
+def _hopper_prepare(x: _Inputs) -> None:
+    from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
+    from ringflash.kernels.hopper.vectors import prepared_vectors
+
+    out, in_turns = x.values(NHEADS), x.mode == "ordered"
+    delta = PendingDelta(out, x.rows() if x.mode == "dlse" else None)
+    dq = DqAccumulator(x.q, hops=1, ordered=in_turns)
+    total = dq.tiles(1.0, in_turns=in_turns, is_cleared=False)
+    prepared_vectors(out, x.lse, delta, -1.0, torch.zeros(4, dtype=torch.int32)[1:], total, dq.counters)
+
+
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "forward": _forward,
     "dq": _dq,
@@ -287,4 +302,5 @@ LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "hopper_forward": _hopper_forward,
     "hopper_backward": _hopper_backward,
     "hopper_ordered": _hopper_ordered,
+    "hopper_prepare": _hopper_prepare,
 }

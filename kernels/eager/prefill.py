@@ -152,6 +152,9 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
 
 
+delta_of_one_hop = delta
+
+
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
     """See `TileKernels.new_dq`."""
     return DqSum(q, state_dtype(q.dtype), ordered=deterministic)

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.kernels.fallback import report_feature
 from ringflash.kernels.hopper.config import KEYS, dq_sum_shape
 from ringflash.kernels.hopper.mask_tables import are_ascending
@@ -28,6 +28,7 @@ __all__ = [
     "backward_dkdv",
     "backward_dq",
     "delta",
+    "delta_of_one_hop",
     "forward",
     "fuses_dq",
     "new_dq",
@@ -82,6 +83,11 @@ def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hop
     return backend.fuses_dq(q, v, mask, score_config, hops=hops, deterministic=deterministic)
 
 
+def delta_of_one_hop(out: Tensor, dout: Tensor, dlse: Tensor | None) -> PendingDelta:
+    """Returns delta as not computed: one launch computes it, scales lse, and clears the sum of dq."""
+    return PendingDelta(out, dlse)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -115,7 +121,7 @@ def backward_dkdv(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | PendingDelta,
     dk: Tensor,
     dv: Tensor,
     problem: TileProblem,
@@ -133,10 +139,13 @@ def backward_dkdv(
     if dq is None or lacking is not None or _is_mostly_padding(q):
         if lacking is not None:
             report_feature("wide backward" if lacking == "wide" else lacking)
+        if isinstance(delta, PendingDelta):
+            delta = backend.delta(delta.out, dout, delta.dlse)
+        portable = dout, q, k, v, lse, delta
         if dq is not None and not _portable_adds(dq, q, v, problem):
-            backend.backward_dq(*given, dq.rows(), problem, accumulate=True)
+            backend.backward_dq(*portable, dq.rows(), problem, accumulate=True)
             dq = None
-        return backend.backward_dkdv(*given, dk, dv, problem, accumulate=accumulate, dq=dq)
+        return backend.backward_dkdv(*portable, dk, dv, problem, accumulate=accumulate, dq=dq)
     assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
     assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
     return calls.backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq)

@@ -10,10 +10,11 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, TileProblem
+from ringflash.kernels.contract import DqSum, PendingDelta, TileProblem
 from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
 from ringflash.kernels.hopper.backward import BackwardConstants
 from ringflash.kernels.hopper.config import (
+    HALF,
     KEYS,
     ROWS,
     ForwardConfig,
@@ -22,12 +23,12 @@ from ringflash.kernels.hopper.config import (
     forward_config,
 )
 from ringflash.kernels.hopper.dkdv_store import PART_BYTES
-from ringflash.kernels.hopper.dq_accumulator import HALF, DqAccumulator
+from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
 from ringflash.kernels.hopper.forward import ForwardConstants
 from ringflash.kernels.hopper.launch import constants, new_counter, work_arguments
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
-from ringflash.kernels.hopper.vectors import vectors
+from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
@@ -84,7 +85,7 @@ def repeat_forward(
     launch = _forwards.find(_forward_key(q, k, v, problem, state, first, last))
     if launch is None:
         return False
-    return launch((*_tensors(q, k, v, state, out, lse), new_counter(launch.grid[0], q.device)))
+    return launch((*_tensors(q, k, v, state, out, lse), new_counter(launch.grid[0], q.device).following))
 
 
 def forward(
@@ -105,7 +106,7 @@ def forward(
     group = nheads // k.shape[2]  # query heads that stream the same keys and values
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
     waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
-    tables, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
+    tables, _, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
     tensors = _tensors(q, k, v, state, out, lse)
     m, l, o = tensors[5:] or (lse, lse, out)  # noqa: E741 - not accessed then
     kind = ForwardConstants(
@@ -142,6 +143,28 @@ def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
     return dq.ordered or (dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim))
 
 
+def _dq_tiles(q: Tensor, k: Tensor, delta: Tensor | PendingDelta, problem: TileProblem, dq: DqAccumulator) -> Tensor:
+    """Returns the sum of dq; with a pending delta it is not cleared yet."""
+    in_turns, is_cleared = _adds_in_turns(q, k, dq), not isinstance(delta, PendingDelta)
+    return dq.tiles(problem.score_config.softmax_scale, in_turns=in_turns, is_cleared=is_cleared)
+
+
+def _of_rows(
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor | PendingDelta,
+    factor: float,
+    lost: Tensor,
+    total: Tensor,
+    problem: TileProblem,
+    dq: DqAccumulator,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `vectors` of a hop; with a pending delta the same launch computes delta and clears the sum of dq."""
+    if isinstance(delta, PendingDelta):
+        return prepared_vectors(dout, lse, delta, factor, lost, total, dq.counters)
+    return vectors(lse, delta, factor, lost, problem.cache)
+
+
 def _backward_key(
     dout: Tensor,
     q: Tensor,
@@ -163,7 +186,7 @@ def repeat_backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | PendingDelta,
     dk: Tensor,
     dv: Tensor,
     problem: TileProblem,
@@ -176,11 +199,11 @@ def repeat_backward(
     launch = _backwards.find(_backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq))
     if launch is None:
         return False
-    total = dq.tiles(problem.score_config.softmax_scale, in_turns=_adds_in_turns(q, k, dq))
+    total = _dq_tiles(q, k, delta, problem, dq)
     counter = new_counter(launch.grid[0] if dq.counters is None else 0, q.device)
-    of_rows = vectors(lse, delta, launch.note, counter[1:], problem.cache)
+    of_rows = _of_rows(dout, lse, delta, launch.note, counter.lost, total, problem, dq)
     semaphores = () if dq.counters is None else (dq.counters,)
-    return launch((dout, q, k, v, dk, dv, *of_rows, total, counter, *semaphores))
+    return launch((dout, q, k, v, dk, dv, *of_rows, total, counter.following, *semaphores))
 
 
 def backward(
@@ -189,7 +212,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | PendingDelta,
     dk: Tensor,
     dv: Tensor,
     problem: TileProblem,
@@ -202,7 +225,7 @@ def backward(
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
     config = backward_config(headdim)
-    total = dq.tiles(problem.score_config.softmax_scale, in_turns=_adds_in_turns(q, k, dq))
+    total = _dq_tiles(q, k, delta, problem, dq)
     ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
     known = intervals(
         problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
@@ -210,10 +233,10 @@ def backward(
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
     waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
-    tables, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
+    tables, lost, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta, lost = vectors(lse, delta, factor, tables.counter[1:], problem.cache)
+    minus_lse, minus_delta, lost = _of_rows(dout, lse, delta, factor, lost, total, problem, dq)
     kind = BackwardConstants(
         MASKED=known.masked,
         BELOW=known.below,

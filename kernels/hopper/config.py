@@ -11,6 +11,8 @@ from torch import Tensor
 
 ROWS = 64  # rows of a warpgroup's matmul
 KEYS = 2 * ROWS  # keys of a tile that a program of the backward owns
+HALF = (16, 256)  # shape of half a tile of the sum of dq, as TMA copies it
+TILE = 2 * HALF[0] * HALF[1]  # numbers of a tile
 
 
 def padded_rows(seqlen: int) -> int:

@@ -37,14 +37,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ringflash.kernels.contract import DqSum
-from ringflash.kernels.hopper.config import dq_sum_shape
+from ringflash.kernels.hopper.config import TILE, dq_sum_shape
 from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
-
-HALF = (16, 256)  # shape of half a tile, as TMA copies it
-TILE = 2 * HALF[0] * HALF[1]
 
 
 @gluon.jit
@@ -151,19 +148,21 @@ class DqAccumulator(DqSum):
         self._arranged: Tensor | None = None
         self._scale = 1.0
 
-    def tiles(self, scale: float, *, in_turns: bool) -> Tensor:
+    def tiles(self, scale: float, *, in_turns: bool, is_cleared: bool = True) -> Tensor:
         """Returns the tensor to which tiles are added; `finish` multiplies it by `scale`.
 
-        `in_turns`, or `ordered`, makes the counters; without counters the tensor begins as zeros. The first hop decides
-        for all.
+        `in_turns`, or `ordered`, makes the counters; they begin as zeros. Without counters the tensor begins as zeros.
+        The first hop decides for all. Unless `is_cleared`, the caller writes these zeros.
         """
         total = self._arranged
         if total is None:
             in_turns |= self.ordered
-            new = self.q.new_empty if in_turns else self.q.new_zeros
+            new = self.q.new_zeros if is_cleared and not in_turns else self.q.new_empty
             total = new(dq_sum_shape(self.q), dtype=torch.float32)
             self._arranged, self._scale = total, scale
-            self.counters = total.new_zeros(total.numel() // TILE, dtype=torch.int32) if in_turns else None
+            if in_turns:
+                new = total.new_zeros if is_cleared else total.new_empty
+                self.counters = new(total.numel() // TILE, dtype=torch.int32)
         assert scale == self._scale
         return total
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 from math import ceil
+from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from ringflash.kernels.device_tables import is_capturing
 from ringflash.kernels.hopper.mask_tables import Intervals
 from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
 
 TOGETHER_BYTES = 16 * 2**20  # bytes that the heads of a wave stream: these stay in L2
+NUMBERS = 4  # int32 numbers of a counter, two of them unused: each counter begins at a multiple of 16 bytes
+FILLED = 512  # counters of one fill
 TOGETHER_TILES = 6  # tiles of keys of a head at a time, at most, when each waits for the one before it
 
 
 class Tables(NamedTuple):
-    """Tensors of `Bounds` and `Work`, as arguments of a kernel; `counter` has a second number, for `vectors`."""
+    """Tensors of `Bounds` and `Work`, as arguments of a kernel; `counter` is `Counter.following`."""
 
     bounds: Any
     tiles: Any
@@ -54,8 +59,8 @@ def work_arguments(
     device: torch.device,
     *,
     in_order: bool = False,
-) -> tuple[Tables, Sizes, int]:
-    """Returns the tables and sizes of a launch, and its number of programs.
+) -> tuple[Tables, Tensor, Sizes, int]:
+    """Returns the tables of a launch, the second number of its counter, its sizes and its number of programs.
 
     Args:
         known: mask tables of the launch.
@@ -77,12 +82,62 @@ def work_arguments(
         heads_per_wave=choose_heads_per_wave(ntiles, batch * heads, streamed_bytes, programs, waves, in_order=in_order),
     )
     counter = new_counter(0 if in_order else programs, device)
-    return Tables(known.bounds, known.tiles, known.order, counter), sizes, programs
+    return Tables(known.bounds, known.tiles, known.order, counter.following), counter.lost, sizes, programs
 
 
-def new_counter(taken: int, device: torch.device) -> Tensor:
-    """Returns the counter of a launch whose programs take their first `taken` tiles without it, and a second number."""
-    return torch.full((2,), taken, dtype=torch.int32, device=device)
+class Counter(NamedTuple):
+    """Two int32 numbers of one launch, in device memory.
+
+    Args:
+        following: the number of the next tile that no program has taken.
+        lost: a number that is not negative; a kernel makes it negative to report rows that are not finite.
+    """
+
+    following: Tensor
+    lost: Tensor
+
+
+def new_counter(taken: int, device: torch.device) -> Counter:
+    """Returns numbers for a launch whose programs take the first `taken` tiles without a counter.
+
+    One fill makes the numbers of many launches, because a fill takes the host as long as the launch itself. A CUDA
+    graph has a fill of its own: its replays need new numbers each time.
+    """
+    if device.type != "cuda" or is_capturing():
+        return _counters(1, taken, device)[0]
+    place = torch.cuda.current_stream(device).cuda_stream, device, taken
+    kept = _kept.setdefault(place, deque())
+    try:
+        return kept.popleft()
+    except IndexError:
+        kept.extend(_counters_outside_pools(taken, device))
+        return kept.popleft()
+
+
+_kept: dict[tuple[int, torch.device, int], deque[Counter]] = {}
+
+
+def _counters(count: int, taken: int, device: torch.device) -> list[Counter]:
+    numbers = torch.full((count, NUMBERS), taken, dtype=torch.int32, device=device)
+    return list(map(Counter, numbers.unbind(), numbers[:, 1:].unbind()))
+
+
+def _counters_outside_pools(taken: int, device: torch.device) -> list[Counter]:
+    """Makes counters on the current stream, in memory that no pool of a CUDA graph owns.
+
+    torch.compile with CUDA graphs takes the memory of a thread from a pool, and reuses it after the call. Another
+    thread allocates outside of the pool.
+    """
+    stream, made = torch.cuda.current_stream(device), list[Counter]()
+
+    def make() -> None:
+        with torch.cuda.stream(stream):
+            made.extend(_counters(FILLED, taken, device))
+
+    thread = Thread(target=make)
+    thread.start()
+    thread.join()
+    return made
 
 
 @lru_cache(maxsize=1024)

@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringflash.kernels.hopper.config import padded_rows
+from ringflash.kernels.contract import PendingDelta
+from ringflash.kernels.hopper.config import TILE, padded_rows
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
+from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
+
+PREPARED = 64  # rows of a program that computes delta too
 
 
 @triton.jit(do_not_specialize=["seqlen", "padded"])
@@ -32,7 +36,55 @@ def _vectors_kernel(lse, delta, minus_lse, minus_delta, lost, factor, seqlen, pa
         tl.store(lost, -1)
 
 
-_launches = Launches()
+@triton.jit(do_not_specialize=["ntiles", "seqlen", "nheads"])
+def _prepare_kernel(
+    out,
+    dout,
+    dlse,
+    lse,
+    minus_lse,
+    minus_delta,
+    lost,
+    total,
+    counters,
+    factor,
+    ntiles,
+    seqlen,
+    nheads,
+    HEADDIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # A program owns BLOCK rows of a head: their delta, as `delta._delta_kernel` computes it, and their part of `total`.
+    program = tl.program_id(0)
+    row = program % ntiles * BLOCK
+    batch_head = program // ntiles
+    batch = (batch_head // nheads).to(tl.int64)
+    head = (batch_head % nheads).to(tl.int64)
+    rows = tl.arange(0, BLOCK)
+    inside = row + rows < seqlen
+    out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK, COLUMNS)
+    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK, COLUMNS)
+    out_tile = load_rows(out_pointers, seqlen - row, HEADDIM, BLOCK, COLUMNS).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, seqlen - row, HEADDIM, BLOCK, COLUMNS).to(tl.float32)
+    of_delta = tl.sum(out_tile * dout_tile, 1)
+    if dlse is not None:
+        of_delta -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=inside, other=0.0)
+    of_lse = tl.load(lse + batch_head.to(tl.int64) * seqlen + row + rows, mask=inside, other=0.0)
+    place = program.to(tl.int64) * BLOCK + rows
+    tl.store(minus_lse + place, tl.where(inside, of_lse * factor, -3e38))
+    tl.store(minus_delta + place, -of_delta)
+    if tl.sum(of_lse * 0.0 + of_delta * 0.0, 0) != 0.0:  # NaN
+        tl.store(lost, -1)
+    first = program.to(tl.int64) * BLOCK * COLUMNS
+    if counters is not None:
+        tl.store(counters + first // TILE, 0)
+    else:
+        tl.store(total + first + tl.arange(0, BLOCK * COLUMNS), tl.zeros([BLOCK * COLUMNS], tl.float32))
+
+
+_launches, _preparations = Launches(), Launches()
 
 
 def vectors(
@@ -57,4 +109,36 @@ def vectors(
         _launches.first(key, _vectors_kernel, grid, (*tensors, factor, seqlen, padded, 1024), FUSED, tensors)
     if cache is not None:
         cache[name] = (lse, delta), (minus_lse, minus_delta, lost)
+    return minus_lse, minus_delta, lost
+
+
+def prepared_vectors(
+    dout: Tensor,
+    lse: Tensor,
+    delta: PendingDelta,
+    factor: float,
+    lost: Tensor,
+    total: Tensor,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `vectors` of a delta that the same launch computes, and clears `counters`, or `total` without counters.
+
+    `total` and `counters` are those of a `DqAccumulator`.
+    """
+    out, dlse = delta
+    (batch, nheads, seqlen), headdim, (padded, columns) = lse.shape, out.shape[3], total.shape[2:]
+    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
+    given = () if dlse is None else (dlse,)
+    cleared = total if counters is None else counters
+    tensors = (out, dout, lse, minus_lse, minus_delta, lost, cleared, *given)
+    key = (factor, counters is None, columns, *(x.dtype for x in given), *layout(out, dout, *given))
+    if not _preparations.repeat(key, tensors):
+        dlse_rows = None if dlse is None else Strided(dlse, dlse.stride(0), dlse.stride(2), dlse.stride(1))
+        ntiles = padded // PREPARED
+        arguments = (
+            strided(out), strided(dout), dlse_rows, lse, minus_lse, minus_delta, lost,
+            total if counters is None else None, counters, factor, ntiles, seqlen, nheads,
+            headdim, columns, TILE, PREPARED,
+        )  # fmt: skip
+        _preparations.first(key, _prepare_kernel, (ntiles * batch * nheads,), arguments, FUSED, tensors)
     return minus_lse, minus_delta, lost

@@ -20,6 +20,7 @@ __all__ = [
     "backward_dq",
     "check_supported",
     "delta",
+    "delta_of_one_hop",
     "forward",
     "fuses_dq",
     "new_dq",
@@ -34,6 +35,9 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns float32, for every dtype that these kernels support."""
     assert dtype in DTYPES
     return torch.float32
+
+
+delta_of_one_hop = delta
 
 
 def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:

@@ -101,11 +101,15 @@ class OneDevice:
         kernels, problem = self._kernel_run.kernels, self._problem
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
         lse = lse.contiguous()  # kernels read lse and delta as one vector a head
-        delta = kernels.delta(out, dout, dlse)
-        dsinks = sinks_gradient(self._kernel_run.score_config.sinks, lse, delta)
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        dk, dv, sinks = k.new_empty(k.shape), v.new_empty(v.shape), self._kernel_run.score_config.sinks
         if problem is None:
-            return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), dsinks
+            return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), lse.new_zeros(0 if sinks is None else sinks.shape[0])
+        if self._fuses_dq and sinks is None:
+            total, delta = self._kernel_run.new_dq(q, hops=1), kernels.delta_of_one_hop(out, dout, dlse)
+            kernels.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, problem, accumulate=False, dq=total)
+            return total.finish(), dk, dv, lse.new_empty(0)
+        delta = kernels.delta(out, dout, dlse)
+        dsinks = sinks_gradient(sinks, lse, delta)
         inputs = dout, q, k, v, lse, delta
         if self._fuses_dq:
             total = self._kernel_run.new_dq(q, hops=1)
