@@ -24,6 +24,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from ringflash.kernels.cache_keys import settle
 from ringflash.kernels.device_tables import is_capturing
 
 CHECKED = ("3.6", "3.7", "3.8", "3.9")
@@ -108,6 +109,7 @@ class Launches:
             tables: tensors, or tuples with tensors, that are the same in all calls of `key`.
             note: a value that the caller needs to repeat the launch.
         """
+        settle(kernel)
         compiled = kernel[grid](*arguments, **options)
         launch = None
         if key is not None and _was_launched(compiled) and _is_checked() and not is_capturing():

@@ -19,6 +19,7 @@ import triton
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
 from ringflash.compile_once import Compilations, kernel_name
+from ringflash.kernels.cache_keys import settle
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,7 @@ def compile_variant(variant: Variant, compilations: Compilations, *, load: bool 
     error = ""
     try:
         kernel: Any = getattr(import_module(variant.module), variant.function)
+        settle(kernel)
         _, _, target, _, _ = kernel.create_binder()  # also sets ASTSource, which Triton's and Gluon's kernels differ in
         # The options went through JSON, which has no tuples.
         options = {name: tuple(x) if isinstance(x, list) else x for name, x in variant.options.items()}

@@ -191,11 +191,16 @@ def share(own: Tensor, group_name: str) -> SymmetricMemory:
     return _SymmetricMemory.rendezvous(own, group_name)
 
 
-def name_group(name: str, rank: int, world_size: int, store: Store) -> None:
-    """Makes `share` find `world_size` ranks under `name` through `store`, which the caller keeps alive."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+def name_group(name: str, rank: int, world_size: int, store: Store) -> dist.ProcessGroup:
+    """Makes `share` find `world_size` ranks under `name`, which exchange through `store`.
 
-    _SymmetricMemory.set_group_info(name, rank, world_size, store)
+    The caller keeps the returned group and the store alive. The group has no backend, so it runs no collective.
+    """
+    from torch._C._distributed_c10d import _register_process_group
+
+    group = dist.ProcessGroup(store, rank, world_size)
+    _register_process_group(name, group)  # pyright: ignore[reportArgumentType] - a name is a string
+    return group
 
 
 # Checkpoints.

@@ -333,7 +333,9 @@ def test_the_timeout_of_options_is_set() -> None:
 
 def test_memory_is_shared_between_gpus_alone() -> None:
     """The functions take these arguments: others would raise a TypeError. The transport's tests run them on GPUs."""
-    torch_private.name_group("of this test", 0, 1, HashStore())
+    store = HashStore()
+    group = torch_private.name_group("of this test", 0, 1, store)
+    assert (group.rank(), group.size()) == (0, 1)
     with pytest.raises(RuntimeError):
         torch_private.allocate_shared(64, torch.device("cpu"))
     with pytest.raises(RuntimeError):
@@ -344,7 +346,9 @@ def test_memory_is_shared_between_gpus_alone() -> None:
 def test_shared_memory_is_read_by_rank() -> None:
     own = torch_private.allocate_shared(2**21, torch.device("cuda", 0))
     assert (own.shape, own.dtype) == ((2**21,), torch.uint8)
-    torch_private.name_group("of one GPU", 0, 1, HashStore())
+    store = HashStore()
+    group = torch_private.name_group("of one GPU", 0, 1, store)
+    assert group.size() == 1
     own.fill_(7)
     assert torch_private.share(own, "of one GPU").get_buffer(0, (4,), torch.uint8).tolist() == [7] * 4
 

@@ -59,7 +59,8 @@ class Rendezvous:
 
     def __init__(self, control: ControlPlane, group: dist.ProcessGroup) -> None:
         self._control, self._group = control, group
-        self._own: tuple[str, Store] | None = None  # kept alive, as torch does not keep the Python part of a store
+        # Kept alive, since torch keeps neither the group of a name nor the Python part of a store.
+        self._own: tuple[str, Store, dist.ProcessGroup] | None = None
 
     def share(self, own: Tensor) -> SymmetricMemory:
         """Returns the memory of all ranks; each rank passes `own` of the same size. A collective."""
@@ -70,6 +71,7 @@ class Rendezvous:
         """Returns the name under which torch finds these ranks with a store of their own."""
         if self._own is None:
             control = self._control
-            self._own = uuid4().hex, OwnNumbers(PrefixStore("memory", control.faults.store))
-            torch_private.name_group(self._own[0], control.rank, control.world_size, self._own[1])
+            name, store = uuid4().hex, OwnNumbers(PrefixStore("memory", control.faults.store))
+            group = torch_private.name_group(name, control.rank, control.world_size, store)
+            self._own = name, store, group
         return self._own[0]

@@ -54,7 +54,6 @@ def test_every_contender_has_its_figures(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="contenders of a GPU")
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")  # in autograd's thread
 def test_contenders_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, names = tmp_path / "kernels.json", ["ringflash fast", "ringflash deterministic", "SDPA flash (FA2)"]
     cell = ["--seqlens", "256", "--headdims", "64", "--nheads", "2", "--tokens", "512", "--causal", "yes"]

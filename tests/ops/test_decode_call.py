@@ -123,6 +123,6 @@ def test_lengths_on_the_cpu_are_checked_in_every_step() -> None:
 def test_modes_and_profilers_see_the_operator() -> None:
     inputs = _inputs()
     rf.flash_decode(*inputs, cache_seqlens=3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         rf.flash_decode(*inputs, cache_seqlens=3)
     assert "ringflash::decode" in {event.name for event in profile.events() or []}

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 import ringflash as rf
+from ringflash import torch_private
 from ringflash.errors import ArgumentError
+from ringflash.transport import rendezvous
 from tests import one_gpu
 from tests.accuracy import Problem, as_tensor
 from tests.distributed import run_ranks
@@ -65,6 +68,25 @@ def _compare(layout: str, hops: str) -> str:
 @pytest.mark.parametrize("world", WORLDS)
 def test_same_bits_as_nccl(world: int, layout: str, hops: str) -> None:
     assert run_ranks(world, _compare, layout, hops, backend="nccl") == ["symmetric"] * world
+
+
+def _after_exchanges_of_some() -> None:
+    """Makes an exchange that only rank 0 takes part in, as a ring of some ranks does, and then a ring of all ranks."""
+    if dist.get_rank() == 0:
+        memory = torch_private.allocate_shared(2**21, torch.device("cuda", torch.cuda.current_device()))
+        store = HashStore()
+        alone = torch_private.name_group("alone", 0, 1, store)
+        torch_private.share(memory, "alone")
+        next(rendezvous._EXCHANGES)
+        assert alone.size() == 1
+    symmetric, nccl = _contexts("zigzag")
+    problem = Problem.random(seqlen=512, batch=1, mask=rf.Causal())
+    assert all(torch.equal(a, b) for a, b in zip(_call(symmetric, problem), _call(nccl, problem), strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS[:1])
+def test_ranks_that_made_other_numbers_of_exchanges(world: int) -> None:
+    run_ranks(world, _after_exchanges_of_some, backend="nccl")
 
 
 def _repeat(hops: str) -> None:

@@ -75,7 +75,8 @@ class Profile(Callback):
         activities = [ProfilerActivity.CPU]
         if pl_module.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities, schedule=_warm_up_then_record)
+        # One cycle is recorded, so keeping events across cycles changes nothing but torch's warning that it does not.
+        self._profiler = profile(activities=activities, schedule=_warm_up_then_record, acc_events=True)
         self._profiler.start()
 
     def on_train_batch_end(

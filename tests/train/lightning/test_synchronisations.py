@@ -219,7 +219,9 @@ class Refuse(Callback):
     """Makes torch raise in steps 3 and 4 where an operator of PyTorch waits for the GPU."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.global_step < 4 else "default")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.global_step < 4 else "default")
 
 
 def _on_gpu(name: str) -> str:

@@ -1,0 +1,34 @@
+"""Calls under torch.compile with CUDA graphs, whose pools take back the memory that a call allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringflash as rf
+from tests.accuracy import as_tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return as_tensor(rf.flash_attention(q * 1.5, k, v, mask=rf.Causal())) * 2.0
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_replays_between_eager_calls(headdim: int) -> None:
+    """Compares graphs with eager calls, whose counters must not lie in memory that the graphs reuse."""
+    compiled = torch.compile(_attention, mode="reduce-overhead")
+    for index in range(8):
+        shape = (2, 1024 if index % 2 else 512, 4, headdim)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for function in (_attention, compiled, _attention):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = function(q, k, v)
+            results.append([x.clone() for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))])
+        for eager, graph, again in zip(*results, strict=True):
+            torch.testing.assert_close(graph, eager, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(again, eager, rtol=2e-2, atol=2e-2)
