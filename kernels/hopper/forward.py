@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.hopper.isolation import has_not_finite, isolate_values
+from ringflash.kernels.hopper.isolation import has_not_finite, isolate_values, row_checks, wait_written
 from ringflash.kernels.hopper.launch import Sizes
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
@@ -51,10 +51,12 @@ from ringflash.kernels.hopper.pipeline import (
 from ringflash.kernels.hopper.scheduler import (
     Work,
     ask_for_repeat,
+    make_checks,
     make_prefetch_ring,
     make_tile_queue,
     masked_visits,
     pop_tile,
+    report,
     scheduler_warp,
     signal_prefetch,
     tile_at,
@@ -244,6 +246,8 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
         for i in range(begin):
             _pass_over(C, keys + i, rings, kind)
     if kind.MASKED and isolated:
+        if kind.FIRST:
+            wait_written()  # the results of the first time are in memory, before this time's are stored
         isolate_values(C, rings, keys + begin, kind)
     k = filled(rings.k, keys + begin, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
@@ -300,7 +304,7 @@ def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
 
 
 @gluon.jit
-def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, scale, kind):
+def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, checks, scale, kind):
     """Runs consumer `C`: the attention of 64 queries of each tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
@@ -338,8 +342,10 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             vector = (place.batch * rows.heads + place.head) * rows.seqlen + queries
         at = [place.batch, row, place.head, 0]
         stores = True
-        if kind.MASKED:
-            stores = ask_for_repeat(C, tile_queue, taken, place, has_not_finite(acc))
+        if kind.MASKED and kind.FIRST:
+            report(C, checks, taken, row_checks(acc), kind.CONSUMERS)
+        elif kind.MASKED:  # a repeat reads the state again
+            stores = ask_for_repeat(C, checks, taken, place, has_not_finite(acc), kind.CONSUMERS)
             inside &= stores
         release(tile_queue, taken)
         taken += 1
@@ -356,14 +362,14 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
             if not kind.FIRST:
                 buffer = reinterpret(buffer, views.out.dtype, views.out.block_shape, views.out.layout)
-            if not kind.MASKED or stores:
+            if kind.FIRST or not kind.MASKED or stores:
                 buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
                 fence_async_shared()
                 copy_from_shared(views.out, at, buffer)
         else:
             gl.store(rows.m + vector, m, mask=inside)
             gl.store(rows.l + vector, l, mask=inside)
-            if not kind.MASKED or stores:
+            if kind.FIRST or not kind.MASKED or stores:
                 buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
                 fence_async_shared()
                 copy_from_shared(state, at, buffer)
@@ -398,15 +404,16 @@ def _forward_kernel(
     rings = Tiles(q_ring, k_ring, v_ring, out_ring)
     rows = Rows(m, l, lse, heads, seqlen_q)
     tile_queue = make_tile_queue(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES, kind.CONSUMERS + 1)
+    checks = make_checks(kind.CONSUMERS, 32 if kind.FIRST else 1)
     prefetch = make_prefetch_ring(barriers, 4 * kind.CONSUMERS + 4 * kind.STAGES + 4)
     fence_async_shared()
     if kind.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
-                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, checks, scale, kind)),
+                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, checks, scale, kind)),
                 (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
-                (scheduler_warp, (work, tile_queue, prefetch, False, kind.CONSUMERS if kind.MASKED else 0)),
+                (scheduler_warp, (work, tile_queue, prefetch, False, checks, kind.CONSUMERS if kind.MASKED else 0)),
             ],
             [4, 1, 1],
             [kind.REGISTERS, 24, 24],
@@ -414,11 +421,11 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, scale, kind)),
-                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, scale, kind)),
-                (mma_warpgroup, (2, views, state, rings, rows, bounds, tile_queue, scale, kind)),
+                (mma_warpgroup, (0, views, state, rings, rows, bounds, tile_queue, checks, scale, kind)),
+                (mma_warpgroup, (1, views, state, rings, rows, bounds, tile_queue, checks, scale, kind)),
+                (mma_warpgroup, (2, views, state, rings, rows, bounds, tile_queue, checks, scale, kind)),
                 (load_warp, (views, state, rings, tile_queue, prefetch, kind)),
-                (scheduler_warp, (work, tile_queue, prefetch, False, kind.CONSUMERS if kind.MASKED else 0)),
+                (scheduler_warp, (work, tile_queue, prefetch, False, checks, kind.CONSUMERS if kind.MASKED else 0)),
             ],
             [4, 4, 1, 1],
             [kind.REGISTERS, kind.REGISTERS, 24, 24],

@@ -4,8 +4,10 @@ A masked pair has weight 0, but 0 * NaN and 0 * Inf are NaN. So a matmul over a 
 NaN of one row on to rows that do not see it. Before such a tile is multiplied, elements that are not finite are
 replaced in shared memory, by zeros, where that is needed:
 
-    forward     A tile of queries that ends with a result that is not finite is not stored, but processed again
-                (`scheduler_warp`). Then each tile of keys that needs a mask is isolated first (`isolate_values`).
+    forward     A tile of queries that ends with a result that is not finite is processed again (`scheduler_warp`).
+                Then each tile of keys that needs a mask is isolated first (`isolate_values`). The first hop stores
+                both results, since consumers need not agree for that. Later hops add to a state in memory, and
+                store only the result of the second time.
     backward    If a row sees or holds such an element, its lse or delta is not finite. The kernel that prepares them
                 reports that in `lost` (`vectors.py`). Then each tile of queries that needs a mask is isolated, and so
                 are the owned keys (`isolate_queries`, `isolate_keys`). Keys that no row of this device sees do not
@@ -39,6 +41,27 @@ def has_not_finite(x):
     COLUMNS: gl.constexpr = x.shape[1] // 4
     parts = gl.sum((x * 0.0).reshape([ROWS, 4, COLUMNS]), 2)  # four sums at once, as each waits for its last addition
     return gl.sum(gl.sum(parts, 1), 0) != 0.0  # NaN differs from 0
+
+
+@gluon.jit
+def row_checks(x):
+    """Returns one int32 for each pair of rows of an accumulator (64, columns): not 0 if x has NaN or Inf there.
+
+    It reads every second group of eight rows. That suffices because a value that is not finite spreads over a whole
+    column of a matmul's result.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    half, _ = gl.split((x * 0.0).reshape([ROWS // 16, 2, 8, COLUMNS]).permute((0, 2, 3, 1)))
+    of_rows = gl.sum(gl.sum(half.reshape([ROWS // 2, 4, COLUMNS // 4]), 2), 1)  # as in `has_not_finite`
+    return (of_rows != 0.0).to(gl.int32)
+
+
+@gluon.jit
+def wait_written():
+    """Waits until the TMA stores of this thread are in memory; `tma.store_wait` waits until their sources are read."""
+    ASM: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -38,6 +38,9 @@ class Work(NamedTuple):
     heads_per_wave: Any
 
 
+SLOT = gl.constexpr(8)  # int32 numbers of a stage of the tile queue
+
+
 class Place(NamedTuple):
     """A tile that the program owns, and the tiles [begin, end) of the other side that it processes.
 
@@ -57,12 +60,18 @@ class Place(NamedTuple):
 
 @gluon.jit
 def make_tile_queue(barriers, BARRIER: gl.constexpr, READERS: gl.constexpr):
-    """Makes the tile queue: a ring of two stages, each of which holds one `Place` that `READERS` roles read.
-
-    A stage is sixteen int32: the eight numbers of the `Place`, then one for each consumer (`ask_for_repeat`).
-    """
-    numbers = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """Makes the tile queue: a ring of two stages, each of which holds one `Place` that `READERS` roles read."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return make_ring(numbers, barriers, 0, BARRIER, 2, READERS)
+
+
+@gluon.jit
+def make_checks(CONSUMERS: gl.constexpr, NUMBERS: gl.constexpr):
+    """Makes an array of NUMBERS int32 for each stage of the tile queue and each consumer.
+
+    They ask for a repeat of the stage's tile: 32 numbers through `report`, or one through `ask_for_repeat`.
+    """
+    return gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -78,9 +87,6 @@ def signal_prefetch(prefetch, taken, i, total, AHEAD: gl.constexpr):
     The producer calls this before copy `i` of the owned tile number `taken`. It arrives once for each owned tile.
     """
     mbarrier.arrive(full_barrier(prefetch, taken), count=1, pred=i == gl.maximum(total - AHEAD, 0))
-
-
-SLOT = gl.constexpr(16)  # int32 numbers of a stage of the tile queue
 
 
 @gluon.jit
@@ -138,36 +144,43 @@ def pop_tile(tile_queue, i):
 
 
 @gluon.jit
-def ask_for_repeat(C: gl.constexpr, tile_queue, i, place, wanted):
-    """Lets the scheduler repeat use `i` if consumer `C` wants that; the caller has not yet released the stage.
+def report(C: gl.constexpr, checks, i, wanted, CONSUMERS: gl.constexpr):
+    """Asks the scheduler to repeat use `i` if any of 32 numbers is not 0; the caller has not yet released the stage."""
+    checks.index(slot_of(i, 2) * CONSUMERS + C).store(wanted)
+
+
+@gluon.jit
+def ask_for_repeat(C: gl.constexpr, checks, i, place, wanted, CONSUMERS: gl.constexpr):
+    """Asks the scheduler to repeat use `i` if `wanted`; the caller has not yet released the stage.
 
     Returns:
         True if the consumer stores its result now: at its first use if it wants no repeat, else at the second.
     """
-    at = slot_of(i, 2) * SLOT + 8 + C
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at = slot_of(i, 2) * CONSUMERS + C
     stores = not wanted
     if place.repeated != 0:
-        stores = _get(tile_queue, at) != 0
-    elif wanted:
-        _put(tile_queue, at, 1)
+        stores = gl.max(checks.index(at).load(LAYOUT), 0) != 0
+    else:
+        checks.index(at).store(gl.full([1], wanted.to(gl.int32), gl.int32, LAYOUT))
     return stores
 
 
 @gluon.jit
-def _repeat_tile(tile_queue, prefetch, i, used, CONSUMERS: gl.constexpr):
+def _repeat_tile(tile_queue, prefetch, checks, i, used, CONSUMERS: gl.constexpr):
     """Pushes the tile of use `used` again, as use `i`, if a consumer has asked for that.
 
     Its readers have released use `used`, and the stage of use `i` is empty. Returns the number of the next use.
     """
-    last = slot_of(used, 2) * SLOT
-    slot = slot_of(i, 2) * SLOT
-    wanted = _get(tile_queue, last + 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    last = slot_of(used, 2) * CONSUMERS
+    wanted = checks.index(last).load(LAYOUT)
     for c in gl.static_range(1, CONSUMERS):
-        wanted |= _get(tile_queue, last + 8 + c)
-    if (wanted != 0) & (_get(tile_queue, last + 7) == 0):
+        wanted |= checks.index(last + c).load(LAYOUT)
+    if (gl.max(wanted, 0) != 0) & (_get(tile_queue, slot_of(used, 2) * SLOT + 7) == 0):
         tile, batch, head, begin, full_begin, full_end, end, _ = _read_tile(tile_queue, used)
         for c in gl.static_range(CONSUMERS):
-            _put(tile_queue, slot + 8 + c, _get(tile_queue, last + 8 + c))
+            checks.index(slot_of(i, 2) * CONSUMERS + c).store(checks.index(last + c).load(LAYOUT))
         push_tile(tile_queue, i, Place(tile, batch, head, begin, full_begin, full_end, end, 1))
         wait_full(prefetch, i)
         i += 1
@@ -175,7 +188,7 @@ def _repeat_tile(tile_queue, prefetch, i, used, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _repeat_finished(tile_queue, prefetch, i, CONSUMERS: gl.constexpr):
+def _repeat_finished(tile_queue, prefetch, checks, i, CONSUMERS: gl.constexpr):
     """Repeats the tile in the stage of use `i` if that was asked for, then likewise the tile of the other stage.
 
     Returns the number of the next use.
@@ -184,7 +197,7 @@ def _repeat_finished(tile_queue, prefetch, i, CONSUMERS: gl.constexpr):
     while (before < i) & (i >= 2):
         before = i
         wait_empty(tile_queue, i)
-        i = _repeat_tile(tile_queue, prefetch, i, i - 2, CONSUMERS)
+        i = _repeat_tile(tile_queue, prefetch, checks, i, i - 2, CONSUMERS)
     return i
 
 
@@ -208,7 +221,7 @@ def _place_of(work, number):
 
 
 @gluon.jit
-def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False, REPEATS: gl.constexpr = 0):
+def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False, checks=None, REPEATS: gl.constexpr = 0):
     """Runs the scheduler warp: takes tile numbers from the counter and pushes their tiles into the queue.
 
     It takes the next number only when the producer signals that few copies are left. Taken earlier, the last tiles of
@@ -217,8 +230,9 @@ def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False, R
     The first number is the program's own id. With `IN_ORDER` the counter gives the first number too, because programs
     may start in any order. A tile is then taken only after all tiles with lower numbers.
 
-    `REPEATS` is the number of consumers if they may ask for a tile again, else 0. Before a stage is written again, the
-    scheduler repeats its tile if that was asked for. At the end it waits for the last tiles before it ends the queue.
+    `REPEATS` is the number of consumers if they may ask for a tile again through `checks`, else 0. Before a stage is
+    written again, the scheduler repeats its tile if that was asked for. At the end it waits for the last tiles before
+    it ends the queue.
     """
     total = work.ntiles * work.all_heads
     drawn = 0
@@ -227,18 +241,15 @@ def scheduler_warp(work, tile_queue, prefetch, IN_ORDER: gl.constexpr = False, R
         number = gl.atomic_add(work.counter, 1)
     while number < total:
         if REPEATS > 0:
-            drawn = _repeat_finished(tile_queue, prefetch, drawn, REPEATS)
-            wait_empty(tile_queue, drawn)
-            for c in gl.static_range(REPEATS):
-                _put(tile_queue, slot_of(drawn, 2) * SLOT + 8 + c, 0)
+            drawn = _repeat_finished(tile_queue, prefetch, checks, drawn, REPEATS)
         push_tile(tile_queue, drawn, _place_of(work, number))
         wait_full(prefetch, drawn)
         drawn += 1
         number = gl.atomic_add(work.counter, 1)
     if REPEATS > 0:
-        drawn = _repeat_finished(tile_queue, prefetch, drawn, REPEATS)
+        drawn = _repeat_finished(tile_queue, prefetch, checks, drawn, REPEATS)
         wait_empty(tile_queue, drawn + 1)
-        drawn = _repeat_tile(tile_queue, prefetch, drawn, drawn - 1, REPEATS)
+        drawn = _repeat_tile(tile_queue, prefetch, checks, drawn, drawn - 1, REPEATS)
     push_tile(tile_queue, drawn, Place(-1, 0, 0, 0, 0, 0, 0, 0))
 
 
