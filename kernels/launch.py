@@ -4,8 +4,8 @@
 that takes the host longer than the launch itself. A `Launch` keeps the compiled kernel, the grid and all arguments of
 one launch, and repeats it with other tensors of the same layout. The caller's key stands for everything else.
 
-This is the only file that calls a compiled kernel directly. The way is the one by which `JITFunction.run` itself calls
-it. It was read and tested in `CHECKED`; under other releases every launch goes through `JITFunction.run`.
+Such launches go through Triton's C launcher (`c_launcher.py`). They were tested in `CHECKED`; under other releases
+every launch goes through `JITFunction.run`.
 """
 
 # Triton's drivers have no types.
@@ -14,6 +14,7 @@ it. It was read and tested in `CHECKED`; under other releases every launch goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -24,22 +25,21 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from ringflash.kernels.c_launcher import Launcher, TensorMaps, launcher_of
 from ringflash.kernels.cache_keys import settle
 from ringflash.kernels.device_tables import is_capturing
 
 CHECKED = ("3.6", "3.7", "3.8", "3.9")
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of this
 
-_Filler = Callable[[Sequence[Tensor]], Any]  # from the tensors of a call to an argument of its launch
-
 
 class Statistics(NamedTuple):
     """Counts of launches since the start of the process.
 
     Args:
-        repeated: launches that an earlier launch prepared.
-        prepared: launches that went through `JITFunction.run` and can be repeated.
-        ordinary: launches that went through `JITFunction.run` and cannot be repeated.
+        repeated: launches without `JITFunction.run`.
+        prepared: launches that are kept for repeats.
+        ordinary: launches that are not kept.
     """
 
     repeated: int
@@ -61,11 +61,17 @@ def layout(*tensors: Tensor) -> tuple[Hashable, ...]:
     return first.dtype, first.device, *[(x.shape, x.stride()) for x in tensors]
 
 
+def current_stream(device: torch.device) -> int:
+    """Returns the handle of the current stream of a GPU; `torch.cuda.current_stream` takes ten times as long."""
+    return driver.active.get_current_stream(device.index)
+
+
 class Launches:
     """Launches of one kernel by key: the `most` recent keys, the oldest of which is dropped first."""
 
     def __init__(self, most: int = 256) -> None:
         self._known: dict[Hashable, Launch] = {}
+        self._compiled: dict[Hashable, Any] = {}
         self._captured: set[Launch] = set()
         self._most, self._lock = most, Lock()
 
@@ -96,6 +102,7 @@ class Launches:
         tensors: Sequence[Tensor],
         tables: Sequence[Any] = (),
         note: Any = None,
+        variant: Hashable = None,
     ) -> None:
         """Launches `kernel`, and keeps the launch for calls of `key`.
 
@@ -105,51 +112,54 @@ class Launches:
             grid: number of programs in each dimension.
             arguments: values of all parameters of the kernel, in their order.
             options: launch options, such as num_warps.
-            tensors: tensors that each call gives anew. A launch that reads any other tensor is not kept.
+            tensors: tensors that change with each call. A launch that reads any other tensor is not kept.
             tables: tensors, or tuples with tensors, that are the same in all calls of `key`.
             note: a value that the caller needs to repeat the launch.
+            variant: all that decides on the compiled kernel besides dtypes, alignments and the width of integers. A
+                launch of a known variant, such as with other documents, skips `JITFunction.run`. None: unknown.
         """
         settle(kernel)
-        compiled = kernel[grid](*arguments, **options)
-        launch = None
-        if key is not None and _was_launched(compiled) and _is_checked() and not is_capturing():
+        repeatable = key is not None and _is_checked() and not is_capturing()
+        launch = compiled = known = None
+        if repeatable and variant is not None:
+            known = variant, driver.active.get_current_device(), _specialized(arguments)
+            compiled = self._compiled.get(known)
+        if compiled is not None and not _has_hooks():
             launch = Launch.of(compiled, grid, arguments, tensors, tables, note)
+        if launch is None or not launch(tensors):
+            compiled, launch = kernel[grid](*arguments, **options), None
+            if repeatable and _was_launched(compiled):
+                launch = Launch.of(compiled, grid, arguments, tensors, tables, note)
         if launch is None:
             _counts["ordinary"] += 1
             return
         _counts["prepared"] += 1
         with self._lock:  # autograd runs backwards in a thread of its own
-            while len(self._known) >= self._most:
-                del self._known[next(iter(self._known))]
+            for kept in (self._known, self._compiled):
+                while len(kept) >= self._most:
+                    del kept[next(iter(kept))]
             self._known[key] = launch
+            if known is not None:
+                self._compiled[known] = compiled
 
 
 class Launch:
-    """One launch of a compiled kernel, with the places where the tensors of another call go.
+    """One launch of a compiled kernel, with the places where the addresses of another call's tensors go.
 
     Args:
-        compiled: the kernel.
+        launcher: the C launcher of the kernel, with its grid.
         grid: number of programs in each dimension.
-        arguments: values of all parameters; None where a filler makes the value.
-        fillers: for each place in `arguments` that changes, the function that makes its value.
-        aligned: for each tensor of a call, whether its address is a multiple of `ALIGNMENT`.
+        template: flat arguments of the launcher, in which those of the fields below are replaced.
+        kept: objects that must live as long as this launch: the kernel, and the tables that it reads.
         note: a value of the caller.
     """
 
-    def __init__(
-        self,
-        compiled: Any,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        fillers: Sequence[tuple[int, _Filler]],
-        aligned: Sequence[bool],
-        note: Any,
-    ) -> None:
-        self._compiled = compiled  # which would unload its code if nothing held it
+    def __init__(self, launcher: Launcher, grid: tuple[int, ...], template: _Template, kept: Any, note: Any) -> None:
         self.grid, self.note = grid, note
-        self._grid = (*grid, 1, 1)[:3]
-        self._arguments, self._fillers, self._aligned = arguments, fillers, aligned
-        self._device = driver.active.get_current_device()
+        self._launcher, self._kept, self._aligned = launcher, kept, template.aligned
+        self._arguments, self._pointers = template.arguments, template.pointers
+        self._descriptors, self._tuples = template.descriptors, template.tuples
+        self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
 
     @staticmethod
     def of(
@@ -165,27 +175,29 @@ class Launch:
         It cannot be if an argument is a tensor that is neither of `tensors` nor of `tables`, such as a copy of an
         input. Nor if two of `tensors` are one object, because later calls may give two.
         """
+        launcher = launcher_of(compiled, (*grid, *[1] * (3 - len(grid))))  # pyright: ignore[reportArgumentType]
         places = {id(x): index for index, x in enumerate(tensors)}
-        if len(places) < len(tensors):
+        if launcher is None or len(places) < len(tensors):
             return None
-        kept = set(map(id, _leaves(tables)))
         try:
-            fillers = [(index, _filler(value, places, kept)) for index, value in enumerate(arguments)]
+            template = _Template(arguments, tensors, places, _leaves(tables), compiled)
         except _UnknownTensorError:
             return None
-        constant = [None if filler else value for value, (_, filler) in zip(arguments, fillers, strict=True)]
-        changing = [(index, filler) for index, filler in fillers if filler is not None]
-        return Launch(compiled, grid, constant, changing, _aligned(tensors), note)
+        return Launch(launcher, grid, template, (compiled, tables), note)
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool:
         """Launches the kernel on the current stream, and returns True; False if `tensors` are aligned otherwise."""
-        if _aligned(tensors) != self._aligned:
+        addresses = [x.data_ptr() for x in tensors]
+        if [address % ALIGNMENT == 0 for address in addresses] != self._aligned:
             return False
-        arguments = list(self._arguments)
-        for index, filler in self._fillers:
-            arguments[index] = filler(tensors)
-        stream, compiled = driver.active.get_current_stream(self._device), self._compiled
-        compiled.run(*self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        arguments = self._arguments.copy()
+        for index, place in self._pointers:
+            arguments[index] = addresses[place]
+        for index, place, maps in self._descriptors:
+            arguments[index] = maps[addresses[place]]
+        for index, fill in self._tuples:
+            arguments[index] = fill(addresses)
+        self._launcher(self._stream_of(self._device), arguments)
         _counts["repeated"] += 1
         return True
 
@@ -194,46 +206,100 @@ class _UnknownTensorError(Exception):
     """A tensor of a launch that no call gives."""
 
 
-def _filler(value: Any, places: dict[int, int], kept: set[int]) -> _Filler | None:
-    """Returns the function that makes an argument like `value` from other tensors; None if it is a constant."""
-    if isinstance(value, Tensor):
-        if id(value) in kept:
+class _Template:
+    """Flat arguments of a launch: addresses in place of tensors, and expanded descriptors.
+
+    Args:
+        arguments: values of all parameters of the kernel.
+        tensors: tensors that change with each call.
+        places: the place in `tensors` of each of them, by identity.
+        tables: tensors that are the same in all calls.
+        compiled: the kernel, which knows the tiles of its descriptors.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Any],
+        tensors: Sequence[Tensor],
+        places: dict[int, int],
+        tables: Sequence[Tensor],
+        compiled: Any,
+    ) -> None:
+        self.arguments, self.aligned = list[Any](), [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
+        self.pointers, self.descriptors = list[tuple[int, int]](), list[tuple[int, int, TensorMaps]]()
+        self.tuples = list[tuple[int, Callable[[Sequence[int]], tuple[Any, ...]]]]()
+        self._places, self._kept = places, set(map(id, tables))
+        of_tiles = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        for value in arguments:
+            if _is_descriptor(value):
+                self._add_descriptor(value, next(of_tiles, None))
+            elif isinstance(value, tuple):
+                self._add_tuple(value)
+            elif (place := self._place(value)) is not None:
+                self.pointers.append((len(self.arguments), place))
+                self.arguments.append(None)
+            else:
+                self.arguments.append(_address_of(value))
+
+    def _place(self, value: Any) -> int | None:
+        """Returns the place of a tensor that changes with each call; None for a constant."""
+        if not isinstance(value, Tensor) or id(value) in self._kept:
             return None
-        if id(value) not in places:
+        if id(value) not in self._places:
             raise _UnknownTensorError
-        place = places[id(value)]
-        return lambda tensors: tensors[place]
-    if _is_descriptor(value):
-        base = _filler(value.base, places, kept)
-        return None if base is None else _descriptor_filler(value, base)
-    if isinstance(value, tuple):
-        parts = [(index, _filler(part, places, kept)) for index, part in enumerate(value)]
-        return _tuple_filler(value, [(index, part) for index, part in parts if part is not None])
-    return None
+        return self._places[id(value)]
+
+    def _add_descriptor(self, descriptor: Any, metadata: dict[str, Any] | None) -> None:
+        if metadata is None:
+            raise _UnknownTensorError
+        maps, place = TensorMaps(descriptor, metadata), self._place(descriptor.base)
+        if place is not None:
+            self.descriptors.append((len(self.arguments), place, maps))
+        self.arguments += maps.expanded(descriptor.base.data_ptr())
+
+    def _add_tuple(self, value: tuple[Any, ...]) -> None:
+        fill = self._filler(value)
+        if fill is not None:
+            self.tuples.append((len(self.arguments), fill))
+        self.arguments.append(None if fill else _address_of(value))
+
+    def _filler(self, value: tuple[Any, ...]) -> Callable[[Sequence[int]], tuple[Any, ...]] | None:
+        """Returns the function that makes a tuple like `value` from the addresses of a call; None for a constant."""
+        constant, changing = [_address_of(x) for x in value], list[tuple[int, Callable[[Sequence[int]], Any]]]()
+        for index, x in enumerate(value):
+            if isinstance(x, tuple):
+                if (fill := self._filler(x)) is not None:
+                    changing.append((index, fill))
+            elif (place := self._place(x)) is not None:
+                changing.append((index, itemgetter(place)))
+            if changing and changing[-1][0] == index:
+                constant[index] = None
+
+        def filled(addresses: Sequence[int]) -> tuple[Any, ...]:
+            parts = constant.copy()
+            for index, fill in changing:
+                parts[index] = fill(addresses)
+            return tuple(parts)
+
+        return filled if changing else None
 
 
-def _tuple_filler(value: tuple[Any, ...], parts: Sequence[tuple[int, _Filler]]) -> _Filler | None:
-    def fill(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        filled = list(value)
-        for index, part in parts:
-            filled[index] = part(tensors)
-        return tuple(filled)
-
-    constant = [None if index in dict(parts) else x for index, x in enumerate(value)]
-    value = tuple(constant)  # keeps no tensor of the first call alive
-    return fill if parts else None
+def _address_of(value: Any) -> Any:
+    """Returns `value` with addresses in place of tensors, in tuples too."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return tuple(map(_address_of, value)) if isinstance(value, tuple) else value
 
 
-def _descriptor_filler(value: Any, base: _Filler) -> _Filler:
-    """Returns a filler for a tensor descriptor; it copies the first one's attributes, which passed Triton's checks."""
-    kind, attributes = type(value), {**vars(value), "base": None}
-
-    def fill(tensors: Sequence[Tensor]) -> Any:
-        descriptor = object.__new__(kind)
-        vars(descriptor).update(attributes, base=base(tensors))
-        return descriptor
-
-    return fill
+def _specialized(value: Any) -> Hashable:
+    """Returns what Triton specialises a kernel for: dtypes and alignments, and whether integers need 64 bits."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0
+    if isinstance(value, tuple | list):
+        return tuple(map(_specialized, value))
+    if isinstance(value, int):
+        return -(2**31) <= value < 2**31
+    return value.base.dtype if _is_descriptor(value) else value is None
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -247,11 +313,6 @@ def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [leaf for part in value for leaf in _leaves(part)]
     return []
-
-
-def _aligned(tensors: Sequence[Tensor]) -> list[bool]:
-    """Returns for each tensor whether Triton may load whole vectors from its address."""
-    return [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
 
 
 def _has_hooks() -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -18,6 +21,16 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     The backward subtracts lse from scores. At scores of 1e4, rounding lse to float32 changes probabilities by 5e-4.
     """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+@lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns `shape` and the strides of a contiguous tensor: arguments of `new_empty_strided`.
+
+    That takes the host half the time of `new_empty`.
+    """
+    strides = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
+    return shape, tuple(strides)[::-1]
 
 
 @dataclass(frozen=True)

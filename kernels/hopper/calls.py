@@ -134,7 +134,7 @@ def forward(
         m, l, lse, seqlen_q, problem.score_config.to_base2, tables, *sizes, constants(kind),
     )  # fmt: skip
     key, changing = _forward_key(q, k, v, problem, state, first, last), (*tensors, tables.counter)
-    _forwards.first(key, FORWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, tables[:3])
+    _forwards.first(key, FORWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, tables[:3], variant=kind)
 
 
 def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
@@ -265,4 +265,4 @@ def backward(
     semaphores = () if dq.counters is None else (dq.counters,)
     changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
     kept = (*tables[:3], known.turns)
-    _backwards.first(key, BACKWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, kept, note=factor)
+    _backwards.first(key, BACKWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, kept, note=factor, variant=kind)

@@ -42,6 +42,7 @@ from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty,
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
+from ringflash.state import contiguous
 
 
 @gluon.jit
@@ -157,12 +158,12 @@ class DqAccumulator(DqSum):
         total = self._arranged
         if total is None:
             in_turns |= self.ordered
-            new = self.q.new_zeros if is_cleared and not in_turns else self.q.new_empty
-            total = new(dq_sum_shape(self.q), dtype=torch.float32)
-            self._arranged, self._scale = total, scale
+            total = self.q.new_empty_strided(*contiguous(dq_sum_shape(self.q)), dtype=torch.float32)
+            self._arranged, self._scale, cleared = total, scale, total
             if in_turns:
-                new = total.new_zeros if is_cleared else total.new_empty
-                self.counters = new(total.numel() // TILE, dtype=torch.int32)
+                cleared = self.counters = total.new_empty(total.numel() // TILE, dtype=torch.int32)
+            if is_cleared:
+                cleared.zero_()
         assert scale == self._scale
         return total
 
@@ -178,7 +179,7 @@ class DqAccumulator(DqSum):
         return super().finish()
 
     def _in_rows(self, total: Tensor, counters: Tensor | None, dtype: torch.dtype) -> Tensor:
-        dq = self.q.new_empty(self.q.shape, dtype=dtype)
+        dq = self.q.new_empty_strided(*contiguous(self.q.shape), dtype=dtype)
         batch, seqlen, nheads, headdim = dq.shape
         rows, columns = total.shape[2:]
         ntiles = rows * columns // TILE

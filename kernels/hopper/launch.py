@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from ringflash.kernels.device_tables import is_capturing
 from ringflash.kernels.hopper.mask_tables import Intervals
+from ringflash.kernels.launch import current_stream
 from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
@@ -105,8 +106,10 @@ def new_counter(taken: int, device: torch.device) -> Counter:
     """
     if device.type != "cuda" or is_capturing():
         return _counters(1, taken, device)[0]
-    place = torch.cuda.current_stream(device).cuda_stream, device, taken
-    kept = _kept.setdefault(place, deque())
+    place = current_stream(device), device.index, taken
+    kept = _kept.get(place)
+    if kept is None:
+        kept = _kept.setdefault(place, deque())
     try:
         return kept.popleft()
     except IndexError:
@@ -114,7 +117,7 @@ def new_counter(taken: int, device: torch.device) -> Counter:
         return kept.popleft()
 
 
-_kept: dict[tuple[int, torch.device, int], deque[Counter]] = {}
+_kept: dict[tuple[int, int | None, int], deque[Counter]] = {}
 
 
 def _counters(count: int, taken: int, device: torch.device) -> list[Counter]:

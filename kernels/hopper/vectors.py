@@ -19,6 +19,7 @@ from ringflash.kernels.hopper.config import TILE, padded_rows
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
+from ringflash.state import contiguous
 
 PREPARED = 64  # rows of a program that computes delta too
 
@@ -102,7 +103,7 @@ def vectors(
             return known
     batch, nheads, seqlen = lse.shape
     padded = padded_rows(seqlen)
-    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
+    minus_lse, minus_delta = (lse.new_empty_strided(*contiguous((batch, nheads, padded))) for _ in range(2))
     tensors, key = (lse, delta, minus_lse, minus_delta, lost), (factor, *layout(lse, delta))
     if not _launches.repeat(key, tensors):
         grid = (batch * nheads, triton.cdiv(padded, 1024))
@@ -127,7 +128,7 @@ def prepared_vectors(
     """
     out, dlse = delta
     (batch, nheads, seqlen), headdim, (padded, columns) = lse.shape, out.shape[3], total.shape[2:]
-    minus_lse, minus_delta = (lse.new_empty((batch, nheads, padded)) for _ in range(2))
+    minus_lse, minus_delta = (lse.new_empty_strided(*contiguous((batch, nheads, padded))) for _ in range(2))
     given = () if dlse is None else (dlse,)
     cleared = total if counters is None else counters
     tensors = (out, dout, lse, minus_lse, minus_delta, lost, cleared, *given)

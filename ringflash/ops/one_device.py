@@ -13,7 +13,7 @@ from ringflash.layouts.layout import Chunk
 from ringflash.ops.call import AttentionCall
 from ringflash.recent_calls import RecentCalls
 from ringflash.ring.tiles import KernelRun, sinks_gradient
-from ringflash.state import lse_dtype
+from ringflash.state import contiguous, lse_dtype
 
 
 class OneDevice:
@@ -24,23 +24,31 @@ class OneDevice:
 
     def __init__(
         self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         call: AttentionCall,
         kernel_run: KernelRun,
         problem: TileProblem | None,
-        dtype: torch.dtype,
         fuses_dq: bool,
     ) -> None:
-        """Keeps a checked call.
+        """Keeps a checked call, and the shapes of its tensors.
 
         Args:
+            q: queries of a call.
+            k: its keys.
+            v: its values.
             call: parameters of the call, without tensors except the mask's.
             kernel_run: kernels and score settings.
             problem: positions of the queries and keys; None if no query sees any key.
-            dtype: dtype of the inputs.
             fuses_dq: whether one kernel computes dq, dk and dv.
         """
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
-        self._is_eager, self._lse_dtype = kernel_run.kernels is prefill, lse_dtype(dtype)
+        self._is_eager, self._lse_dtype = kernel_run.kernels is prefill, lse_dtype(q.dtype)
+        batch, seqlen_q, nheads, _ = q.shape
+        self._q, self._k, self._v = map(contiguous, (q.shape, k.shape, v.shape))
+        self._out = contiguous((batch, seqlen_q, nheads, v.shape[3]))
+        self._lse = contiguous((batch, nheads, seqlen_q))
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
@@ -60,16 +68,14 @@ class OneDevice:
             # `place` is new with each problem. No cache, because that of a pass would keep its tensors alive.
             problem = TileProblem(q_chunks, k_chunks, mask, kernel_run.score_config, place=object())
         fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
-        made = OneDevice(call.without_tensors(), kernel_run, problem, q.dtype, fuses_dq)
+        made = OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
         return made if key is None else _operators.put(key, made)
 
     context = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `attention`."""
-        batch, seqlen, nheads, _ = q.shape
-        out = q.new_empty((batch, seqlen, nheads, v.shape[3]))
-        lse = q.new_empty((batch, nheads, seqlen), dtype=self._lse_dtype)
+        out, lse = q.new_empty_strided(*self._out), q.new_empty_strided(*self._lse, dtype=self._lse_dtype)
         problem, kernels = self._problem, self._kernel_run.kernels
         if problem is None:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -101,7 +107,8 @@ class OneDevice:
         kernels, problem = self._kernel_run.kernels, self._problem
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
         lse = lse.contiguous()  # kernels read lse and delta as one vector a head
-        dk, dv, sinks = k.new_empty(k.shape), v.new_empty(v.shape), self._kernel_run.score_config.sinks
+        dk, dv = k.new_empty_strided(*self._k), v.new_empty_strided(*self._v)
+        sinks = self._kernel_run.score_config.sinks
         if problem is None:
             return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), lse.new_zeros(0 if sinks is None else sinks.shape[0])
         if self._fuses_dq and sinks is None:
@@ -115,7 +122,7 @@ class OneDevice:
             total = self._kernel_run.new_dq(q, hops=1)
             kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False, dq=total)
             return total.finish(), dk, dv, dsinks
-        dq = q.new_empty(q.shape)
+        dq = q.new_empty_strided(*self._q)
         kernels.backward_dq(*inputs, dq, problem, accumulate=False)
         kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False)
         return dq, dk, dv, dsinks
