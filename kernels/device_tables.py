@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,10 +70,10 @@ def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     for table in tables:
         places.append(end)
         end += -(-table.nbytes // ALIGNMENT) * ALIGNMENT
-    staging = torch.empty(end, dtype=torch.uint8)
+    staging = np.empty(end, np.uint8)  # numpy, as its views take the host less time
     for table, place in zip(tables, places, strict=True):
-        staging[place : place + table.nbytes].view(table.dtype).view(table.shape).copy_(table)
-    return staging, places
+        staging[place : place + table.nbytes] = table.contiguous().numpy().reshape(-1).view(np.uint8)
+    return torch.from_numpy(staging), places
 
 
 def _retire(table: Tensor) -> None:

@@ -145,8 +145,15 @@ class RowIntervals:
 @lru_cache(maxsize=16)
 def row_intervals(mask: Mask, chunks: Sequence[Chunk]) -> RowIntervals:
     """Returns the intervals of the rows that `chunks` store."""
-    bounds = torch.broadcast_tensors(*mask.bounds(positions(chunks, "cpu"), LAST_KEY))
-    return RowIntervals(mask, chunks, *(np.ascontiguousarray(x.numpy(), np.int32) for x in bounds))
+    lo, hi = (x.numpy() for x in mask.bounds(_positions(chunks), LAST_KEY))
+    if lo.shape != hi.shape:
+        lo, hi = np.broadcast_arrays(lo, hi)
+    return RowIntervals(mask, chunks, *(np.ascontiguousarray(x, np.int32) for x in (lo, hi)))
+
+
+@lru_cache(maxsize=16)  # masks of one shape, such as the documents of each step, share them
+def _positions(chunks: Sequence[Chunk]) -> Tensor:
+    return positions(chunks, "cpu")
 
 
 def int32_table(x: np.ndarray, device: torch.device) -> Tensor:

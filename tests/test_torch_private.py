@@ -188,7 +188,7 @@ def test_observers_of_operators_are_known_inside_of_them_only() -> None:
         assert observed() == [True, False, False, False, False]
     with torch.overrides.TorchFunctionMode():
         assert observed() == [False, True, False, False, False]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert observed() == [False, False, True, False, False]
     with torch.autocast("cpu", torch.bfloat16):
         assert observed() == [False, False, False, True, False]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -29,35 +29,67 @@ class Intervals:
     Args:
         below: whether some row does not see the beginning of a tile that its owned tile processes.
         above: whether some row does not see the end of such a tile.
-        bounds: int32 (batch or 1, rows, 2), contiguous: the first row of the other side that a row sees, and one past
-            the last.
-        bounds_stride: elements from the bounds of a sequence to the next sequence, 0 if all sequences share them.
-        tiles: int32 (batch or 1, ntiles, 4): begin, full_begin, full_end, end of each owned tile, in tiles of the other
-            side. Some row of the owned tile sees some of [begin, end). Every row sees all of [full_begin, full_end). In
-            the rest some rows see only a part.
-        tiles_stride: as `bounds_stride`.
-        order: int32 (ntiles,): tiles with the most processed tiles first, so that no long one begins late; or storage
-            order if `ordered`.
         visits: tiles of the other side that an owned tile processes, on average.
         skew: the largest number of processed tiles over the average, in the sequence with the most: 1 without a mask,
             about 2 under the causal mask.
         covers: whether every row of the owned side sees some row of the other side.
-        turns: int32, `_turns`, or None unless `ordered`.
-        turns_stride: as `bounds_stride`.
+        host: the tables on the host, in the order of the properties below.
+        device: where kernels read them. They are uploaded at the first use, as a tiling may be discarded unused.
     """
 
     below: bool
     above: bool
-    bounds: Tensor
-    bounds_stride: int
-    tiles: Tensor
-    tiles_stride: int
-    order: Tensor
     visits: float
     skew: float
     covers: bool
-    turns: Tensor | None
-    turns_stride: int
+    host: tuple[np.ndarray, ...]
+    device: torch.device
+
+    @cached_property
+    def _tables(self) -> list[Tensor]:
+        return int32_tables(self.host, self.device)
+
+    @property
+    def bounds(self) -> Tensor:
+        """First row of the other side that a row sees, and one past the last: int32 (batch or 1, rows, 2)."""
+        return self._tables[0]
+
+    @property
+    def tiles(self) -> Tensor:
+        """Begin, full_begin, full_end and end of each owned tile, in tiles of the other side.
+
+        int32 (batch or 1, ntiles, 4). Some row of the owned tile sees some of [begin, end). Every row sees all of
+        [full_begin, full_end). In the rest some rows see only a part.
+        """
+        return self._tables[1]
+
+    @property
+    def order(self) -> Tensor:
+        """Tiles with the most processed tiles first, so that no long one begins late: int32 (ntiles,).
+
+        With `ordered` it is the order of storage.
+        """
+        return self._tables[2]
+
+    @property
+    def turns(self) -> Tensor | None:
+        """Table of `_turns`, int32; None unless `ordered`."""
+        return self._tables[3] if len(self.host) > 3 else None
+
+    @property
+    def bounds_stride(self) -> int:
+        """Elements from the bounds of a sequence to those of the next, 0 if all sequences share them."""
+        return batch_stride(self.bounds)
+
+    @property
+    def tiles_stride(self) -> int:
+        """Stride of `tiles`, likewise."""
+        return batch_stride(self.tiles)
+
+    @property
+    def turns_stride(self) -> int:
+        """Stride of `turns`, likewise; 0 without it."""
+        return 0 if self.turns is None else batch_stride(self.turns)
 
     @property
     def masked(self) -> bool:
@@ -110,25 +142,20 @@ def intervals(
     above |= by_keys and first.shape[1] % own_block > 0
     fullest = visits[visits.sum(1).argmax()]
     order = (-visits.sum(0)).argsort(kind="stable")
-    tables = [np.stack([first, stop], -1), tiles, order]
+    bounds = np.empty((*first.shape, 2), np.int32)
+    bounds[..., 0], bounds[..., 1] = first, stop
+    tables = [bounds, tiles, order]
     if ordered:
         nrows = sum(chunk.length for chunk in (q_chunks if by_keys else k_chunks))
         tables[2:] = np.arange(len(order)), _turns(begin, end, -(-nrows // block))
-    bounds, tiles, order, *others = int32_tables(tables, device)
-    turns = others[0] if ordered else None
     return Intervals(
         below=below,
         above=above,
-        bounds=bounds,
-        bounds_stride=batch_stride(bounds),
-        tiles=tiles,
-        tiles_stride=batch_stride(tiles),
-        order=order,
         visits=float(visits.mean()),
         skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
         covers=bool(live.all()),
-        turns=turns,
-        turns_stride=0 if turns is None else batch_stride(turns),
+        host=tuple(tables),
+        device=device,
     )
 
 

@@ -143,19 +143,27 @@ class Documents(TensorMask):
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo and hi = the first position of the row's document, and one past its last."""
-        ends = self._ends.to(positions_q.device).view(self.batch, -1)
-        # By the number of ends up to a row's position; a row before the first document has an empty interval.
-        los, his = torch.cat([ends[:, :1], ends], 1), torch.cat([ends[:, :1], ends[:, 1:], ends[:, -1:]], 1)
-        los, his = los.clamp(max=seqlen_k), his.clamp(max=seqlen_k)
         plain = type(positions_q) is Tensor and not (is_traced() or are_transforms_active())
         if plain and positions_q.is_cpu:  # so the positions can be read
             rows = positions_q.numpy()
             if (rows[1:] >= rows[:-1]).all():  # then repeating is faster than a search for each row
-                counts = np.diff(rows.searchsorted(ends.numpy()), prepend=0, append=len(rows)).ravel()
-                lo, hi = (torch.from_numpy(x.numpy().ravel().repeat(counts)).view(self.batch, -1) for x in (los, his))
-                return lo, hi
+                return self._repeated(rows, seqlen_k)
+        ends = self._ends.to(positions_q.device).view(self.batch, -1)
+        # By the number of ends up to a row's position; a row before the first document has an empty interval.
+        los, his = torch.cat([ends[:, :1], ends], 1), torch.cat([ends[:, :1], ends[:, 1:], ends[:, -1:]], 1)
+        los, his = los.clamp(max=seqlen_k), his.clamp(max=seqlen_k)
         index = torch.searchsorted(ends, positions_q.expand(self.batch, -1).contiguous(), right=True)
         return los.gather(1, index), his.gather(1, index)
+
+    def _repeated(self, rows: np.ndarray, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """Returns lo and hi for positions that never fall, by repeating each document's."""
+        ends = self._ends.numpy().reshape(self.batch, -1)
+        counts = np.diff(rows.searchsorted(ends), prepend=0, append=len(rows)).ravel()
+        clamped = np.minimum(ends, seqlen_k)
+        los = np.concatenate([clamped[:, :1], clamped], 1)
+        his = np.concatenate([clamped[:, :1], clamped[:, 1:], clamped[:, -1:]], 1)
+        lo, hi = (torch.from_numpy(x.ravel().repeat(counts)).view(self.batch, -1) for x in (los, his))
+        return lo, hi
 
     def __repr__(self) -> str:
         if self._ends.ndim == 1:

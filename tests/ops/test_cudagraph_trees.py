@@ -9,7 +9,12 @@ from torch import Tensor
 import ringflash as rf
 from tests.accuracy import as_tensor
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # torch's own: a decorator that it uses, and the empty graph with which it makes a pool
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
