@@ -18,12 +18,17 @@ from ringflash.kernels.eager.isolation import is_finite, isolated_matmul
 from ringflash.kernels.eager.mask_blocks import BLOCK_K, state_dtype
 from ringflash.state import LOG2E, AttentionState
 
-__all__ = ["attend", "combine", "partial"]
+__all__ = ["attend", "combine", "partial", "splits_of"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Returns out (batch, seqlen_q, nheads, headdim_v), lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
     return _finished(_state(q, k, v, lengths, step), step.score_config, q.dtype)
+
+
+def splits_of(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+    """Returns the number of parts into which each sequence's keys are cut: one unless the step names another."""
+    return step.splits or 1
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:

@@ -34,7 +34,7 @@ from ringflash.kernels.triton.decode_merge import Target, last_touch, merge, tar
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, nan_where_not_finite
 from ringflash.kernels.triton.scores import tanh
 from ringflash.kernels.triton.tiles import head_of, load_rows, loads_vectors, row_pointers, strided, wide
-from ringflash.state import LN2
+from ringflash.state import LN2, contiguous
 
 # Numbers that change from call to call: Triton does not compile the kernel again for their multiples of 16.
 _SIZES = ["row_tiles", "splits", "capacity", "seqlen_q", "nheads", "nheads_kv", "left", "right"]
@@ -219,7 +219,7 @@ def _decode_kernel(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Returns out (batch, seqlen_q, nheads, headdim_v), lse (batch, nheads, seqlen_q) over the first `lengths` keys."""
-    splits = _splits(q, k, v, step)
+    splits = splits_of(q, k, v, step)
     out, lse = _results(q, v.shape[3], q.dtype)
     if splits > 1:
         parts = Partials.allocate(splits, q, v.shape[3], torch.float32)
@@ -233,7 +233,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tupl
 
 def partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
     """Returns one state over the first `lengths` keys, without sinks."""
-    parts = _parts(q, k, v, lengths, step, _splits(q, k, v, step))
+    parts = _parts(q, k, v, lengths, step, splits_of(q, k, v, step))
     if parts.count == 1:
         return parts
     merged = Partials.allocate(1, q, v.shape[3], torch.float32)
@@ -251,8 +251,8 @@ def combine(partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -
 
 def _results(q: Tensor, headdim_v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
-    lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
-    return q.new_empty((batch, seqlen_q, nheads, headdim_v), dtype=dtype), lse
+    lse = q.new_empty_strided(*contiguous((batch, nheads, seqlen_q)), dtype=torch.float32)
+    return q.new_empty_strided(*contiguous((batch, seqlen_q, nheads, headdim_v)), dtype=dtype), lse
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits: int) -> Partials:
@@ -261,7 +261,8 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step, splits:
     return parts
 
 
-def _splits(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+def splits_of(q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+    """Returns the number of parts into which each sequence's keys are cut."""
     if step.splits is not None:
         return step.splits
     batch, seqlen_q, nheads, _ = q.shape

@@ -195,7 +195,7 @@ def flash_decode(
             announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
     if key is not None:
-        known = _known.put(key, DecodeCall.of(q, k_cache, mask, scale, options, with_lse))
+        known = _known.put(key, DecodeCall.of(q, k_cache, v_cache, mask, scale, options, with_lse))
         out, lse = known.run(q, k_cache, v_cache, cache_seqlens)
         return (out, lse) if with_lse else out
     out, lse = decode_op.decode(

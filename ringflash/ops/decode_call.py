@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,15 @@ class DecodeCall(NamedTuple):
     with_lse: bool
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, mask: Mask, softmax_scale: float, options: Any, with_lse: bool) -> DecodeCall:
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float, options: Any, with_lse: bool
+    ) -> DecodeCall:
         """Returns the step for tensors like these; `options` are checked `DecodeOptions` without sinks and slopes."""
         config = ScoreConfig.of(q.dtype, softmax_scale, float(options.softcap), alibi_slopes=None, sinks=None)
         sight = sight_of(mask, q.shape[1], k.shape[1])
-        step = Step(config, sight, options.splits, options.tiles, place=object())
-        return DecodeCall(decode_op.kernels_for(options.backend, q), step, with_lse)
+        step, kernels = Step(config, sight, options.splits, options.tiles), decode_op.kernels_for(options.backend, q)
+        step = replace(step, splits=kernels.splits_of(q, k, v, step), place=object())
+        return DecodeCall(kernels, step, with_lse)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `decode`."""

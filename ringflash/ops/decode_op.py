@@ -26,6 +26,10 @@ class DecodeKernels(Protocol):
         """Returns out and lse over the first `lengths` keys."""
         ...
 
+    def splits_of(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+        """Returns the number of parts into which each sequence's keys are cut."""
+        ...
+
     def partial(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
         """Returns one state over the first `lengths` keys, without sinks."""
         ...
