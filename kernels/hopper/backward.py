@@ -1,19 +1,21 @@
 """Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added tile by tile to a float32 sum.
 
-A program owns 128 keys of one KV head at a time, 64 for each of two consumer warpgroups. It streams the queries of all
-heads of the group that see these keys. Tiles of queries that need a mask come first, or all tiles run from the last to
-the first (`DESCENDING`). Tiles of dQ are added in any order, or in a fixed order that gives the same bits in every run
-(`ORDERED`). `pipeline.py` explains rings, their uses and the tile queue.
+A hop is the attention of this rank's queries over the keys of one rank. A program owns 128 keys of one KV head at a
+time, 64 for each of two consumer warpgroups. It streams the queries of all heads of the group that see these keys. With
+`DESCENDING`, tiles of queries run from the last to the first. Otherwise those that need a mask come first. Tiles of dQ
+are added in any order, or in a fixed order that gives the same bits in every run (`ORDERED`). `pipeline.py` explains
+rings, their uses and the tile queue.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
-(batch, nheads, seqlen_q). `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are
-computed transposed:
+(batch, nheads, seqlen_q). lse is in natural logarithms, and delta is the sum of dout * out over headdim, less the
+gradient of lse. `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are computed
+transposed, with 64 keys as rows and BLOCK_M queries as columns. The variables s, p, dp, ds hold S^T, P^T, dP^T, dS^T.
 
     S^T = k q^T, P = 2^((softmax_scale S - lse) log2 e), dP^T = v dout^T - delta, dS = P * dP
     dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
-With `PRELOADED`, -lse / softmax_scale and -delta initialise the accumulators of S^T and dP^T. Otherwise -lse log2 e is
-added to the scaled S, and -delta to the result of v dout^T.
+With `PRELOADED`, `minus_lse` is -lse / softmax_scale; it and -delta initialise the accumulators of S^T and dP^T.
+Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -delta to the result of v dout^T.
 
 P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups: dS passes through shared
 memory, and dq is multiplied one tile late, one half by each consumer. Two more warps add dq to global memory, each
@@ -77,7 +79,7 @@ from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of the inputs; -lse, scaled as above, and -delta have `padded` rows a head, one number each."""
+    """TMA descriptors of the inputs. `minus_lse` and `minus_delta` hold `padded` numbers a head: whole tiles."""
 
     q: Any
     dout: Any
@@ -92,7 +94,8 @@ class Shared(NamedTuple):
     """Shared memory: rings of the inputs, of dS, of dq and of tiles.
 
     `numbers` holds -lse for each stage of q, then -delta for each stage of dout. A stage of `ds` has two halves, one
-    from each consumer. Its empty barriers are not used: a consumer that writes dS(i + 2) has finished reading dS(i).
+    from each consumer. Its empty barriers are not used. Before a consumer writes dS(i + 3), both have written
+    dS(i + 2), and so have finished dq(i), which reads dS(i). So `BackwardConfig` asks for three stages or more.
     `parts` is the memory of `ds` again, as buffers for dk and dv on their way to global memory.
     """
 
@@ -110,10 +113,11 @@ class Shared(NamedTuple):
 class BackwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
-    MASKED, BELOW and ABOVE are as in `Intervals`. BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig`.
-    CHECKED asks for `isolate_keys` in any case. ORDERED adds dq in a fixed order. DESCENDING and BY_HEADS choose the
-    order of the queries (`_visit`). ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head,
-    ROWS the keys of a consumer.
+    MASKED, BELOW and ABOVE are as in `Intervals` (`mask_tables.py`): whether tiles need a mask, and on which side.
+    BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig` (`config.py`). CHECKED looks for keys with NaN
+    or Inf (`isolation.py`) although lse and delta are finite. ORDERED adds dq in a fixed order. With DESCENDING, a tile
+    of queries is processed for all heads before the next tile; with BY_HEADS too, all tiles of a head come first.
+    ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer.
     """
 
     MASKED: Any
@@ -210,7 +214,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
         total = (place.end - place.begin) * kind.GROUP
         for i in range((C + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
-            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # a row of the sum too
+            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the same row of the sum
             add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
         queries += total
         release(shared.tile_queue, taken)
@@ -246,8 +250,10 @@ def _step(
 ):
     """Adds tile `i` of queries to (dk, dv), and computes half `C` of dq of tile i - 1. `i` is a use of q, dout and ds.
 
-    `row` is the tile's first query, used only if MASKED. `BEGINS` marks the first tile of queries for these keys: any
-    tile i - 1 belongs to earlier keys, and `mma_warpgroup` has computed its dq.
+    dk and dv are float32 (ROWS, BLOCK_D), in registers. `first` and `stop` (ROWS,) bound the queries that see each key,
+    and `row` is the tile's first query; these are read only if MASKED. `gradients.lost` is negative if any lse or delta
+    is not finite. `BEGINS` marks the first tile of queries for these keys: a tile i - 1 belongs to earlier keys, and
+    `mma_warpgroup` has computed its dq. Otherwise both halves of dS(i - 1) must be written before its dq is computed.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])

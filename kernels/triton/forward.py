@@ -95,20 +95,24 @@ def _attend(
 ):
     """Returns (acc, m, l) after the keys of all chunks: the unnormalised output, and each row's maximum and sum.
 
-    `bounds` are the lo, hi and bit row of each query. `slope` is the head's ALiBi slope. `isolation.py` explains
-    `ISOLATE`.
+    acc is (BLOCK_M, BLOCK_DV), m and l are (BLOCK_M,), and m is in base 2. `queries` (BLOCK_M, 1) holds the positions
+    of the queries. `bounds` holds lo, hi and bit row (BLOCK_M,). A query sees the positions lo <= key < hi that its row
+    of bits in `visible` shows too. `tile` is the number of the tile of queries, `slope` the head's ALiBi slope.
+
+    A masked key has weight 0, but 0 times NaN is NaN. With `ISOLATE`, tiles that need a mask take zeros in place of
+    values that are not finite. The scores of such keys become NaN before they are masked (`isolation.py`).
     """
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
     lo, hi, bit_row = bounds
     head_kv = head // kind.GROUP
     for c in range(nchunks):
-        span = span_of(schedule, batch, tile, c, nchunks)
+        span = span_of(schedule, batch, tile, c, nchunks)  # the part of chunk c that this tile of queries processes
         k_chunk = stream_at(k, batch, head_kv, span.row)
         v_chunk = stream_at(v, batch, head_kv, span.row)
         for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
             n, masked = tile_at(i, span, schedule, kind.MASK)
             columns = n + tl.arange(0, kind.BLOCK_N)
-            inside = columns < span.met_end  # from there on, no query of the hop sees a key of the chunk
+            inside = columns < span.met_end  # no query of the hop sees a key from there on
             k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
             s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
             keys = (span.start + columns)[None, :]
@@ -140,7 +144,10 @@ def _attend(
 
 @triton.jit
 def _start(results, number, o_base, row, stride_o, left, FIRST: tl.constexpr, kind):
-    """Returns (acc, m, l) before the first key: an empty state if FIRST, else the incoming state."""
+    """Returns (acc, m, l) before the first key: an empty state if FIRST, else the incoming state.
+
+    `number` (BLOCK_M,) indexes m and l. `left` counts the rows from `row` to the end of the chunk of queries.
+    """
     rows = tl.arange(0, kind.BLOCK_M)
     if FIRST:
         m = tl.full([kind.BLOCK_M], float("-inf"), tl.float32)
@@ -198,7 +205,7 @@ def _forward_kernel(
         acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
         head, tile, nchunks, False, kind,
     )  # fmt: skip
-    if kind.MASK != 0 and has_not_finite(acc):
+    if kind.MASK != 0 and has_not_finite(acc):  # a masked key may have caused it: again, with `ISOLATE`
         acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
@@ -207,7 +214,7 @@ def _forward_kernel(
 
     if LAST:
         fully_masked = l == 0.0
-        if kind.SINKS:  # a sink is one more key, without a value
+        if kind.SINKS:  # a sink is one more key, without a value; a fully masked row does not see it either
             sink = tl.load(scores.sinks + head) * 1.4426950408889634
             origin = tl.maximum(m, sink)
             origin = tl.where(origin == float("-inf"), 0.0, origin)

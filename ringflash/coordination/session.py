@@ -107,9 +107,9 @@ class ControlPlane:
         gloo: a gloo group of the same ranks in the same order, which the ring owns. Texts and the CPU tensors of
             `stack` and `gather` always travel over it, and integers until `share_words`.
         faults: ends a wait with an error if a rank does not answer.
-        optimistic: a call that ranks agreed on before continues without waiting, as if all ranks had posted the same
-            values again. The next call checks this assumption. Meant for messages that GPUs wait for, because launches
-            would otherwise wait for the network. `ContextParallel(fixed_lengths=True)` asks for it.
+        optimistic: a repeated call returns its earlier result at once, and does not wait for the other ranks. It
+            assumes that they pass the same values as before, and this rank's next call checks that. Otherwise the
+            launches of a GPU would wait for the network. `ContextParallel(fixed_lengths=True)` asks for it.
     """
 
     def __init__(
@@ -146,10 +146,11 @@ class ControlPlane:
         self.faults.check()
 
     def agree(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
-        """Compares all `fields` except the integer field `free` over all ranks, and returns each rank's `free` value.
+        """Checks that all ranks pass the same `fields`, and returns each rank's value of the free field.
 
-        For example, `agree({"nheads": 8, "seqlen": rows}, free="seqlen")` returns [100, 99] on both of two ranks if
-        `rows` is 100 on rank 0 and 99 on rank 1. Calls with known values are cached, as in `agree_on`.
+        The free field is the one integer field that may differ between ranks; `free` is its name. For example,
+        `agree({"nheads": 8, "seqlen": rows}, free="seqlen")` returns [100, 99] on both of two ranks if `rows` is 100 on
+        rank 0 and 99 on rank 1. Calls with the same fields are cached, as in `agree_on`.
 
         Raises:
             RankMismatch: on every rank, when a field differs.
@@ -195,7 +196,7 @@ class ControlPlane:
 
     def forget(self) -> None:
         """Makes the next call of each kind wait for the agreement of the other ranks."""
-        self._calls.clear()  # not only their `agreed`, which `_check_previous` would set again for an unsettled call
+        self._calls.clear()  # not only their `agreed`, which `_check_previous` would set again for an unchecked call
 
     def _new_call(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _CallRecord:
         """Makes the `_CallRecord` of a new kind and caches it; a full cache is emptied first."""
@@ -206,9 +207,9 @@ class ControlPlane:
 
     def _check_previous(self) -> None:
         """Checks the agreement on the last call, if that call continued without waiting."""
-        unsettled, self._unchecked = self._unchecked, None
-        if unsettled is not None:
-            self._checked(*unsettled)
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None:
+            self._checked(*unchecked)
 
     def _checked(self, call: _CallRecord, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
         """Returns the result of `agree_on`, once all ranks have posted their integers.
@@ -250,7 +251,9 @@ class ControlPlane:
             r for r, row in enumerate(table) if row[0] == _AHEAD and row[len(call.fields) + 1] != _as_int(str(result))
         ]
         if wrong:  # these ranks continued with a result for other values of the free field
-            texts = [f"{value}{', of another whole' * (r in wrong)}" for r, value in enumerate(result)]
+            texts = [
+                f"{value}{', for outdated values of other ranks' * (r in wrong)}" for r, value in enumerate(result)
+            ]
             error = RankMismatch(call.free, texts, wrong, rank=self.rank)
             self.faults.raised(error)
             raise error

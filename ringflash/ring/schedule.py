@@ -1,8 +1,12 @@
 """The executor of a plan on one rank: it runs the plan's steps forward and backward.
 
-`ring.ulysses` calls `forward` and `backward_from_delta`. Each pass (a whole forward or backward) is a generator that
-yields before it waits for messages. With a process group the generator simply runs to its end; the local transport runs
-the generators of all virtual ranks in lockstep. All ranks have the same number of steps, so they yield equally often.
+`ring.ulysses` calls `forward` and `backward_from_delta`, after it has exchanged rows for heads where heads are split
+over ranks. Each pass (a whole forward or backward) is a generator that yields before it waits for messages, so that
+every rank can send before any rank waits. `transport.local.run_alone` runs the generator of one rank to its end, and
+`run_lockstep` runs those of all virtual ranks from yield to yield. All ranks have the same number of steps.
+
+A step starts transfers and computes with the KV of at most one hop; the last step only returns gradients. Transfers of
+one step that are awaited together are a batch. A slot is one buffer of KV or of gradients. `plan.py` has the fields.
 
 Pictures of both passes, step by step, are in docs/internals/schedule.md.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
@@ -24,14 +28,14 @@ from ringflash.transport.base import Message, Transport
 
 
 class _Moves:
-    """Batches of transfers that are under way, of KV or of gradients, between `buffers` and those of the peers."""
+    """Batches of transfers in flight, of KV or of gradients, between `buffers` and the buffers of the peers."""
 
     def __init__(self, buffers: Buffers, transport: Transport) -> None:
         self._buffers, self._transport = buffers, transport
         self._under_way: list[tuple[Batch, Any]] = []
 
     def start(self, batches: Sequence[Batch]) -> None:
-        """Starts the messages of batches, each batch at once."""
+        """Starts the messages of batches; the messages of a batch start together."""
         for batch in batches:
             messages = [self._message(transfer, batch.hop) for transfer in batch.transfers]
             self._under_way.append((batch, self._transport.start(messages)))
@@ -44,7 +48,10 @@ class _Moves:
         return Message(transfer.peer, message(transfer.slot, rows), kind, transfer.sends, hop, mirror)
 
     def finish(self, step: int) -> None:
-        """Waits for the batches that are due at `step`; adds returned gradients to those of this rank's KV."""
+        """Waits for the batches that are due at `step`, and frees slots after their last use.
+
+        Gradients that return to this rank as the owner of their KV are added to its own.
+        """
         due = [each for each in self._under_way if each[0].due_step == step]
         self._under_way = [each for each in self._under_way if each[0].due_step != step]
         for batch, handle in due:
@@ -89,13 +96,13 @@ def forward(
     if plan.own_slot is not None:
         kv.load(plan.own_slot)
     for index, step in enumerate(plan.steps[:-1]):
-        # 1. Wait for the KV that arrives for this step, and for the buffer that it was sent from.
+        # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
         if index > 0:
             yield
             kv_moves.finish(index)
         # 2. Send this KV on to the next rank, and start to receive the next KV from the previous rank.
         kv_moves.start(step.kv)
-        # 3. Meanwhile continue the softmax state over this KV. The last tile writes out and lse.
+        # 3. Meanwhile continue the online softmax over this KV. The last hop that computes writes out and lse.
         hop = step.hop
         if hop is not None and hop.pairs:
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
@@ -116,14 +123,23 @@ def backward_from_delta(
     transport: Transport,
     wide_kv: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """Computes the gradients of `forward`: dq, dk and dv in the shapes of q, k and v.
+    """Computes the gradients of `forward`. dq stays on this rank; dK and dV follow their KV one hop behind.
 
-    delta = rowsum(dout * out) - dlse, and `lse` covers the keys of the whole ring. Both are contiguous, and the rows of
-    `dout` are dense. dk and dv are in the dtype of k. With `wide_kv` they are in the state's dtype, because the caller
-    still adds the shares of ranks that have the same KV head.
+    Args:
+        dout: gradient of out (batch, seqlen_local, nheads, headdim_v), with stride 1 in the last dimension.
+        q: as in `forward`, likewise k, v, plan, kernel_run and transport.
+        k: see q.
+        v: see q.
+        lse: (batch, nheads, seqlen_local), contiguous, over the keys of all ranks.
+        delta: the sum of dout * out over headdim_v, less the gradient of lse; contiguous, in the shape of lse.
+        plan: see q.
+        kernel_run: see q.
+        transport: see q.
+        wide_kv: return dk and dv in the kernels' `state_dtype`, because the caller adds those of ranks that share a KV
+            head.
 
-    dq stays on this rank. Over several hops it adds up in the state's dtype, and after the last hop it is rounded to
-    the dtype of q. dK and dV follow their KV one hop behind.
+    Returns:
+        dq in the dtype of q, then dk and dv in the dtype of k unless `wide_kv`. Sums over hops are in `state_dtype`.
     """
     alone = plan.world_size == 1  # with one rank every kernel rounds its result once
     wide = kernel_run.kernels.state_dtype(q.dtype)
@@ -134,12 +150,12 @@ def backward_from_delta(
     if plan.own_slot is not None:
         kv.load(plan.own_slot)
     for index, step in enumerate(plan.steps[:-1]):
-        # 1. Wait for the KV that arrives for this step, and for the buffer that it was sent from.
+        # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
         if index > 0:
             yield
             kv_moves.finish(index)
-        # 2. Send the gradient that the last hop completed: after its KV, or from the KV's last stop to the owner.
-        #    Start to receive the gradient of this hop's KV.
+        # 2. Send the gradient of the previous hop. It follows its KV to the next rank, or returns to the owner if its
+        #    KV went no further. Start to receive the gradient of this hop's KV.
         gradient_moves.start(step.gradients)
         # 3. Send KV on, and start to receive the next KV, as in the forward.
         kv_moves.start(step.kv)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DATA, CONTEXT = "data_parallel", "context_parallel"
-LAYOUTS = ("zigzag", "contiguous", "striped")  # the layouts that need no mask
+LAYOUTS = ("zigzag", "contiguous", "striped")  # layouts that can be cut before the mask is known
 
 
 class RingAttentionStrategy(ShardedStrategy):
@@ -68,7 +68,9 @@ class RingAttentionStrategy(ShardedStrategy):
         sum of the window's token losses / number of the window's valid tokens.
 
     The number of a window's tokens is known only after its last micro-batch. `backward` therefore weights micro-batch i
-    by valid_i / valid_0, and `optimizer_step` multiplies the sum of gradients by valid_0 / sum(valid_i).
+    by valid_i / valid_0, and `optimizer_step` multiplies the sum of gradients by valid_0 / sum(valid_i). valid_0 counts
+    as 1 if the first micro-batch has no valid token. With manual optimization nothing is weighted: the module divides
+    by the window's count.
 
     The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
     sharded. With several micro-batches the gradients are reduced after each micro-batch, which keeps them sharded.
@@ -132,7 +134,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def asked_sizes(self) -> tuple[Literal["auto"] | int, Literal["auto"] | int]:
-        """The (data, context) parallel sizes, as given until the environment is set up."""
+        """The (data, context) parallel sizes as given: numbers or "auto"."""
         return self._sizes
 
     @property
@@ -142,15 +144,15 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def hops(self) -> str:
-        """The schedule of the ring, as in `rf.ContextParallel`, which groups no hops that it captures in graphs."""
+        """The `hops` with which a warmup makes the run's context: "ring" under `cuda_graphs`, which groups no hops."""
         return "ring" if self._cuda_graphs else "auto"
 
     @property
     def context(self) -> rf.ContextParallel:
         """Context-parallel group and layout; available after the strategy has set up its environment.
 
-        User code must call `context.forget_lengths()` before it passes the context with sequences of another length
-        than the batch's.
+        The context remembers the lengths of the current batch, which saves a collective in each attention call. User
+        code must call `context.forget_lengths()` before attention over sequences of another length.
         """
         if self._context is None:
             raise RuntimeError("The context exists only after the strategy has set up its environment.")
@@ -212,7 +214,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 mesh[CONTEXT],
                 layout=self._layout,
                 transport=self._transport,
-                fixed_lengths=True,  # within one batch: see `batch_to_device`
+                fixed_lengths=True,  # ranks compare lengths once a batch: `batch_to_device` calls `forget_lengths`
                 cuda_graphs=self._cuda_graphs,
             )
             self._context.gradients = "sum"  # `setup` makes FSDP sum gradients, and `token_mean` scales its loss for it
@@ -225,7 +227,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
-        # `token_mean` then refuses a window's `num_valid_tokens`, because `backward` weights the window.
+        # `token_mean` then accepts a micro-batch's `num_valid_tokens` alone, because `backward` weights the window.
         self.context.weighs_windows = self.lightning_module.automatic_optimization
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
@@ -236,7 +238,7 @@ class RingAttentionStrategy(ShardedStrategy):
         sum_gradients(self.model)
         super().setup(trainer)
         # Lightning seeds all ranks alike, but dropout must differ between the shards of a sequence. The order of the
-        # data must not differ; samplers take it from their own seed.
+        # data must not differ; samplers take it from their own seed. The constant spreads neighbouring ranks' seeds.
         torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
 
     def teardown(self) -> None:
