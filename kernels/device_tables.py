@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from typing import ParamSpec, TypeVar
@@ -37,6 +38,20 @@ def device_tables(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
+@cache
+def _helper() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "ringflash-tables")
+
+
+def outside_pools(make: Callable[[], T], device: torch.device) -> T:
+    """Returns what `make` allocates on `device`, in memory that no pool of a CUDA graph owns.
+
+    torch.compile with CUDA graphs takes the memory of a thread from a pool, and reuses it after the call. What outlives
+    the call must be allocated by another thread.
+    """
+    return _helper().submit(make).result() if device.type == "cuda" else make()
+
+
 def uploaded(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies CPU tensors to `device` in one transfer; on return every stream may read the copies.
 
@@ -52,16 +67,21 @@ def uploaded(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
     staging, places = _packed(tables)
-    aside = _stream(device)
-    with torch.cuda.stream(aside):
-        there = staging.pin_memory().to(device, non_blocking=True)
-    aside.synchronize()  # other streams than the current one will read it
+    there = outside_pools(lambda: _transferred(staging, device), device)
     copies = []
     for table, place in zip(tables, places, strict=True):
         copy = there[place : place + table.nbytes].view(table.dtype).view(table.shape)
         weakref.finalize(copy, _retire, copy.detach()).atexit = False
         copies.append(copy)
     return copies
+
+
+def _transferred(staging: Tensor, device: torch.device) -> Tensor:
+    aside = _stream(device)
+    with torch.cuda.stream(aside):
+        there = staging.pin_memory().to(device, non_blocking=True)
+    aside.synchronize()  # other streams than the current one will read it
+    return there
 
 
 def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
@@ -76,24 +96,48 @@ def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     return torch.from_numpy(staging), places
 
 
+@cache
+def readers(device: torch.device) -> set[int]:
+    """Returns the handles of the streams of `device` on which kernels were launched; each launch adds its stream."""
+    return set()
+
+
 def _retire(table: Tensor) -> None:
-    """Keeps the memory of a table that left the cache until the kernels that read it have finished."""
-    retired = _retired(table.device)
+    """Keeps the memory of a table that left the cache until the kernels that read it have finished, on every stream."""
+    device = table.device
+    retired = _retired(device)
     retired.append(_Retired(table))
-    if is_capturing():  # the event would become part of the graph
+    if is_capturing():  # the events would become part of the graph
         return
     for last in retired:
         if last.read is None:
-            last.read = torch.cuda.Event()
-            last.read.record(torch.cuda.current_stream(table.device))
-    while retired and retired[0].read is not None and retired[0].read.query():
+            last.read = [_recorded(stream) for stream in _streams(device)]
+    while retired and retired[0].read is not None and all(event.query() for event in retired[0].read):
         retired.popleft()
+
+
+def _streams(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Yields the current stream, and each other stream on which kernels were launched."""
+    current = torch.cuda.current_stream(device)
+    yield current
+    for handle in readers(device) - {current.cuda_stream}:
+        yield torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    try:
+        event.record(stream)
+    except RuntimeError:  # the program has destroyed a stream of its own
+        readers(stream.device).discard(stream.cuda_stream)
+        torch.cuda.synchronize(stream.device)
+    return event
 
 
 @dataclass
 class _Retired:
     table: Tensor
-    read: torch.cuda.Event | None = None  # recorded at retirement; None while a capture prevents that
+    read: list[torch.cuda.Event] | None = None  # recorded at retirement; None while a capture prevents that
 
 
 @cache

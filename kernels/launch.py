@@ -27,7 +27,7 @@ from triton.runtime import driver
 
 from ringflash.kernels.c_launcher import Launcher, TensorMaps, launcher_of
 from ringflash.kernels.cache_keys import settle
-from ringflash.kernels.device_tables import is_capturing
+from ringflash.kernels.device_tables import is_capturing, readers
 
 CHECKED = ("3.6", "3.7", "3.8", "3.9")
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of this
@@ -122,7 +122,8 @@ class Launches:
         repeatable = key is not None and _is_checked() and not is_capturing()
         launch = compiled = known = None
         if repeatable and variant is not None:
-            known = variant, driver.active.get_current_device(), _specialized(arguments)
+            modes = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+            known = variant, modes, driver.active.get_current_device(), _specialized(arguments)
             compiled = self._compiled.get(known)
         if compiled is not None and not _has_hooks():
             launch = Launch.of(compiled, grid, arguments, tensors, tables, note)
@@ -160,6 +161,7 @@ class Launch:
         self._arguments, self._pointers = template.arguments, template.pointers
         self._descriptors, self._tuples = template.descriptors, template.tuples
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+        self._readers = readers(torch.device("cuda", self._device))
 
     @staticmethod
     def of(
@@ -197,7 +199,9 @@ class Launch:
             arguments[index] = maps[addresses[place]]
         for index, fill in self._tuples:
             arguments[index] = fill(addresses)
-        self._launcher(self._stream_of(self._device), arguments)
+        stream = self._stream_of(self._device)
+        self._readers.add(stream)
+        self._launcher(stream, arguments)
         _counts["repeated"] += 1
         return True
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.device_tables import device_tables, outside_pools, uploaded
 from ringflash.layouts.layout import Chunk, positions
 from ringflash.masks import Causal, Full, Mask
 
@@ -174,7 +174,7 @@ def batch_stride(table: Tensor) -> int:
 @cache
 def _unread(device: torch.device) -> Tensor:
     """Returns a tensor for pointers that a kernel never reads."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return outside_pools(lambda: torch.zeros(1, dtype=torch.int32, device=device), device)
 
 
 @device_tables(maxsize=128)

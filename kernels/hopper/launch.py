@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from functools import lru_cache
 from math import ceil
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ringflash.kernels.device_tables import is_capturing
+from ringflash.kernels.device_tables import is_capturing, outside_pools
 from ringflash.kernels.hopper.mask_tables import Intervals
 from ringflash.kernels.launch import current_stream
 from ringflash.kernels.triton.config import processors
@@ -22,6 +21,7 @@ K = TypeVar("K", bound=tuple[Any, ...])
 TOGETHER_BYTES = 16 * 2**20  # bytes that the heads of a wave stream: these stay in L2
 NUMBERS = 4  # int32 numbers of a counter, two of them unused: each counter begins at a multiple of 16 bytes
 FILLED = 512  # counters of one fill
+PER_THREAD = 2  # the handle that stands for another stream in each thread, cudaStreamPerThread
 TOGETHER_TILES = 6  # tiles of keys of a head at a time, at most, when each waits for the one before it
 
 
@@ -105,42 +105,39 @@ def new_counter(taken: int, device: torch.device) -> Counter:
     graph has a fill of its own: its replays need new numbers each time.
     """
     if device.type != "cuda" or is_capturing():
-        return _counters(1, taken, device)[0]
-    place = current_stream(device), device.index, taken
+        return _filled(torch.empty((1, NUMBERS), dtype=torch.int32, device=device), taken)[0]
+    stream = current_stream(device)
+    if stream == PER_THREAD:
+        return _filled(torch.empty((1, NUMBERS), dtype=torch.int32, device=device), taken)[0]
+    place = stream, device.index, taken
     kept = _kept.get(place)
     if kept is None:
         kept = _kept.setdefault(place, deque())
     try:
         return kept.popleft()
     except IndexError:
-        kept.extend(_counters_outside_pools(taken, device))
+        kept.extend(_filled(_allocated(device), taken))
         return kept.popleft()
 
 
 _kept: dict[tuple[int, int | None, int], deque[Counter]] = {}
 
 
-def _counters(count: int, taken: int, device: torch.device) -> list[Counter]:
-    numbers = torch.full((count, NUMBERS), taken, dtype=torch.int32, device=device)
-    return list(map(Counter, numbers.unbind(), numbers[:, 1:].unbind()))
+def _allocated(device: torch.device) -> Tensor:
+    """Returns memory for the counters of the current stream that outlives the pools of CUDA graphs."""
+    stream = torch.cuda.current_stream(device)
 
-
-def _counters_outside_pools(taken: int, device: torch.device) -> list[Counter]:
-    """Makes counters on the current stream, in memory that no pool of a CUDA graph owns.
-
-    torch.compile with CUDA graphs takes the memory of a thread from a pool, and reuses it after the call. Another
-    thread allocates outside of the pool.
-    """
-    stream, made = torch.cuda.current_stream(device), list[Counter]()
-
-    def make() -> None:
+    def allocate() -> Tensor:
         with torch.cuda.stream(stream):
-            made.extend(_counters(FILLED, taken, device))
+            return torch.empty((FILLED, NUMBERS), dtype=torch.int32, device=device)
 
-    thread = Thread(target=make)
-    thread.start()
-    thread.join()
-    return made
+    return outside_pools(allocate, device)
+
+
+def _filled(numbers: Tensor, taken: int) -> list[Counter]:
+    """Returns the counters in `numbers` (count, NUMBERS), filled on the current stream."""
+    numbers.fill_(taken)
+    return list(map(Counter, numbers.unbind(), numbers[:, 1:].unbind()))
 
 
 @lru_cache(maxsize=1024)

@@ -8,9 +8,10 @@ layout. So the kernels know neither chunks nor positions, and their tiles may cr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from ringflash.kernels.device_tables import device_tables
 from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_tables, row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
+
+_uploading = Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,8 @@ class Intervals:
         skew: the largest number of processed tiles over the average, in the sequence with the most: 1 without a mask,
             about 2 under the causal mask.
         covers: whether every row of the owned side sees some row of the other side.
-        host: the tables on the host, in the order of the properties below.
+        ordered: whether there is the table `turns`.
+        host: the tables on the host, in the order of the properties below; emptied when they are uploaded.
         device: where kernels read them. They are uploaded at the first use, as a tiling may be discarded unused.
     """
 
@@ -42,12 +46,19 @@ class Intervals:
     visits: float
     skew: float
     covers: bool
-    host: tuple[np.ndarray, ...]
+    ordered: bool
+    host: list[np.ndarray]
     device: torch.device
+    uploaded: list[Tensor] = field(default_factory=list)
 
-    @cached_property
+    @property
     def _tables(self) -> list[Tensor]:
-        return int32_tables(self.host, self.device)
+        if not self.uploaded:
+            with _uploading:  # two threads may make the same first call
+                if not self.uploaded:
+                    self.uploaded.extend(int32_tables(self.host, self.device))
+                    self.host.clear()
+        return self.uploaded
 
     @property
     def bounds(self) -> Tensor:
@@ -74,7 +85,7 @@ class Intervals:
     @property
     def turns(self) -> Tensor | None:
         """Table of `_turns`, int32; None unless `ordered`."""
-        return self._tables[3] if len(self.host) > 3 else None
+        return self._tables[3] if self.ordered else None
 
     @property
     def bounds_stride(self) -> int:
@@ -154,7 +165,8 @@ def intervals(
         visits=float(visits.mean()),
         skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
         covers=bool(live.all()),
-        host=tuple(tables),
+        ordered=ordered,
+        host=tables,
         device=device,
     )
 

@@ -41,7 +41,7 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
             return through[0]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(tables, "_streams", lambda device: [None])
     monkeypatch.setattr(tables, "is_capturing", lambda: capturing[0])
     retired: deque[tables._Retired] = deque()
     monkeypatch.setattr(tables, "_retired", lambda device: retired)
@@ -51,6 +51,40 @@ def test_tables_that_are_dropped_stay_until_they_are_read(monkeypatch: pytest.Mo
     capturing[0], through[0] = False, True
     tables._retire(torch.zeros(1))
     assert not retired
+
+
+def test_dropped_tables_stay_until_every_stream_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks streams on which kernels were launched, also one that the program has destroyed since."""
+    device, finished, synchronized = torch.device("cpu"), set[int](), []
+
+    class Stream:
+        def __init__(self, handle: int, device: torch.device = device) -> None:
+            self.cuda_stream, self.device = handle, device
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            if stream.cuda_stream == 9:
+                raise RuntimeError("invalid resource handle")
+            self.of = stream.cuda_stream
+
+        def query(self) -> bool:
+            return not hasattr(self, "of") or self.of in finished
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(5))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream(0))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    retired: deque[tables._Retired] = deque()
+    known = {0, 5, 7, 9}
+    monkeypatch.setattr(tables, "_retired", lambda device: retired)
+    monkeypatch.setattr(tables, "readers", lambda device: known)
+    monkeypatch.setattr(tables, "is_capturing", lambda: False)
+    for finished_now, kept in ((set(), 1), ({5, 0}, 2), ({5, 0, 7}, 0)):
+        finished |= finished_now
+        tables._retire(torch.zeros(1))
+        assert len(retired) == kept
+    assert (known, synchronized) == ({0, 5, 7}, [device])
 
 
 def test_tables_travel_together_and_begin_where_kernels_load_vectors() -> None:

@@ -21,6 +21,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return as_tensor(rf.flash_attention(q * 1.5, k, v, mask=rf.Causal())) * 2.0
 
 
+def test_tables_of_a_first_call_outlive_the_graphs_pool() -> None:
+    """Compiles a shape that no eager call has made, so that its tables are uploaded within a call of the graph."""
+    compiled = torch.compile(_attention, mode="reduce-overhead")
+    shape = (2, 768, 4, 64)
+    for _ in range(4):
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(q, k, v).clone()
+        torch.testing.assert_close(out, _attention(q, k, v), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_replays_between_eager_calls(headdim: int) -> None:
     """Compares graphs with eager calls, whose counters must not lie in memory that the graphs reuse."""
