@@ -63,6 +63,7 @@ ALLOWED = {
 EXPLAINED = {
     "tiles.py": ("ringflash.kernels.triton.config", "ringflash.kernels.hopper"),
     "hops.py": ("ringflash.kernels", "ringflash.layouts.layout", "ringflash.masks"),
+    "merging.py": ("ringflash.masks", "ringflash.ops"),  # the backward of a hop with lse of the whole ring
 }
 
 

@@ -125,6 +125,7 @@ def _bench(args: list[str]) -> int:
             "attention on one device under masks, beside the time their visible pairs should take",
         ),
         "hops": ("attention.hops", "what a hop of a ring costs by its role, on one device and without a transport"),
+        "accuracy": ("ring.errors", "errors of rings against float64 by size and depth, by three ways to merge hops"),
         "decode": ("decode.latency", "decoding with a KV cache, beside its peers"),
     }
     name = args[0] if args else "--help"

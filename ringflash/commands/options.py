@@ -15,11 +15,11 @@ LEAVE_OUT = "Leave it out for the default."
 
 
 def fill_in(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Sets omitted options to their `defaults`; `nheads_kv` without a default becomes `nheads`."""
+    """Sets omitted options to their `defaults`; an option `nheads_kv` without a default becomes `nheads`."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.nheads_kv is None:
+    if getattr(options, "nheads_kv", 0) is None:
         options.nheads_kv = options.nheads
 
 

@@ -64,6 +64,19 @@ def test_every_record_is_named() -> None:
     assert {str(path.relative_to(RECORDS)) for path in RECORDS.rglob("*.json")} == named | set(elsewhere)
 
 
+def test_accuracy() -> None:
+    record = json.loads((RECORDS / "cpu-accuracy.json").read_text())
+    errors = {(row["world_size"], row["name"], row.get("layers")): row["errors"] for row in record["rows"]}
+    shown = table("accuracy", "ranks")
+    assert len(shown) == 12
+    for ranks, name, *cells in shown:
+        for cell, error in zip(cells, errors[int(ranks), name.strip("*"), None].values(), strict=True):
+            assert_rounded(cell, 1e3 * error)
+    for layers, *cells in table("accuracy", "layers"):
+        for name, cell in zip(dict.fromkeys(name for _, name, _ in errors), cells, strict=True):
+            assert_rounded(cell, *(1e3 * error for error in errors[8, name, int(layers)].values()))
+
+
 def test_host() -> None:
     record = json.loads((RECORDS / "h200" / "host.json").read_text())
     of = {(row["name"], row["call"], row["seqlen"], row["headdim"]): row["host_us"] for row in record["rows"]}

@@ -66,7 +66,8 @@ def test_benchmarks_of_ranks_say_how_they_are_started(
         (
             ["--seqlens", "4096"],
             2,
-            "expected one of ring, scaling, training, model, kernels, host, masks, hops, decode, got '--seqlens'. Put",
+            "expected one of ring, scaling, training, model, kernels, host, masks, hops, accuracy, decode, "
+            "got '--seqlens'. Put",
         ),
     ],
 )
