@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.checks import check_whole
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.registry import Closed, Registry
-from ringflash.coordination.session import ControlPlane, Field, is_alive, outlier_ranks
+from ringflash.coordination.session import ControlPlane, Field, outlier_ranks
 from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.groups import group_of
 from ringflash.layouts import layout as layouts
 from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
@@ -100,7 +101,7 @@ class ContextParallel(TokenMeans):
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
-        group, mesh, grid = _resolve(mesh_or_group)
+        group, mesh, grid = group_of(mesh_or_group)
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
         asked = ConnectRequest(group, transport, deadline, inner_ring is not None, fixed_lengths)
@@ -450,54 +451,6 @@ def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
         remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
         expected = f"a divisor of the ring's {grid.ring} ranks"
         raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
-
-
-def _resolve(mesh_or_group: object) -> tuple[dist.ProcessGroup, DeviceMesh | None, Grid]:
-    """Returns the group that KV goes around, the mesh if it has a second dimension, and the grid of ranks."""
-    if not isinstance(mesh_or_group, DeviceMesh):
-        group = _resolve_group(mesh_or_group)
-        return group, None, Grid.of(dist.get_world_size(group))
-    if mesh_or_group.get_coordinate() is None:
-        raise ArgumentError(
-            "mesh",
-            expected="a mesh that this rank belongs to",
-            got=f"ranks {mesh_or_group.mesh.tolist()}",
-            remedy="Create the context only on ranks of the mesh.",
-            rank=dist.get_rank(),
-        )
-    if mesh_or_group.ndim == 1:
-        return mesh_or_group.get_group(), None, Grid.of(mesh_or_group.size())
-    grid = Grid.of_mesh(mesh_or_group)
-    return mesh_or_group.get_group(RING), mesh_or_group, grid
-
-
-def _resolve_group(mesh_or_group: object) -> dist.ProcessGroup:
-    if not isinstance(mesh_or_group, dist.ProcessGroup):
-        excluded = mesh_or_group == dist.GroupMember.NON_GROUP_MEMBER
-        raise ArgumentError(
-            "mesh_or_group",
-            expected="a DeviceMesh or a process group that this rank belongs to",
-            got="a group without this rank" if excluded else repr(mesh_or_group),
-            remedy="Create the context only on ranks of the group; dist.group.WORLD has all; without torch.distributed "
-            "use flash_attention, or ContextParallel.local(n) for n virtual ranks.",
-            rank=dist.get_rank() if dist.is_initialized() else None,
-        )
-    if not is_alive(mesh_or_group):
-        raise ArgumentError(
-            "mesh_or_group",
-            expected="a process group that exists",
-            got="one that was destroyed",
-            remedy="Create the context after the group, and anew when the group is.",
-        )
-    if dist.get_rank(mesh_or_group) < 0:
-        raise ArgumentError(
-            "mesh_or_group",
-            expected="a group that this rank belongs to",
-            got=f"a group of ranks {dist.get_process_group_ranks(mesh_or_group)}",
-            remedy="Create the context only on ranks of the group.",
-            rank=dist.get_rank(),
-        )
-    return mesh_or_group
 
 
 def context_by_name(name: str) -> ContextParallel:

@@ -31,10 +31,12 @@ ALLOWED = {
     "transport": {"coordination", "errors"},
     "ring": {"kernels", "layouts", "masks", "state", "transport"},
     "token_mean": {"errors"},
+    "groups": {"coordination", "errors", "layouts"},
     "context": {
         "checks",
         "coordination",
         "errors",
+        "groups",
         "layouts",
         "masks",
         "recent_calls",
