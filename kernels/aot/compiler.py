@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
-from triton._C.libtriton import get_cache_invalidating_env_vars  # pyright: ignore[reportMissingImports] - a binary
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
@@ -30,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from ringflash.kernels.aot.cases import Case, launch
 from ringflash.kernels.aot.sass import disassemble, undefined_uniform_reads
+from ringflash.kernels.hopper.versions import environment_of_compilations
 
 SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -176,7 +176,7 @@ def _launches_compiled() -> Iterator[dict[str, Usage]]:
         lower = stages[first]
 
         def lower_unless_known(module: Any, metadata: dict[str, Any]) -> Any:
-            rest = self.hash(), options.hash(), sorted(get_cache_invalidating_env_vars().items())
+            rest = self.hash(), options.hash(), sorted(environment_of_compilations().items())
             text = f"{_MODULE.sub('', module.str_nodebug())}\n{rest}"
             sources.append(hashlib.sha256(text.encode()).hexdigest()[:16])
             if usage := _known.get(sources[-1]):

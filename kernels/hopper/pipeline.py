@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
+from ringflash.kernels.hopper.versions import copy_to_shared, halves, nbytes
 
 
 class Bounds(NamedTuple):
@@ -235,20 +234,13 @@ def pack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LOOPS: gl.constex
     return x
 
 
-@builtin
-def _halves(pairs, dtype, _semantic=None):
-    types = (gl.constexpr(dtype).value,) * 2  # a kernel itself cannot write this tuple
-    asm = "mov.b32 {$0, $1}, $2;"
-    return gl.inline_asm_elementwise(asm, "=h,=h,r", [pairs], types, is_pure=True, pack=1, _semantic=_semantic)
-
-
 @gluon.jit
 def unpack_operand(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns the result of `pack_operand` as a register operand of a matmul."""
     if x.dtype == gl.int32:
         ROWS: gl.constexpr = x.shape[0]
         COLUMNS: gl.constexpr = x.shape[1] * 2
-        even, odd = _halves(x, DTYPE)
+        even, odd = halves(x, DTYPE)
         x = gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
     return x
 
