@@ -49,12 +49,24 @@ def main():
         assert [outcome.name for outcome in outcomes] == names[:4]
         assert [(outcome.compiled, outcome.error) for outcome in outcomes] == [(cold, "")] * 4, outcomes
     hits = []
-    knobs.compilation.listener = lambda **given: hits.append(given["cache_hit"])
+
+    class EnoughError(Exception):
+        pass
+
+    def listen(**given):
+        hits.append(given["cache_hit"])
+        if len(hits) == 4:  # the other kernels were not compiled
+            raise EnoughError
+
+    knobs.compilation.listener = listen
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **rest: run(self, *args, grid=grid, warmup=True, **rest)
     first = warmup.Calls(512, 1, 4, 2, 64, torch.bfloat16, masks[:1], world_size=2)
-    first.run(torch.device("cpu"))
-    assert hits[:4] == [True] * 4, hits  # the launches of a run find the same keys
+    try:
+        first.run(torch.device("cpu"))
+    except EnoughError:
+        pass
+    assert hits == [True] * 4, hits  # the launches of a run find the same keys
     print("same keys")
 
 if __name__ == "__main__":
