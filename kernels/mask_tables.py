@@ -83,11 +83,15 @@ class TileBounds:
 
         Some row sees some of [begin, end). Every row sees all of [full_begin, full_end).
         """
-        begin = self.some_lo // block
-        end = np.maximum(-(-self.some_hi // block), begin)
-        full_begin = (-(-self.all_lo // block)).clip(begin, end)
-        full_end = (self.all_hi // block).clip(full_begin, end)
-        return np.stack([begin, full_begin, full_end, end], -1)
+        spans = np.empty(
+            (*self.some_lo.shape, 4), np.int64
+        )  # filled in place, and by ufuncs: with few tiles, calls count
+        begin, full_begin, full_end, end = (spans[..., i] for i in range(4))
+        np.floor_divide(self.some_lo, block, out=begin)
+        np.maximum(-(-self.some_hi // block), begin, out=end)
+        np.minimum(np.maximum(-(-self.all_lo // block), begin), end, out=full_begin)
+        np.minimum(np.maximum(self.all_hi // block, full_begin), end, out=full_end)
+        return spans
 
 
 @dataclass(frozen=True, eq=False)

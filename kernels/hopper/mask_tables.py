@@ -162,8 +162,8 @@ def intervals(
     return Intervals(
         below=below,
         above=above,
-        visits=float(visits.mean()),
-        skew=float(fullest.max() / fullest.mean()) if fullest.any() else 1.0,
+        visits=visits.sum().item() / visits.size,
+        skew=fullest.max().item() * fullest.size / most if (most := fullest.sum().item()) else 1.0,
         covers=bool(live.all()),
         ordered=ordered,
         host=tables,
@@ -187,7 +187,7 @@ def _rows_before(x: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
     Between two chunks' starts this is the distance from the first, or the chunk's length if that is less.
     """
     if len(chunks) == 1:
-        return (x - np.int32(chunks[0].start)).clip(0, np.int32(chunks[0].length))
+        return np.minimum(np.maximum(x - np.int32(chunks[0].start), 0), np.int32(chunks[0].length))
     starts, lengths = np.array([(chunk.start, chunk.length) for chunk in chunks], np.int32).T
     stored = lengths.cumsum(dtype=np.int32)
     shifts, most = np.append(0, stored - lengths - starts), np.append(0, stored)

@@ -158,7 +158,9 @@ class Documents(TensorMask):
     def _repeated(self, rows: np.ndarray, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo and hi for positions that never fall, by repeating each document's."""
         ends = self._ends.numpy().reshape(self.batch, -1)
-        counts = np.diff(rows.searchsorted(ends), prepend=0, append=len(rows)).ravel()
+        cuts = np.empty((len(ends), ends.shape[1] + 2), np.int64)
+        cuts[:, 0], cuts[:, 1:-1], cuts[:, -1] = 0, rows.searchsorted(ends), len(rows)
+        counts = (cuts[:, 1:] - cuts[:, :-1]).ravel()
         clamped = np.minimum(ends, seqlen_k)
         los = np.concatenate([clamped[:, :1], clamped], 1)
         his = np.concatenate([clamped[:, :1], clamped[:, 1:], clamped[:, -1:]], 1)
