@@ -32,7 +32,8 @@ def test_every_call_has_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_new_documents_are_new_for_every_cache() -> None:
     masks = list(itertools.islice(host._new_documents(128), host.NEW_MASKS))
     assert len({*masks}) == host.NEW_MASKS
-    calls = host._calls(40, (2, 2), 16, torch.device("cpu"), torch.float32, with_compiled=False)
+    fresh = host._new_documents(40)
+    calls = host._calls(40, (2, 2), 16, torch.device("cpu"), torch.float32, fresh, with_compiled=False)
     before = cache_info()
     for _ in range(3):
         calls["ringflash", "forward, new documents"]()

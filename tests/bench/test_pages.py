@@ -82,10 +82,10 @@ def test_host() -> None:
     of = {(row["name"], row["call"], row["seqlen"], row["headdim"]): row["host_us"] for row in record["rows"]}
     sizes = [(seqlen, headdim) for seqlen in (128, 512, 1024, 2048) for headdim in (64, 128)]
     shown = {(name.strip("*"), call): cells for name, call, *cells in table("host", "host")}
-    assert {(*row, *size) for row in shown for size in sizes} == {*of}
-    for row, cells in shown.items():
-        for size, cell in zip(sizes, cells, strict=True):
-            assert_rounded(cell, of[*row, *size])
+    cells = {(*row, *size): cell for row in shown for size, cell in zip(sizes, shown[row], strict=True)}
+    assert {place for place, cell in cells.items() if cell != "-"} == {*of}
+    for place, figure in of.items():
+        assert_rounded(cells[place], figure)
 
 
 def test_kernels() -> None:

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fill_in(options, GPU if device.type == "cuda" else CPU)
     rows: list[dict[str, Any]] = []
+    masks = {seqlen: _new_documents(seqlen) for seqlen in options.seqlens}  # no headdim meets those of another
     for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
         shape = {
             "seqlen": seqlen,
@@ -56,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dtype": options.dtype,
         }
         heads = options.nheads, options.nheads_kv
-        calls = _calls(seqlen, heads, headdim, device, DTYPES[options.dtype], with_compiled=options.compiled)
+        calls = _calls(
+            seqlen, heads, headdim, device, DTYPES[options.dtype], masks[seqlen], with_compiled=options.compiled
+        )
         for (name, call), microseconds in _measure(calls, options.rounds, device).items():
             rows.append({"name": name, "call": call, **shape, "host_us": round(microseconds, 1)})
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -80,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calls(
-    seqlen: int, heads: tuple[int, int], headdim: int, device: torch.device, dtype: torch.dtype, *, with_compiled: bool
+    seqlen: int,
+    heads: tuple[int, int],
+    headdim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fresh: Iterator[Any],
+    *,
+    with_compiled: bool,
 ) -> _Calls:
-    """Returns the calls to measure, on causal self-attention of one sequence."""
+    """Returns the calls to measure, on causal self-attention of one sequence; `fresh` yields masks of documents."""
     nheads, nheads_kv = heads
     q, k, v, dout = (
         torch.randn(1, seqlen, count, headdim, device=device, dtype=dtype)
@@ -102,7 +112,6 @@ def _calls(
 
     add("ringflash", lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
     calls["ringflash", "forward, documents seen before"] = lambda: rf.flash_attention(q, k, v, mask=seen)
-    fresh = _new_documents(seqlen)
     calls["ringflash", "forward, new documents"] = lambda: rf.flash_attention(q, k, v, mask=next(fresh))
     if with_compiled:
         compiled = torch.compile(lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
