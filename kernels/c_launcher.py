@@ -48,8 +48,8 @@ class TensorMaps(dict[int, Any]):
     def __init__(self, descriptor: Any, metadata: dict[str, Any]) -> None:
         """Keeps the shape and the strides of `descriptor`; `metadata` is what the compiler says of its tiles."""
         super().__init__()
-        self._kind, self._attributes, self._metadata = type(descriptor), vars(descriptor), metadata
-        self._attributes = {**self._attributes, "base": None}  # keeps no tensor of the first call alive
+        self._kind, self._metadata = type(descriptor), metadata
+        self._attributes = {**vars(descriptor), "base": None}  # keeps no tensor of the first call alive
 
     def __missing__(self, address: int) -> Any:
         """Encodes the descriptor of a tensor at `address`."""

@@ -46,8 +46,8 @@ def _helper() -> ThreadPoolExecutor:
 def outside_pools(make: Callable[[], T], device: torch.device) -> T:
     """Returns what `make` allocates on `device`, in memory that no pool of a CUDA graph owns.
 
-    torch.compile with CUDA graphs takes the memory of a thread from a pool, and reuses it after the call. What outlives
-    the call must be allocated by another thread.
+    torch.compile with CUDA graphs takes the memory of a thread from a pool, and reuses it after the call. Memory that
+    outlives the call must therefore be allocated by another thread.
     """
     return _helper().submit(make).result() if device.type == "cuda" else make()
 

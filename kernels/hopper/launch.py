@@ -104,10 +104,8 @@ def new_counter(taken: int, device: torch.device) -> Counter:
     One fill makes the numbers of many launches, because a fill takes the host as long as the launch itself. A CUDA
     graph has a fill of its own: its replays need new numbers each time.
     """
-    if device.type != "cuda" or is_capturing():
-        return _filled(torch.empty((1, NUMBERS), dtype=torch.int32, device=device), taken)[0]
-    stream = current_stream(device)
-    if stream == PER_THREAD:
+    stream = None if device.type != "cuda" or is_capturing() else current_stream(device)
+    if stream is None or stream == PER_THREAD:
         return _filled(torch.empty((1, NUMBERS), dtype=torch.int32, device=device), taken)[0]
     place = stream, device.index, taken
     kept = _kept.get(place)

@@ -19,7 +19,7 @@ def fill_in(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if getattr(options, "nheads_kv", 0) is None:
+    if "nheads_kv" in options and options.nheads_kv is None:
         options.nheads_kv = options.nheads
 
 

@@ -88,9 +88,8 @@ def _over_ring_size(
             q, k, v = (x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
             out = attend(q, k, v)
             results = out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout)
-            shape = {"seqlen": seqlen, "nheads": HEADS, "headdim": HEADDIM, "dtype": str(dtype).removeprefix("torch.")}
             errors = {x: _relative(y, z) for x, y, z in zip(TENSORS, results, exact, strict=True)}
-            rows.append({"name": name, "world_size": world_size, **shape, "errors": errors})
+            rows.append({"name": name, "world_size": world_size, **_shape(seqlen, dtype), "errors": errors})
     return rows
 
 
@@ -109,9 +108,10 @@ def _over_depth(seqlen: int, layers: Sequence[int], device: torch.device, dtype:
         exact = _gradient(x, dout, weights[:count], _plain, torch.float64)
         for name, attend in ways(DEPTH_RANKS).items():
             gradient = _gradient(x, dout, weights[:count], attend, dtype)
-            shape = {"seqlen": seqlen, "nheads": HEADS, "headdim": HEADDIM, "dtype": str(dtype).removeprefix("torch.")}
             errors = {GRADIENT: _relative(gradient, exact)}
-            rows.append({"name": name, "world_size": DEPTH_RANKS, "layers": count, **shape, "errors": errors})
+            rows.append(
+                {"name": name, "world_size": DEPTH_RANKS, "layers": count, **_shape(seqlen, dtype), "errors": errors}
+            )
     return rows
 
 
@@ -129,6 +129,10 @@ def _gradient(x: Tensor, dout: Tensor, weights: Sequence[Tensor], attend: Attent
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _shape(seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"seqlen": seqlen, "nheads": HEADS, "headdim": HEADDIM, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:
