@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
+from threading import Lock
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
+from ringflash.state import contiguous
 
 ALIGNMENT = 256  # bytes, as of an allocation: kernels load whole vectors from the beginning of a table
+CHUNK = 2**20  # bytes of device memory that are allocated at once for tables
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,21 +70,52 @@ def uploaded(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
     staging, places = _packed(tables)
-    there = outside_pools(lambda: _transferred(staging, device), device)
-    copies = []
-    for table, place in zip(tables, places, strict=True):
-        copy = there[place : place + table.nbytes].view(table.dtype).view(table.shape)
-        weakref.finalize(copy, _retire, copy.detach()).atexit = False
-        copies.append(copy)
-    return copies
-
-
-def _transferred(staging: Tensor, device: torch.device) -> Tensor:
+    chunk, begin = _room(staging.nbytes, device)
     aside = _stream(device)
     with torch.cuda.stream(aside):
-        there = staging.pin_memory().to(device, non_blocking=True)
+        chunk.memory[begin : begin + staging.nbytes].copy_(staging, non_blocking=True)
     aside.synchronize()  # other streams than the current one will read it
-    return there
+    return [chunk.table(table, begin + place) for table, place in zip(tables, places, strict=True)]
+
+
+class _Chunk:
+    """Device memory of many tables; it retires when all of them have left the caches."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = outside_pools(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+        self.used = 0
+        self._typed: dict[torch.dtype, Tensor] = {}
+        weakref.finalize(self, _retire, self.memory).atexit = False
+
+    def table(self, like: Tensor, begin: int) -> Tensor:
+        """Returns the memory from byte `begin` on as a table of the shape and dtype of `like`."""
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            typed = self._typed.setdefault(like.dtype, self.memory.view(like.dtype))
+        table = typed.as_strided(*contiguous(like.shape), begin // like.itemsize)
+        table.of_chunk = self  # pyright: ignore[reportAttributeAccessIssue] - it lives as long as the table
+        return table
+
+
+_allocating = Lock()
+_current: dict[torch.device, _Chunk] = {}
+
+
+def _room(nbytes: int, device: torch.device) -> tuple[_Chunk, int]:
+    """Returns device memory for tables of `nbytes` bytes: a chunk, and where its free memory begins.
+
+    Tables share chunks, because an allocation outside of pools, and the retirement of a table, take the host long.
+    Memory of a chunk is used once.
+    """
+    with _allocating:
+        chunk = _current.get(device)
+        if chunk is None or chunk.used + nbytes > chunk.memory.nbytes:
+            chunk = _Chunk(max(nbytes, CHUNK), device)
+            if nbytes < CHUNK:
+                _current[device] = chunk
+        begin = chunk.used
+        chunk.used += nbytes
+        return chunk, begin
 
 
 def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
@@ -102,11 +136,11 @@ def readers(device: torch.device) -> set[int]:
     return set()
 
 
-def _retire(table: Tensor) -> None:
-    """Keeps the memory of a table that left the cache until the kernels that read it have finished, on every stream."""
-    device = table.device
+def _retire(memory: Tensor) -> None:
+    """Keeps memory of tables that left the caches until kernels that read them have finished, on every stream."""
+    device = memory.device
     retired = _retired(device)
-    retired.append(_Retired(table))
+    retired.append(_Retired(memory))
     if is_capturing():  # the events would become part of the graph
         return
     for last in retired:
@@ -136,7 +170,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @dataclass
 class _Retired:
-    table: Tensor
+    memory: Tensor
     read: list[torch.cuda.Event] | None = None  # recorded at retirement; None while a capture prevents that
 
 

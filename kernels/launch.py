@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, get_ident
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -71,7 +71,7 @@ class Launches:
 
     def __init__(self, most: int = 256) -> None:
         self._known: dict[Hashable, Launch] = {}
-        self._compiled: dict[Hashable, Any] = {}
+        self._families: dict[Hashable, _Family] = {}
         self._captured: set[Launch] = set()
         self._most, self._lock = most, Lock()
 
@@ -81,7 +81,7 @@ class Launches:
         A launch that a CUDA graph captures is kept for good, and with it the tables that the graph's replays read.
         """
         launch = self._known.get(key)
-        if launch is None or _has_hooks():
+        if launch is None or has_hooks():
             return None
         if is_capturing():
             self._captured.add(launch)
@@ -92,6 +92,29 @@ class Launches:
         launch = self.find(key)
         return launch is not None and launch(tensors)
 
+    def bind(
+        self,
+        key: Hashable,
+        family: Hashable,
+        grid: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        tables: Sequence[Any],
+        numbers: Sequence[int],
+        note: Any = None,
+    ) -> bool:
+        """Launches the kernel of an earlier `first` of the same family, and keeps the launch for calls of `key`.
+
+        Returns whether there was one. The arguments are those of `first`.
+        """
+        known = self._families.get(_under_modes(family))
+        if key is None or known is None or has_hooks() or is_capturing():
+            return False
+        launch = Launch.of(known, grid, tables, numbers, note)
+        if launch is None or not launch(tensors):
+            return False
+        self._keep(key, launch)
+        return True
+
     def first(
         self,
         key: Hashable,
@@ -101,8 +124,9 @@ class Launches:
         options: dict[str, Any],
         tensors: Sequence[Tensor],
         tables: Sequence[Any] = (),
+        numbers: range = range(0),
         note: Any = None,
-        variant: Hashable = None,
+        family: Hashable = None,
     ) -> None:
         """Launches `kernel`, and keeps the launch for calls of `key`.
 
@@ -114,127 +138,182 @@ class Launches:
             options: launch options, such as num_warps.
             tensors: tensors that change with each call. A launch that reads any other tensor is not kept.
             tables: tensors, or tuples with tensors, that are the same in all calls of `key`.
+            numbers: places in `arguments` of integers that Triton compiles no other kernel for.
             note: a value that the caller needs to repeat the launch.
-            variant: all that decides on the compiled kernel besides dtypes, alignments and the width of integers. A
-                launch of a known variant, such as with other documents, skips `JITFunction.run`. None: unknown.
+            family: everything that decides on the launch besides `grid`, `tables` and `numbers`; None if unknown. A
+                launch for another mask, such as other documents, is one of the same family.
         """
         settle(kernel)
-        repeatable = key is not None and _is_checked() and not is_capturing()
-        launch = compiled = known = None
-        if repeatable and variant is not None:
-            modes = knobs.runtime.debug, knobs.compilation.instrumentation_mode
-            known = variant, modes, driver.active.get_current_device(), _specialized(arguments)
-            compiled = self._compiled.get(known)
-        if compiled is not None and not _has_hooks():
-            launch = Launch.of(compiled, grid, arguments, tensors, tables, note)
-        if launch is None or not launch(tensors):
-            compiled, launch = kernel[grid](*arguments, **options), None
-            if repeatable and _was_launched(compiled):
-                launch = Launch.of(compiled, grid, arguments, tensors, tables, note)
+        if observers:
+            _observe(None, ())
+        compiled = kernel[grid](*arguments, **options)
+        launch = None
+        if key is not None and _is_checked() and not is_capturing() and _was_launched(compiled):
+            known = _Family.of(compiled, arguments, tensors, tables, numbers)
+            if known is not None:
+                launch = Launch.of(known, grid, tables, [arguments[place] for place in numbers], note)
+                if family is not None and len(set(map(id, _leaves(tables)))) == len(_leaves(tables)):
+                    with self._lock:
+                        _make_room(self._families, self._most)
+                        self._families[_under_modes(family)] = known
         if launch is None:
             _counts["ordinary"] += 1
-            return
+        else:
+            self._keep(key, launch)
+
+    def _keep(self, key: Hashable, launch: Launch) -> None:
         _counts["prepared"] += 1
         with self._lock:  # autograd runs backwards in a thread of its own
-            for kept in (self._known, self._compiled):
-                while len(kept) >= self._most:
-                    del kept[next(iter(kept))]
+            _make_room(self._known, self._most)
             self._known[key] = launch
-            if known is not None:
-                self._compiled[known] = compiled
+
+
+def _make_room(kept: dict[Hashable, Any], most: int) -> None:
+    """Drops the oldest of `kept` until there is room for another."""
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+
+
+def _under_modes(family: Hashable) -> Hashable:
+    """Returns `family` with the modes of Triton that decide on the compiled kernel, and the GPU."""
+    modes = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    return family, modes, driver.active.get_current_device()
 
 
 class Launch:
-    """One launch of a compiled kernel, with the places where the addresses of another call's tensors go.
+    """One launch of a compiled kernel, with the places where the addresses of another call's tensors go."""
 
-    Args:
-        launcher: the C launcher of the kernel, with its grid.
-        grid: number of programs in each dimension.
-        template: flat arguments of the launcher, in which those of the fields below are replaced.
-        kept: objects that must live as long as this launch: the kernel, and the tables that it reads.
-        note: a value of the caller.
-    """
+    def __init__(
+        self, family: _Family, launcher: Launcher, grid: tuple[int, ...], arguments: list[Any], tables: Any, note: Any
+    ) -> None:
+        """Keeps a launch.
 
-    def __init__(self, launcher: Launcher, grid: tuple[int, ...], template: _Template, kept: Any, note: Any) -> None:
+        Args:
+            family: the kernel, and the places of arguments.
+            launcher: the C launcher of the kernel, with its grid.
+            grid: number of programs in each dimension.
+            arguments: flat arguments of the launcher, in which those of the family's places are replaced.
+            tables: tensors that the kernel reads in every launch; they live as long as this object.
+            note: a value of the caller.
+        """
         self.grid, self.note = grid, note
-        self._launcher, self._kept, self._aligned = launcher, kept, template.aligned
-        self._arguments, self._pointers = template.arguments, template.pointers
-        self._descriptors, self._tuples = template.descriptors, template.tuples
+        self._launcher, self._arguments, self._kept, self._aligned = launcher, arguments, tables, family.aligned
+        self._pointers, self._descriptors, self._tuples = family.pointers, family.descriptors, family.tuples
+        self._tables = tuple([x.data_ptr() for x in _leaves(tables)])
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
         self._readers = readers(torch.device("cuda", self._device))
 
     @staticmethod
     def of(
-        compiled: Any,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        tensors: Sequence[Tensor],
-        tables: Sequence[Any],
-        note: Any,
+        family: _Family, grid: tuple[int, ...], tables: Sequence[Any], numbers: Sequence[int], note: Any
     ) -> Launch | None:
-        """Returns the launch, or None if it cannot be repeated.
-
-        It cannot be if an argument is a tensor that is neither of `tensors` nor of `tables`, such as a copy of an
-        input. Nor if two of `tensors` are one object, because later calls may give two.
-        """
-        launcher = launcher_of(compiled, (*grid, *[1] * (3 - len(grid))))  # pyright: ignore[reportArgumentType]
-        places = {id(x): index for index, x in enumerate(tensors)}
-        if launcher is None or len(places) < len(tensors):
+        """Returns the launch of a family, or None if the kernel cannot be launched without Triton's run."""
+        launcher = launcher_of(family.compiled, (*grid, *[1] * (3 - len(grid))))  # pyright: ignore[reportArgumentType]
+        if launcher is None or not all(-(2**31) <= number < 2**31 for number in numbers):
             return None
-        try:
-            template = _Template(arguments, tensors, places, _leaves(tables), compiled)
-        except _UnknownTensorError:
-            return None
-        return Launch(launcher, grid, template, (compiled, tables), note)
+        arguments = family.arguments.copy()
+        for index, number in zip(family.numbers, numbers, strict=True):
+            arguments[index] = number
+        return Launch(family, launcher, grid, arguments, tables, note)
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool:
         """Launches the kernel on the current stream, and returns True; False if `tensors` are aligned otherwise."""
         addresses = [x.data_ptr() for x in tensors]
         if [address % ALIGNMENT == 0 for address in addresses] != self._aligned:
             return False
-        arguments = self._arguments.copy()
+        self.at(addresses, self.stream())
+        if observers:
+            _observe(self, addresses)
+        return True
+
+    def stream(self) -> int:
+        """Returns the handle of the current stream of the launch's GPU."""
+        return self._stream_of(self._device)
+
+    def at(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches the kernel for tensors at `addresses`, which are aligned as those of the first launch."""
+        arguments, addresses = self._arguments.copy(), (*addresses, *self._tables)
         for index, place in self._pointers:
             arguments[index] = addresses[place]
         for index, place, maps in self._descriptors:
             arguments[index] = maps[addresses[place]]
         for index, fill in self._tuples:
             arguments[index] = fill(addresses)
-        stream = self._stream_of(self._device)
         self._readers.add(stream)
         self._launcher(stream, arguments)
         _counts["repeated"] += 1
-        return True
+
+
+class Memory(NamedTuple):
+    """Device memory that a call takes from a supply instead of allocating it, such as the counter of a launch.
+
+    Args:
+        owner: an object that must live until the call has launched its kernels.
+        address: where the memory begins.
+    """
+
+    owner: object
+    address: int
+
+
+Supply = Callable[[], Memory | None]  # None: not on the current stream
+
+
+class Observer(Protocol):
+    """An object that notes the launches of one thread."""
+
+    def launched(self, launch: Launch | None, addresses: Sequence[int]) -> None:
+        """Takes a launch and the addresses of its tensors; None for a launch by Triton's run."""
+        ...
+
+    def supplied(self, supply: Supply, address: int, nbytes: int) -> None:
+        """Takes memory that a launch needs, and the function that supplies such memory."""
+        ...
+
+
+observers: dict[int, Observer] = {}  # by thread
+
+
+def _observe(launch: Launch | None, addresses: Sequence[int]) -> None:
+    observer = observers.get(get_ident())
+    if observer is not None:
+        observer.launched(launch, addresses)
+
+
+def observe_supply(supply: Supply, memory: Tensor) -> None:
+    """Notes `memory`, which a launch of this thread reads, and the function that supplies such memory."""
+    observer = observers.get(get_ident())
+    if observer is not None:
+        observer.supplied(supply, memory.data_ptr(), memory.nbytes)
 
 
 class _UnknownTensorError(Exception):
     """A tensor of a launch that no call gives."""
 
 
-class _Template:
-    """Flat arguments of a launch: addresses in place of tensors, and expanded descriptors.
+class _Family:
+    """A compiled kernel with flat arguments: addresses in place of tensors, and expanded descriptors.
 
-    Args:
-        arguments: values of all parameters of the kernel.
-        tensors: tensors that change with each call.
-        places: the place in `tensors` of each of them, by identity.
-        tables: tensors that are the same in all calls.
-        compiled: the kernel, which knows the tiles of its descriptors.
+    Tensors and tables are one list here; a place is an index of it.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[Any],
-        tensors: Sequence[Tensor],
-        places: dict[int, int],
-        tables: Sequence[Tensor],
-        compiled: Any,
+        self, compiled: Any, arguments: Sequence[Any], tensors: Sequence[Tensor], tables: Any, numbers: range
     ) -> None:
-        self.arguments, self.aligned = list[Any](), [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
+        """Finds the places of a launch; see `Launches.first`.
+
+        Raises:
+            _UnknownTensorError: if an argument is a tensor that is neither of `tensors` nor of `tables`.
+        """
+        self.compiled, self.aligned = compiled, [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
+        self.arguments, self.numbers = list[Any](), list[int]()
         self.pointers, self.descriptors = list[tuple[int, int]](), list[tuple[int, int, TensorMaps]]()
         self.tuples = list[tuple[int, Callable[[Sequence[int]], tuple[Any, ...]]]]()
-        self._places, self._kept = places, set(map(id, tables))
+        self._places = {id(x): index for index, x in enumerate((*tensors, *_leaves(tables)))}
         of_tiles = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        for value in arguments:
+        for index, value in enumerate(arguments):
+            if index in numbers:
+                self.numbers.append(len(self.arguments))
             if _is_descriptor(value):
                 self._add_descriptor(value, next(of_tiles, None))
             elif isinstance(value, tuple):
@@ -243,11 +322,27 @@ class _Template:
                 self.pointers.append((len(self.arguments), place))
                 self.arguments.append(None)
             else:
-                self.arguments.append(_address_of(value))
+                self.arguments.append(value)
+
+    @staticmethod
+    def of(
+        compiled: Any, arguments: Sequence[Any], tensors: Sequence[Tensor], tables: Any, numbers: range
+    ) -> _Family | None:
+        """Returns the family of a launch, or None if the launch cannot be repeated.
+
+        It cannot be if an argument is a tensor that is neither of `tensors` nor of `tables`, such as a copy of an
+        input. Nor if two of `tensors` are one object, because later calls may give two.
+        """
+        if len(set(map(id, tensors))) < len(tensors):
+            return None
+        try:
+            return _Family(compiled, arguments, tensors, tables, numbers)
+        except _UnknownTensorError:
+            return None
 
     def _place(self, value: Any) -> int | None:
-        """Returns the place of a tensor that changes with each call; None for a constant."""
-        if not isinstance(value, Tensor) or id(value) in self._kept:
+        """Returns the place of a tensor; None for a constant."""
+        if not isinstance(value, Tensor):
             return None
         if id(value) not in self._places:
             raise _UnknownTensorError
@@ -265,11 +360,11 @@ class _Template:
         fill = self._filler(value)
         if fill is not None:
             self.tuples.append((len(self.arguments), fill))
-        self.arguments.append(None if fill else _address_of(value))
+        self.arguments.append(None if fill else _plain(value))
 
     def _filler(self, value: tuple[Any, ...]) -> Callable[[Sequence[int]], tuple[Any, ...]] | None:
         """Returns the function that makes a tuple like `value` from the addresses of a call; None for a constant."""
-        constant, changing = [_address_of(x) for x in value], list[tuple[int, Callable[[Sequence[int]], Any]]]()
+        constant, changing = list(_plain(value)), list[tuple[int, Callable[[Sequence[int]], Any]]]()
         for index, x in enumerate(value):
             if isinstance(x, tuple):
                 if (fill := self._filler(x)) is not None:
@@ -288,22 +383,9 @@ class _Template:
         return filled if changing else None
 
 
-def _address_of(value: Any) -> Any:
-    """Returns `value` with addresses in place of tensors, in tuples too."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return tuple(map(_address_of, value)) if isinstance(value, tuple) else value
-
-
-def _specialized(value: Any) -> Hashable:
-    """Returns what Triton specialises a kernel for: dtypes and alignments, and whether integers need 64 bits."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % ALIGNMENT == 0
-    if isinstance(value, tuple | list):
-        return tuple(map(_specialized, value))
-    if isinstance(value, int):
-        return -(2**31) <= value < 2**31
-    return value.base.dtype if _is_descriptor(value) else value is None
+def _plain(value: Any) -> Any:
+    """Returns tuples in place of named tuples."""
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -319,10 +401,11 @@ def _leaves(value: Any) -> list[Tensor]:
     return []
 
 
-def _has_hooks() -> bool:
+def has_hooks() -> bool:
     """Returns whether a profiler wants to see launches; `JITFunction.run` serves it."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # a program may have put a function in a chain's place
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # A program may have put a function in the place of a chain of hooks.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _was_launched(compiled: Any) -> bool:

@@ -26,7 +26,7 @@ from ringflash.kernels.hopper.dkdv_store import PART_BYTES
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
 from ringflash.kernels.hopper.forward import ForwardConstants
-from ringflash.kernels.hopper.launch import constants, new_counter, work_arguments
+from ringflash.kernels.hopper.launch import Sizes, constants, new_counter, work_arguments
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
@@ -127,14 +127,24 @@ def forward(
         PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
         ROWS=ROWS,
     )
+    key, changing, grid = _forward_key(q, k, v, problem, state, first, last), (*tensors, tables.counter), (programs,)
+    to_base2, kept = problem.score_config.to_base2, tables[:3]
+    family = kind, to_base2, state is None, *layout(q, k, v)
+    if _forwards.bind(key, family, grid, changing, kept, sizes):
+        return
     arguments = (
         tile_view(q, ROWS, config.block_d),
         *(tile_view(x, config.block_n, config.block_d) for x in (k, v)),
         *(tile_view(x, ROWS, config.block_d) for x in (out, o)),
-        m, l, lse, seqlen_q, problem.score_config.to_base2, tables, *sizes, constants(kind),
+        m, l, lse, seqlen_q, to_base2, tables, *sizes, constants(kind),
     )  # fmt: skip
-    key, changing = _forward_key(q, k, v, problem, state, first, last), (*tensors, tables.counter)
-    _forwards.first(key, FORWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, tables[:3], variant=kind)
+    numbers = _places_of_sizes(arguments)
+    _forwards.first(key, FORWARD_KERNEL, grid, arguments, _OPTIONS, changing, kept, numbers, family=family)
+
+
+def _places_of_sizes(arguments: tuple[object, ...]) -> range:
+    """Returns the places of `Sizes` in the arguments of a kernel, before the last one."""
+    return range(len(arguments) - 1 - len(Sizes._fields), len(arguments) - 1)
 
 
 def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
@@ -253,16 +263,20 @@ def backward(
         DS_STAGES=config.ds_stages,
         ROWS=ROWS,
     )
+    key, grid = _backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq), (programs,)
+    semaphores = () if dq.counters is None else (dq.counters,)
+    changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
+    kept, scales = (*tables[:3], known.turns), (problem.score_config.to_base2, problem.score_config.softmax_scale)
+    family = kind, scales, dk.dtype, dv.dtype, known.turns_stride, *layout(dout, q, k, v, dk, dv)
+    if _backwards.bind(key, family, grid, changing, kept, sizes, note=factor):
+        return
     arguments = (
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
         rows_view(total, *HALF), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
-        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, problem.score_config.to_base2,
-        problem.score_config.softmax_scale, tables, *sizes, constants(kind),
+        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, *scales,
+        tables, *sizes, constants(kind),
     )  # fmt: skip
-    key = _backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq)
-    semaphores = () if dq.counters is None else (dq.counters,)
-    changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
-    kept = (*tables[:3], known.turns)
-    _backwards.first(key, BACKWARD_KERNEL, (programs,), arguments, _OPTIONS, changing, kept, note=factor, variant=kind)
+    numbers = _places_of_sizes(arguments)
+    _backwards.first(key, BACKWARD_KERNEL, grid, arguments, _OPTIONS, changing, kept, numbers, factor, family)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ringflash.kernels.device_tables import is_capturing, outside_pools
 from ringflash.kernels.hopper.mask_tables import Intervals
-from ringflash.kernels.launch import current_stream
+from ringflash.kernels.launch import Memory, current_stream, observe_supply, observers
 from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
@@ -104,38 +103,55 @@ def new_counter(taken: int, device: torch.device) -> Counter:
     One fill makes the numbers of many launches, because a fill takes the host as long as the launch itself. A CUDA
     graph has a fill of its own: its replays need new numbers each time.
     """
-    stream = None if device.type != "cuda" or is_capturing() else current_stream(device)
-    if stream is None or stream == PER_THREAD:
-        return _filled(torch.empty((1, NUMBERS), dtype=torch.int32, device=device), taken)[0]
+    if device.type != "cuda" or is_capturing() or (place := _next(taken, device)) is None:
+        numbers = torch.full((1, NUMBERS), taken, dtype=torch.int32, device=device)[0]
+    else:
+        filled, index = place
+        numbers = filled.numbers[index]
+    if observers:
+        observe_supply(lambda: supplied_counter(taken, device), numbers)
+    return Counter(numbers, numbers[1:])
+
+
+def supplied_counter(taken: int, device: torch.device) -> Memory | None:
+    """Returns the memory of a `new_counter`, outside of captures; None on a stream that has no supply."""
+    place = _next(taken, device)
+    if place is None:
+        return None
+    filled, index = place
+    return Memory(filled, filled.address + index * NUMBERS * 4)
+
+
+class _Filled:
+    """Counters for launches on one stream, in memory that outlives the pools of CUDA graphs."""
+
+    def __init__(self, taken: int, device: torch.device) -> None:
+        """Allocates and fills the counters on the current stream."""
+        stream = torch.cuda.current_stream(device)
+
+        def allocate() -> Tensor:
+            with torch.cuda.stream(stream):
+                return torch.empty((FILLED, NUMBERS), dtype=torch.int32, device=device)
+
+        self.numbers = outside_pools(allocate, device).fill_(taken)
+        self.address, self.indices = self.numbers.data_ptr(), iter(range(FILLED))
+
+
+_filled: dict[tuple[int, int | None, int], _Filled] = {}
+
+
+def _next(taken: int, device: torch.device) -> tuple[_Filled, int] | None:
+    """Returns the place of a counter that no launch has used yet, among those of the current stream."""
+    stream = current_stream(device)
+    if stream == PER_THREAD:
+        return None
     place = stream, device.index, taken
-    kept = _kept.get(place)
-    if kept is None:
-        kept = _kept.setdefault(place, deque())
-    try:
-        return kept.popleft()
-    except IndexError:
-        kept.extend(_filled(_allocated(device), taken))
-        return kept.popleft()
-
-
-_kept: dict[tuple[int, int | None, int], deque[Counter]] = {}
-
-
-def _allocated(device: torch.device) -> Tensor:
-    """Returns memory for the counters of the current stream that outlives the pools of CUDA graphs."""
-    stream = torch.cuda.current_stream(device)
-
-    def allocate() -> Tensor:
-        with torch.cuda.stream(stream):
-            return torch.empty((FILLED, NUMBERS), dtype=torch.int32, device=device)
-
-    return outside_pools(allocate, device)
-
-
-def _filled(numbers: Tensor, taken: int) -> list[Counter]:
-    """Returns the counters in `numbers` (count, NUMBERS), filled on the current stream."""
-    numbers.fill_(taken)
-    return list(map(Counter, numbers.unbind(), numbers[:, 1:].unbind()))
+    filled = _filled.get(place)
+    index = None if filled is None else next(filled.indices, None)
+    if filled is None or index is None:
+        filled = _filled[place] = _Filled(taken, device)
+        index = next(filled.indices)
+    return filled, index
 
 
 @lru_cache(maxsize=1024)

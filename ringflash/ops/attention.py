@@ -144,10 +144,10 @@ def flash_attention(
         known = _known.put(key, PreparedCall(OneDevice.of(q, k, v, call), with_lse))
     attention = known.attention
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = derivatives.attend_prepared(q, k, v, attention)
+        out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=known.with_lse)
     else:
         out, lse = attention.forward(q, k, v)
-    return (out, _public_lse(lse, q)) if known.with_lse else out
+    return (out, _public_lse(lse, q)) if known.with_lse and lse is not None else out
 
 
 @overload
@@ -277,10 +277,10 @@ def ring_attention(
         assert call is not None
         return _attend(q, k, v, call, with_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = derivatives.attend_prepared(q, k, v, BoundCall(known.attention, context))
+        out, lse = derivatives.attend_prepared(q, k, v, BoundCall(known.attention, context), with_lse=with_lse)
     else:
         out, lse = known.attention.forward(context, q, k, v)
-    return (out, _public_lse(lse, q)) if with_lse else out
+    return (out, _public_lse(lse, q)) if with_lse and lse is not None else out
 
 
 def cache_info() -> CacheInfo:

@@ -55,7 +55,8 @@ def attention_backward(
     """
     call = AttentionCall(*parameters)
     if not call.context:
-        return OneDevice.of(q, k, v, call).backward(dout, dlse, q, k, v, out, lse)
+        dq, dk, dv, dsinks = OneDevice.of(q, k, v, call).backward(dout, dlse, q, k, v, out, lse)
+        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
     context = context_by_name(call.context)
     with Guard(context):
         ring_call = RingCall.of(context, q, k, v, call)

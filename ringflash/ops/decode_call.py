@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ringflash.masks import Mask
 from ringflash.ops import decode_op
 from ringflash.ops.prepared import NUMBERS, PLAIN, SCALES, SWITCHES, is_observed
 
+if TYPE_CHECKING:
+    from ringflash.kernels.replay import Replays
+
 TILES = (DecodeTiles, type(None))
 
 
@@ -26,11 +29,13 @@ class DecodeCall(NamedTuple):
         kernels: the backend's kernels.
         step: mask and scoring.
         with_lse: whether it returns lse.
+        replays: recorded steps; None if the kernels are no launches.
     """
 
     kernels: decode_op.DecodeKernels
     step: Step
     with_lse: bool
+    replays: Replays | None
 
     @staticmethod
     def of(
@@ -41,18 +46,31 @@ class DecodeCall(NamedTuple):
         sight = sight_of(mask, q.shape[1], k.shape[1])
         step, kernels = Step(config, sight, options.splits, options.tiles), decode_op.kernels_for(options.backend, q)
         step = replace(step, splits=kernels.splits_of(q, k, v, step), place=object())
-        return DecodeCall(kernels, step, with_lse)
+        replays = None
+        if q.is_cuda and kernels is not decode_op.EAGER:
+            from ringflash.kernels.replay import Replays  # here, since it imports Triton
+
+            replays = Replays()
+        return DecodeCall(kernels, step, with_lse, replays)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `decode`."""
-        if isinstance(cache_seqlens, Tensor):
+        if not isinstance(cache_seqlens, Tensor):
+            lengths = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        elif cache_seqlens.is_cuda and cache_seqlens.is_contiguous():
+            lengths = cache_seqlens
+        else:
             of_ranks = cache_seqlens.reshape(1, -1)
             decode_op.check_on_cpu(of_ranks, k.shape[1])
             lengths = of_ranks[0].contiguous()  # kernels read them as one vector
-        else:
-            lengths = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        if self.replays is not None and q.get_device() == torch.cuda.current_device():
+            out, lse = self.replays((), self._attend, (q, k, v, lengths))
+            return out, lse
         with select.kernels_of(q):
-            return self.kernels.attend(q, k, v, lengths, self.step)
+            return self._attend(q, k, v, lengths)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.attend(q, k, v, lengths, self.step)
 
 
 def key_of(

@@ -105,22 +105,24 @@ class _Prepared(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall, with_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = attention.forward(q, k, v)
         ctx.attention = attention
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
+        return (out, lse) if with_lse else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (dout, dlse), of = grads, ctx.attention
+        of, dout, dlse = ctx.attention, grads[0], grads[1] if len(grads) == 2 else None
         with Guard(of.context):  # as in `_Eager`
             saved = ctx.saved_tensors
             if dout is not None and is_plain(dout) and (dlse is None or is_plain(dlse)):
-                return *of.backward(dout, dlse, *saved)[:3], None
+                return *of.backward(dout, dlse, *saved)[:3], None, None
             operator = _differentiable_backward if torch.is_grad_enabled() else attention_backward
-            return *gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None
+            return *gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None, None
 
 
 class _Transformed(torch.autograd.Function):
@@ -156,9 +158,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
     return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, call.sinks, call._replace(sinks=None)))
 
 
-def attend_prepared(q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of a prepared call, differentiable."""
-    return cast("tuple[Tensor, Tensor]", _Prepared.apply(q, k, v, attention))
+def attend_prepared(
+    q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns out and lse of a prepared call, differentiable; without `with_lse` None in place of lse.
+
+    Each result of an `autograd.Function` takes the host time, forward and backward.
+    """
+    if with_lse:
+        return cast("tuple[Tensor, Tensor]", _Prepared.apply(q, k, v, attention, True))
+    return cast("Tensor", _Prepared.apply(q, k, v, attention, False)), None
 
 
 def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:

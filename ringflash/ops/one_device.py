@@ -44,6 +44,11 @@ class OneDevice:
             fuses_dq: whether one kernel computes dq, dk and dv.
         """
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
+        self._replays = None
+        if q.is_cuda and kernel_run.kernels is not prefill:
+            from ringflash.kernels.replay import Replays  # here, since it imports Triton
+
+            self._replays = Replays()
         self._is_eager, self._lse_dtype = kernel_run.kernels is prefill, lse_dtype(q.dtype)
         batch, seqlen_q, nheads, _ = q.shape
         self._q, self._k, self._v = map(contiguous, (q.shape, k.shape, v.shape))
@@ -75,25 +80,27 @@ class OneDevice:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `attention`."""
-        out, lse = q.new_empty_strided(*self._out), q.new_empty_strided(*self._lse, dtype=self._lse_dtype)
-        problem, kernels = self._problem, self._kernel_run.kernels
-        if problem is None:
-            return out.zero_(), lse.fill_(-torch.inf)
         if self._needs_guard(q):
             with select.kernels_of(q):
-                kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
-        else:
-            kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+                return self._forward(q, k, v)
+        if self._replays is None:
+            return self._forward(q, k, v)
+        out, lse = self._replays((q.stride(), k.stride(), v.stride()), self._forward, (q, k, v))
         return out, lse
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns dq, dk, dv and dsinks, as the operator `attention_backward`."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns dq, dk, dv and dsinks, as the operator `attention_backward`, but None for dsinks without sinks."""
+        tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
         if self._needs_guard(q):
             with select.kernels_of(q):
-                return self._backward(dout, dlse, q, k, v, out, lse)
-        return self._backward(dout, dlse, q, k, v, out, lse)
+                return self._backward(*tensors)
+        if self._replays is None or self._kernel_run.score_config.sinks is not None:
+            return self._backward(*tensors)
+        key = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])  # hooks may change saved ones
+        dq, dk, dv = self._replays(key, self._gradients, tensors)
+        return dq, dk, dv, None
 
     def _needs_guard(self, q: Tensor) -> bool:
         """Returns whether kernels need another current device, or matmuls without autocast."""
@@ -101,22 +108,34 @@ class OneDevice:
             return True
         return q.is_cuda and q.get_device() != torch.cuda.current_device()
 
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty_strided(*self._out), q.new_empty_strided(*self._lse, dtype=self._lse_dtype)
+        problem = self._problem
+        if problem is None:
+            return out.zero_(), lse.fill_(-torch.inf)
+        self._kernel_run.kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+        return out, lse
+
+    def _gradients(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv, _ = self._backward(*tensors)
+        return dq, dk, dv
+
     def _backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         kernels, problem = self._kernel_run.kernels, self._problem
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
         lse = lse.contiguous()  # kernels read lse and delta as one vector a head
         dk, dv = k.new_empty_strided(*self._k), v.new_empty_strided(*self._v)
         sinks = self._kernel_run.score_config.sinks
         if problem is None:
-            return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), lse.new_zeros(0 if sinks is None else sinks.shape[0])
+            return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), None if sinks is None else lse.new_zeros(sinks.shape)
         if self._fuses_dq and sinks is None:
             total, delta = self._kernel_run.new_dq(q, hops=1), kernels.delta_of_one_hop(out, dout, dlse)
             kernels.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, problem, accumulate=False, dq=total)
-            return total.finish(), dk, dv, lse.new_empty(0)
+            return total.finish(), dk, dv, None
         delta = kernels.delta(out, dout, dlse)
-        dsinks = sinks_gradient(sinks, lse, delta)
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
         inputs = dout, q, k, v, lse, delta
         if self._fuses_dq:
             total = self._kernel_run.new_dq(q, hops=1)

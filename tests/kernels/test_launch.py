@@ -15,6 +15,7 @@ import ringflash as rf
 from ringflash.kernels import c_launcher, launch
 from ringflash.kernels.launch import Launches, layout, statistics
 from tests.accuracy import Problem, as_tensor
+from tests.kernels.conftest import Compiled
 
 
 class _Pair(NamedTuple):
@@ -22,68 +23,7 @@ class _Pair(NamedTuple):
     stride: Any
 
 
-class _Compiled:
-    """Stands for Triton's compiled kernel, and keeps the arguments of its launches."""
-
-    def __init__(self) -> None:
-        self.function: int | None = 1
-        self.packed_metadata = (2,)
-        self.metadata = SimpleNamespace(tensordesc_meta=["tiles"])
-        self.launches: list[tuple[Any, ...]] = []
-        scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
-        self.run = SimpleNamespace(**scratch, launch_cooperative_grid=False, launch_pdl=False)
-
-
-def _shared(compiled: _Compiled) -> None:
-    """Gives the kernel the C function of Triton 3.7 and later, which takes a signature and the kernel's arguments."""
-    compiled.run.kernel_signature, compiled.run.arg_annotations = b"signature", ["annotations"]
-
-    def launch(*given: Any) -> None:
-        *rest, annotations, signature, arguments = given
-        assert (annotations, signature, rest[5:7], rest[8:]) == (["annotations"], b"signature", [False] * 2, [None] * 5)
-        compiled.launches.append((*rest[:5], rest[7], *arguments))
-
-    active: Any = c_launcher.driver.active
-    active.utils = SimpleNamespace(launch=launch)
-
-
-class _Own:
-    """A C function of Triton 3.6 for one kernel: to Python, it is no function of Python."""
-
-    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
-        self._launches = launches
-
-    def __call__(self, *given: Any) -> None:
-        assert (given[5:9], given[10:13]) == ((False, False, None, None), (None, None, None))
-        self._launches.append((*given[:5], given[9], *given[13:]))
-
-
-def _own(compiled: _Compiled) -> None:
-    """Gives the kernel a C function of its own as in Triton 3.6, for a kernel without descriptors."""
-    compiled.run.launch = _Own(compiled.launches)
-
-
-def _wrapped(compiled: _Compiled) -> None:
-    """Gives the kernel a C function of its own, within Triton's Python function that expands descriptors."""
-    launcher = _Own(compiled.launches)
-    compiled.run.launch = lambda *given: launcher(*given)
-
-
-@pytest.fixture(params=[_shared, _own, _wrapped])
-def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> _Compiled:
-    """Returns the compiled kernel of `_kernel`, on a machine without a GPU."""
-    monkeypatch.setattr(launch, "CompiledKernel", _Compiled)
-    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
-    for module in (launch, c_launcher):
-        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    expand = lambda descriptor, metadata: [(descriptor.base.data_ptr(), metadata), *descriptor.shape]  # noqa: E731
-    monkeypatch.setattr(c_launcher, "_expand", lambda: expand)
-    made = _Compiled()
-    request.param(made)
-    return made
-
-
-def _first(compiled: _Compiled, launches: Launches, key: Any, arguments: Any, tensors: Any, tables: Any = ()) -> None:
+def _first(compiled: Compiled, launches: Launches, key: Any, arguments: Any, tensors: Any, tables: Any = ()) -> None:
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: compiled
@@ -91,7 +31,7 @@ def _first(compiled: _Compiled, launches: Launches, key: Any, arguments: Any, te
     launches.first(key, Kernel(), (3,), arguments, {"num_warps": 4}, tensors, tables)
 
 
-def test_a_repeat_replaces_the_tensors_of_the_call_and_nothing_else(compiled: _Compiled) -> None:
+def test_a_repeat_replaces_the_tensors_of_the_call_and_nothing_else(compiled: Compiled) -> None:
     x, y, table = torch.zeros(4, 16), torch.ones(4, 16), torch.arange(3)
     view = TensorDescriptor(x, [4, 16], [16, 1], [2, 16])
     nested = _Pair(_Pair(y, 16), 3)
@@ -108,31 +48,48 @@ def test_a_repeat_replaces_the_tensors_of_the_call_and_nothing_else(compiled: _C
     assert not launches.repeat("another key", (other, another))
 
 
-def test_a_known_variant_is_launched_without_triton_s_run(compiled: _Compiled) -> None:
+def test_a_known_family_is_launched_without_triton_s_run(compiled: Compiled) -> None:
     runs = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: (runs.append(arguments), compiled)[1]
 
-    def first(key: str, variant: str, x: Tensor, number: int) -> int:
-        launches.first(key, Kernel(), (number % 7,), (x, table, number), {}, (x,), (table,), variant=variant)
+    def first(key: str, family: Any, x: Tensor, number: int) -> int:
+        tables, grid = (torch.full((3,), number),), (number % 7,)
+        kept.extend(tables)
+        if not launches.bind(key, family, grid, (x,), tables, (number,)):
+            arguments = (x, _Pair(tables[0], _Pair(x, 2)), number, 9)
+            launches.first(key, Kernel(), grid, arguments, {}, (x,), tables, range(2, 3), family=family)
         return len(runs)
 
-    launches, x, table = Launches(), torch.zeros(33), torch.arange(3)
+    kept: list[Tensor] = []
+    launches, x = Launches(), torch.zeros(33)
     assert first("one", "a", x, 5) == 1
-    table = torch.arange(4)
     assert first("two", "a", x, 6) == 1
     assert compiled.launches[-1][:3] == (6, 1, 1)
-    assert compiled.launches[-1][-3:] == (x.data_ptr(), table.data_ptr(), 6)
-    assert launches.repeat("two", (x,))
+    assert compiled.launches[-1][-4:] == (x.data_ptr(), (kept[-1].data_ptr(), (x.data_ptr(), 2)), 6, 9)
+    other = torch.zeros(33)
+    assert launches.repeat("two", (other,))
+    assert compiled.launches[-1][-4:] == (other.data_ptr(), (kept[-1].data_ptr(), (other.data_ptr(), 2)), 6, 9)
+    assert launches.repeat("one", (other,))
+    assert compiled.launches[-1][-4:] == (other.data_ptr(), (kept[0].data_ptr(), (other.data_ptr(), 2)), 5, 9)
     assert first("three", "b", x, 6) == 2
     assert first("four", "a", x, 2**31) == 3  # an argument of 64 bits
     assert first("five", "a", x[1:], 6) == 4  # an address that is no multiple of 16
-    assert first("six", "a", x.double(), 6) == 5
+    assert first("six", None, x, 6) == 5
+    assert first("seven", None, x, 6) == 6
 
 
-def test_no_launch_is_kept_that_reads_a_tensor_of_its_own(compiled: _Compiled) -> None:
+def test_tables_that_are_one_tensor_make_no_family(compiled: Compiled) -> None:
+    launches, x, table = Launches(), torch.zeros(16), torch.arange(3)
+    kernel = {(1,): lambda *arguments, **options: compiled}
+    launches.first("one", kernel, (1,), (x, table, table), {}, (x,), (table, table), family="a")
+    assert launches.repeat("one", (x,))
+    assert not launches.bind("two", "a", (1,), (x,), (table, torch.arange(3)), ())
+
+
+def test_no_launch_is_kept_that_reads_a_tensor_of_its_own(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(16)
     _first(compiled, launches, "copy", (x, x.clone()), (x,))
     _first(compiled, launches, "twice", (x, x), (x, x))
@@ -140,14 +97,14 @@ def test_no_launch_is_kept_that_reads_a_tensor_of_its_own(compiled: _Compiled) -
     assert not any(launches.repeat(key, (x,)) for key in ("copy", "twice", None))
 
 
-def test_no_launch_is_kept_of_a_kernel_that_needs_scratch_memory(compiled: _Compiled) -> None:
+def test_no_launch_is_kept_of_a_kernel_that_needs_scratch_memory(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(16)
     compiled.run.global_scratch_size = 128
     _first(compiled, launches, "key", (x,), (x,))
     assert not launches.repeat("key", (x,))
 
 
-def test_descriptors_are_encoded_once_an_address(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_are_encoded_once_an_address(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
 
     def expand(descriptor: Any, metadata: Any) -> list[Any]:
@@ -164,28 +121,28 @@ def test_descriptors_are_encoded_once_an_address(compiled: _Compiled, monkeypatc
     assert encoded == [y.data_ptr() for y in (x, others[0], others[1], x)]  # the third address empties the cache
 
 
-def test_no_launch_is_kept_of_a_kernel_that_was_only_compiled(compiled: _Compiled) -> None:
+def test_no_launch_is_kept_of_a_kernel_that_was_only_compiled(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(16)
     compiled.function = None
     _first(compiled, launches, "key", (x,), (x,))
     assert not launches.repeat("key", (x,))
 
 
-def test_another_alignment_needs_a_launch_of_its_own(compiled: _Compiled) -> None:
+def test_another_alignment_needs_a_launch_of_its_own(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(32)
     _first(compiled, launches, "key", (x,), (x,))
     assert not launches.repeat("key", (x[1:],))
     assert launches.repeat("key", (x[4:],))
 
 
-def test_old_launches_are_dropped(compiled: _Compiled) -> None:
+def test_old_launches_are_dropped(compiled: Compiled) -> None:
     launches, x = Launches(most=2), torch.zeros(16)
     for key in "abc":
         _first(compiled, launches, key, (x,), (x,))
     assert [launches.repeat(key, (x,)) for key in "abc"] == [False, True, True]
 
 
-def test_a_captured_launch_keeps_its_tables(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_launch_keeps_its_tables(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, x, capturing = Launches(most=1), torch.zeros(16), [False]
     monkeypatch.setattr(launch, "is_capturing", lambda: capturing[0])
     gone = []
@@ -201,7 +158,7 @@ def test_a_captured_launch_keeps_its_tables(compiled: _Compiled, monkeypatch: py
     assert [reference() is None for reference in gone] == [False, True, False]
 
 
-def test_a_profiler_s_hooks_see_every_launch(compiled: _Compiled) -> None:
+def test_a_profiler_s_hooks_see_every_launch(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(16)
     _first(compiled, launches, "key", (x,), (x,))
     hooks = launch.knobs.runtime.launch_enter_hook
@@ -217,7 +174,7 @@ def test_a_profiler_s_hooks_see_every_launch(compiled: _Compiled) -> None:
 
 
 def test_a_function_in_place_of_the_hooks_sees_every_launch(
-    compiled: _Compiled, monkeypatch: pytest.MonkeyPatch
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, x = Launches(), torch.zeros(16)
     _first(compiled, launches, "key", (x,), (x,))
@@ -228,7 +185,7 @@ def test_a_function_in_place_of_the_hooks_sees_every_launch(
     assert launches.repeat("key", (x,))
 
 
-def test_other_releases_of_triton_keep_nothing(compiled: _Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_releases_of_triton_keep_nothing(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.triton, "__version__", "4.0.0")
     launches, x = Launches(), torch.zeros(16)
     _first(compiled, launches, "key", (x,), (x,))
