@@ -20,13 +20,14 @@ from typing import Any
 
 from triton.runtime import driver
 
-Launcher = Callable[[int, Sequence[Any]], Any]  # of a stream and the flat arguments
+Grid = tuple[int, int, int]
+Launcher = Callable[[Grid, int, Sequence[Any]], Any]  # of the grid, a stream and the flat arguments
 
 MOST_ADDRESSES = 256  # addresses of one argument whose descriptors are kept
 
 
-def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> Launcher | None:
-    """Returns a function that launches `compiled` over `grid`; None if the kernel needs more than its arguments."""
+def launcher_of(compiled: Any) -> Launcher | None:
+    """Returns a function that launches `compiled`; None if the kernel needs more than its arguments."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
@@ -34,12 +35,12 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> Launcher | None:
     if hasattr(run, "kernel_signature"):
         launch = driver.active.utils.launch
         rest = *modes, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
-        return lambda stream, arguments: launch(*grid, stream, function, *rest, arguments)
+        return lambda grid, stream, arguments: launch(*grid, stream, function, *rest, arguments)
     of_kernel = run.launch
     if inspect.isfunction(of_kernel):  # a Python function that expands descriptors, around the C function
         of_kernel = inspect.getclosurevars(of_kernel).nonlocals["launcher"]
     before = *modes, None, None, metadata, None, None, None
-    return lambda stream, arguments: of_kernel(*grid, stream, function, *before, *arguments)
+    return lambda grid, stream, arguments: of_kernel(*grid, stream, function, *before, *arguments)
 
 
 class TensorMaps(dict[int, Any]):

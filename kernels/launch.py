@@ -183,21 +183,21 @@ def _under_modes(family: Hashable) -> Hashable:
 class Launch:
     """One launch of a compiled kernel, with the places where the addresses of another call's tensors go."""
 
-    def __init__(
-        self, family: _Family, launcher: Launcher, grid: tuple[int, ...], arguments: list[Any], tables: Any, note: Any
-    ) -> None:
+    def __init__(self, family: _Family, grid: tuple[int, ...], arguments: list[Any], tables: Any, note: Any) -> None:
         """Keeps a launch.
 
         Args:
             family: the kernel, and the places of arguments.
-            launcher: the C launcher of the kernel, with its grid.
             grid: number of programs in each dimension.
             arguments: flat arguments of the launcher, in which those of the family's places are replaced.
             tables: tensors that the kernel reads in every launch; they live as long as this object.
             note: a value of the caller.
         """
         self.grid, self.note = grid, note
-        self._launcher, self._arguments, self._kept, self._aligned = launcher, arguments, tables, family.aligned
+        x, y, z = (*grid, 1, 1)[:3]
+        self._whole_grid = x, y, z
+        self._launcher, self._arguments, self._aligned = family.launcher, arguments, family.aligned
+        self._kept = family.compiled, tables
         self._pointers, self._descriptors, self._tuples = family.pointers, family.descriptors, family.tuples
         self._tables = tuple([x.data_ptr() for x in _leaves(tables)])
         self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
@@ -207,14 +207,13 @@ class Launch:
     def of(
         family: _Family, grid: tuple[int, ...], tables: Sequence[Any], numbers: Sequence[int], note: Any
     ) -> Launch | None:
-        """Returns the launch of a family, or None if the kernel cannot be launched without Triton's run."""
-        launcher = launcher_of(family.compiled, (*grid, *[1] * (3 - len(grid))))  # pyright: ignore[reportArgumentType]
-        if launcher is None or not all(-(2**31) <= number < 2**31 for number in numbers):
+        """Returns the launch of a family, or None if a number is one of 64 bits, for which Triton compiles anew."""
+        if not all(-(2**31) <= number < 2**31 for number in numbers):
             return None
         arguments = family.arguments.copy()
         for index, number in zip(family.numbers, numbers, strict=True):
             arguments[index] = number
-        return Launch(family, launcher, grid, arguments, tables, note)
+        return Launch(family, grid, arguments, tables, note)
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool:
         """Launches the kernel on the current stream, and returns True; False if `tensors` are aligned otherwise."""
@@ -240,7 +239,7 @@ class Launch:
         for index, fill in self._tuples:
             arguments[index] = fill(addresses)
         self._readers.add(stream)
-        self._launcher(stream, arguments)
+        self._launcher(self._whole_grid, stream, arguments)
         _counts["repeated"] += 1
 
 
@@ -298,14 +297,21 @@ class _Family:
     """
 
     def __init__(
-        self, compiled: Any, arguments: Sequence[Any], tensors: Sequence[Tensor], tables: Any, numbers: range
+        self,
+        compiled: Any,
+        launcher: Launcher,
+        arguments: Sequence[Any],
+        tensors: Sequence[Tensor],
+        tables: Any,
+        numbers: range,
     ) -> None:
         """Finds the places of a launch; see `Launches.first`.
 
         Raises:
             _UnknownTensorError: if an argument is a tensor that is neither of `tensors` nor of `tables`.
         """
-        self.compiled, self.aligned = compiled, [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
+        self.compiled, self.launcher = compiled, launcher
+        self.aligned = [x.data_ptr() % ALIGNMENT == 0 for x in tensors]
         self.arguments, self.numbers = list[Any](), list[int]()
         self.pointers, self.descriptors = list[tuple[int, int]](), list[tuple[int, int, TensorMaps]]()
         self.tuples = list[tuple[int, Callable[[Sequence[int]], tuple[Any, ...]]]]()
@@ -331,12 +337,14 @@ class _Family:
         """Returns the family of a launch, or None if the launch cannot be repeated.
 
         It cannot be if an argument is a tensor that is neither of `tensors` nor of `tables`, such as a copy of an
-        input. Nor if two of `tensors` are one object, because later calls may give two.
+        input. Nor if two of `tensors` are one object, because later calls may give two, nor if the kernel needs more
+        than its arguments.
         """
-        if len(set(map(id, tensors))) < len(tensors):
+        launcher = launcher_of(compiled)
+        if launcher is None or len(set(map(id, tensors))) < len(tensors):
             return None
         try:
-            return _Family(compiled, arguments, tensors, tables, numbers)
+            return _Family(compiled, launcher, arguments, tensors, tables, numbers)
         except _UnknownTensorError:
             return None
 
