@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from threading import Lock
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -55,17 +55,17 @@ def outside_pools(make: Callable[[], T], device: torch.device) -> T:
     return _helper().submit(make).result() if device.type == "cuda" else make()
 
 
-def uploaded(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies CPU tensors to `device` in one transfer; on return every stream may read the copies.
+def uploaded(tables: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies contiguous arrays, int32 or int64, to `device` in one transfer; every stream may read the copies then.
 
     The upload runs on a stream of its own, and so waits for no other work on the GPU. Each copy begins at a multiple of
     `ALIGNMENT` bytes.
 
     Raises:
-        ArgumentError: while a CUDA graph is captured, because its replays would read the CPU tensors again.
+        ArgumentError: while a CUDA graph is captured, because its replays would read the arrays again.
     """
     if device.type != "cuda":
-        return [table.to(device) for table in tables]
+        return [torch.from_numpy(table).to(device) for table in tables]
     if is_capturing():
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
@@ -84,19 +84,20 @@ class _Chunk:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = outside_pools(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
         self.used = 0
-        self._typed: dict[torch.dtype, Tensor] = {}
+        self._typed: dict[np.dtype[Any], Tensor] = {}
         weakref.finalize(self, _retire, self.memory).atexit = False
 
-    def table(self, like: Tensor, begin: int) -> Tensor:
+    def table(self, like: np.ndarray, begin: int) -> Tensor:
         """Returns the memory from byte `begin` on as a table of the shape and dtype of `like`."""
         typed = self._typed.get(like.dtype)
         if typed is None:
-            typed = self._typed.setdefault(like.dtype, self.memory.view(like.dtype))
+            typed = self._typed.setdefault(like.dtype, self.memory.view(_DTYPES[like.dtype]))
         table = typed.as_strided(*contiguous(like.shape), begin // like.itemsize)
         table.of_chunk = self  # pyright: ignore[reportAttributeAccessIssue] - it lives as long as the table
         return table
 
 
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 _allocating = Lock()
 _current: dict[torch.device, _Chunk] = {}
 
@@ -118,7 +119,7 @@ def _room(nbytes: int, device: torch.device) -> tuple[_Chunk, int]:
         return chunk, begin
 
 
-def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+def _packed(tables: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
     """Returns one tensor of bytes with the contents of all tables, and the place of each."""
     places, end = list[int](), 0
     for table in tables:
@@ -126,7 +127,7 @@ def _packed(tables: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         end += -(-table.nbytes // ALIGNMENT) * ALIGNMENT
     staging = np.empty(end, np.uint8)  # numpy, as its views take the host less time
     for table, place in zip(tables, places, strict=True):
-        staging[place : place + table.nbytes] = table.contiguous().numpy().reshape(-1).view(np.uint8)
+        staging[place : place + table.nbytes] = table.reshape(-1).view(np.uint8)
     return torch.from_numpy(staging), places
 
 

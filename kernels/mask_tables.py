@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, reduce
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.device_tables import device_tables, outside_pools, uploaded
 from ringflash.layouts.layout import Chunk, positions
 from ringflash.masks import Causal, Full, Mask
+from ringflash.masks.base import TensorMask
 
 FULL, CAUSAL, TABLE, LISTED = 0, 1, 2, 3
 LAST_KEY = 2**31 - 1  # positions are int32 in the kernels
@@ -149,10 +150,26 @@ class RowIntervals:
 @lru_cache(maxsize=16)
 def row_intervals(mask: Mask, chunks: Sequence[Chunk]) -> RowIntervals:
     """Returns the intervals of the rows that `chunks` store."""
-    lo, hi = (x.numpy() for x in mask.bounds(_positions(chunks), LAST_KEY))
+    los, his = zip(*[_bounds_of(part, chunks) for part in mask.parts or (mask,)], strict=True)
+    lo, hi = reduce(np.maximum, los), reduce(np.minimum, his)
     if lo.shape != hi.shape:
-        lo, hi = np.broadcast_arrays(lo, hi)
-    return RowIntervals(mask, chunks, *(np.ascontiguousarray(x, np.int32) for x in (lo, hi)))
+        lo, hi = map(np.ascontiguousarray, np.broadcast_arrays(lo, hi))
+    return RowIntervals(mask, chunks, lo, hi)
+
+
+def _bounds_of(part: Mask, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bounds of the rows that `chunks` store under one mask of an intersection: int32."""
+    return _made_bounds(part, chunks) if isinstance(part, TensorMask) else _known_bounds(part, chunks)
+
+
+def _made_bounds(mask: Mask, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+    lo, hi = (np.ascontiguousarray(x.numpy(), np.int32) for x in mask.bounds(_positions(chunks), LAST_KEY))
+    return lo, hi
+
+
+_known_bounds = lru_cache(maxsize=4)(
+    _made_bounds
+)  # documents change at each step, the causal mask beside them does not
 
 
 @lru_cache(maxsize=16)  # masks of one shape, such as the documents of each step, share them
@@ -167,7 +184,7 @@ def int32_table(x: np.ndarray, device: torch.device) -> Tensor:
 
 def int32_tables(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Returns tables of the host as kernels read them: int32, contiguous, on `device`, in one upload."""
-    return uploaded([torch.from_numpy(np.ascontiguousarray(x, np.int32)) for x in arrays], device)
+    return uploaded([np.ascontiguousarray(x, np.int32) for x in arrays], device)
 
 
 def batch_stride(table: Tensor) -> int:

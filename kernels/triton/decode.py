@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -292,7 +293,7 @@ def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
 
 @device_tables(maxsize=1024)
 def _tree_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return uploaded([torch.tensor(words, dtype=torch.int64, device="cpu")], device)[0]
+    return uploaded([np.array(words, np.int64)], device)[0]
 
 
 _launches = Launches()

@@ -26,6 +26,10 @@ class Mask(ABC):
     are therefore consecutive as well. Masks are values: they compare by content, and are usable as keys of a cache.
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the hash, which differs between processes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @property
     @abstractmethod
     def parts(self) -> tuple[Mask, ...]:
@@ -171,6 +175,13 @@ class Intersection(Mask):
         if len(counts) > 1:
             remedy = "Give all of them one entry a sequence."
             raise ArgumentError("mask", expected="one batch size", got=sorted(counts), remedy=remedy)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.of)
 
     @property
     def parts(self) -> tuple[Mask, ...]:

@@ -47,6 +47,8 @@ class AttentionCall(NamedTuple):
 
     def without_tensors(self) -> AttentionCall:
         """Returns the call without sinks, slopes and seed, which differ between calls."""
+        if self.sinks is None and self.alibi_slopes is None and self.dropout_seed is None:
+            return self
         return self._replace(sinks=None, alibi_slopes=None, dropout_seed=None)
 
     def key(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Hashable:

@@ -218,6 +218,6 @@ def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport:
 @device_tables(maxsize=256)
 def _orders(hop: Hop, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the permutation from position order to buffer rows of the KV held, and its inverse; int64."""
-    order = positions(hop.held, "cpu").argsort()
+    order = positions(hop.held, "cpu").argsort().numpy()
     there, back = uploaded((order, order.argsort()), device)
     return there, back

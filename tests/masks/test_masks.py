@@ -1,6 +1,9 @@
 """Masks: their dense form, their bounds, their algebra, and the pairs of chunks with visible pairs."""
 
+import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -391,3 +394,11 @@ def test_masks_pickle_after_a_call() -> None:
     mask = rf.Causal() & rf.Documents([0, 10, 30])
     spec_of(mask)
     assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_a_mask_from_another_process_has_the_hash_of_this_one() -> None:
+    code = "import pickle, sys, ringflash as rf; m = rf.Causal() & rf.Documents([0, 3, 9]); hash(m); "
+    code += "sys.stdout.buffer.write(pickle.dumps(m))"
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
+    assert hash(pickle.loads(made)) == hash(rf.Causal() & rf.Documents([0, 3, 9]))
