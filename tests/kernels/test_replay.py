@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import ringflash as rf
 from ringflash.kernels import launch, replay
 from ringflash.kernels.launch import Launches, Memory, observe_supply, observers
 from ringflash.kernels.replay import MOST, MOST_TRIES, Replays
@@ -152,3 +154,99 @@ def test_keys_are_apart_and_bounded(call: _Call) -> None:
     assert all(_is_replayed(replays, call, _inputs(), key) for key in range(MOST))
     assert not _is_replayed(replays, call, _inputs(), "one more")
     assert _is_replayed(replays, call, _inputs(), 0)
+
+
+def _without_replays(self: Replays, key: Any, procedure: Any, tensors: Any) -> Any:
+    return procedure(*tensors)
+
+
+def _packed(shape: tuple[int, ...]) -> list[Tensor]:
+    """Returns q, k and v that are slices of one tensor."""
+    return list(torch.randn(*shape[:3], 3 * shape[3], device="cuda", dtype=torch.bfloat16).split(shape[3], -1))
+
+
+def _heads_first(shape: tuple[int, ...]) -> list[Tensor]:
+    batch, seqlen, heads, headdim = shape
+    drawn = torch.randn(3, batch, heads, seqlen, headdim, device="cuda", dtype=torch.bfloat16)
+    return [x.transpose(1, 2) for x in drawn]
+
+
+def _unaligned(shape: tuple[int, ...]) -> list[Tensor]:
+    wide = torch.randn(3, *shape[:3], shape[3] + 1, device="cuda", dtype=torch.bfloat16)
+    return [x[..., 1:] for x in wide]
+
+
+def _contiguous(shape: tuple[int, ...]) -> list[Tensor]:
+    return list(torch.randn(3, *shape, device="cuda", dtype=torch.bfloat16))
+
+
+def _results(tensors: list[Tensor], with_lse: bool, **options: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = rf.flash_attention(*leaves, return_lse=True, **options)
+    dout = torch.sin(out.detach() * 100)
+    dlse = torch.cos(lse.detach() * 100) if with_lse else None
+    loss = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss[0], leaves, loss[1])]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("headdim", [64, 80])
+def test_replays_have_the_bits_of_the_code(
+    headdim: int, backend: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"options": rf.AttentionOptions(deterministic=True, backend=backend)}
+    masks = [rf.Causal(), rf.Causal() & rf.Documents([0, 100, 180, 300])]
+    made = [f((2, 300, 4, headdim)) for f in (_contiguous, _heads_first, _packed, _unaligned) for _ in range(4)]
+    cases = [(tensors, {"mask": mask, **options}) for tensors in made for mask in masks]
+    with monkeypatch.context() as patch:
+        patch.setattr(Replays, "__call__", _without_replays)
+        expected = [_results(tensors, with_lse, **given) for tensors, given in cases]
+    for _ in range(2):
+        for (tensors, given), wanted in zip(cases, expected, strict=True):
+            for x, y in zip(_results(tensors, with_lse, **given), wanted, strict=True):
+                assert torch.equal(x, y)
+
+
+@needs_gpu
+def test_threads_on_streams_of_their_own_replay_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"mask": rf.Causal(), "options": rf.AttentionOptions(deterministic=True)}
+    given = [[_contiguous((1, 512, 4, 64)) for _ in range(40)] for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Replays, "__call__", _without_replays)
+        expected = [[_results(tensors, False, **options) for tensors in of_thread] for of_thread in given]
+    torch.cuda.synchronize()
+
+    def run(of_thread: list[list[Tensor]]) -> list[list[Tensor]]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results = [_results(tensors, False, **options) for tensors in of_thread]
+        stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        for got, wanted in zip(pool.map(run, given), expected, strict=True):
+            for xs, ys in zip(got, wanted, strict=True):
+                assert all(map(torch.equal, xs, ys))
+
+
+@needs_gpu
+def test_decoding_steps_replay_with_the_bits_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        (torch.randn(2, 1, 8, 64, device="cuda").half(), *torch.randn(2, 2, 700, 2, 64, device="cuda").half())
+        for _ in range(6)
+    ]
+    lengths = [torch.tensor([n, 700 - n], device="cuda") for n in range(1, 7)]
+
+    def run() -> list[Tensor]:
+        return [rf.flash_decode(*step, cache_seqlens=n) for step, n in zip(steps, lengths, strict=True)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replays, "__call__", _without_replays)
+        expected = run()
+    for _ in range(2):
+        assert all(map(torch.equal, run(), expected))
