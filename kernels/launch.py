@@ -207,7 +207,7 @@ class Launch:
     def of(
         family: _Family, grid: tuple[int, ...], tables: Sequence[Any], numbers: Sequence[int], note: Any
     ) -> Launch | None:
-        """Returns the launch of a family, or None if a number is one of 64 bits, for which Triton compiles anew."""
+        """Returns the launch of a family, or None if a number has 64 bits, for which Triton compiles another kernel."""
         if not all(-(2**31) <= number < 2**31 for number in numbers):
             return None
         arguments = family.arguments.copy()

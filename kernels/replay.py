@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringflash.kernels.device_tables import is_capturing
 from ringflash.kernels.launch import ALIGNMENT, Launch, Supply, has_hooks, observers
+from ringflash.torch_private import TorchDispatchMode
 
 MOST = 16  # recorded calls of one procedure
 MOST_TRIES = 4  # calls of a key that are recorded in vain before its calls are made by their code for good
@@ -39,7 +39,6 @@ _VIEWS = {
     _aten.split_with_sizes.default,
     _aten.unbind.int,
     _aten.view.default,
-    _aten._unsafe_view.default,
 }
 
 Results = tuple[Tensor, ...]
@@ -124,7 +123,7 @@ class Recorder(TorchDispatchMode):
             self._launches.append((launch, addresses))
 
     def supplied(self, supply: Supply, address: int, nbytes: int) -> None:
-        """Notes memory that `supply` gave, and that each replay needs anew."""
+        """Notes memory that `supply` gave; each replay asks for other memory."""
         self._supplied.append((supply, address, nbytes))
 
     def replay(self, results: Results) -> Replay | None:

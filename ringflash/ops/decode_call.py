@@ -83,9 +83,9 @@ def key_of(
     options: Any,
     return_lse: bool | None,
 ) -> Hashable:
-    """Returns a key of all arguments of a step except the values of its tensors; None for a step to be made anew.
+    """Returns a key of all arguments of a step except the values of its tensors; None for a step to check again.
 
-    As in `prepared.key_of`, the arguments may be wrong. A number in place of lengths is no part of the key.
+    The arguments may be wrong, as in `prepared.key_of`. A number in place of lengths is no part of the key.
     """
     if torch.compiler.is_compiling() or is_observed():
         return None
