@@ -13,7 +13,6 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
-from ringflash.kernels.fallback import report_device
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
 
@@ -149,17 +148,17 @@ def choose(name: str, q: Tensor) -> TileKernels:
 @lru_cache(maxsize=256)
 def _in_triton(name: str, device: torch.device, dtype: torch.dtype) -> TileKernels:
     """Returns the kernels of the other backends; cached, because the checks give the same result in every call."""
-    from ringflash.kernels import auto
+    from ringflash.kernels import auto, fallback
     from ringflash.kernels.hopper import backend as hopper
     from ringflash.kernels.triton import backend  # imported here, so that CPU users never import Triton
 
     backend.check_supported(device, dtype)
-    missing = None if name == "triton" else hopper.why_not(device)
+    missing = None if name == "triton" else fallback.why_not(device)
     if name == "hopper" and missing is not None:
         remedy = 'Choose "auto" or "triton".'
         raise ArgumentError("backend", expected="what the hopper kernels run on", got=missing, remedy=remedy)
     if missing is not None:
-        report_device(missing, hopper.remedy(device))
+        fallback.report_device(missing, fallback.remedy(device))
     if name == "triton" or missing is not None:
         return backend
     return hopper if name == "hopper" else auto

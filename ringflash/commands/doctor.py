@@ -137,7 +137,7 @@ def _backend(device: str, dtype: torch.dtype) -> str:
         return f"FAILED: {error}"
     if chosen is prefill:
         return "eager kernels"
-    from ringflash.kernels.hopper import backend as hopper  # imported here, because it imports Triton
+    from ringflash.kernels.fallback import why_not  # imported here, because it imports Triton
 
-    missing = hopper.why_not(torch.device(device))
+    missing = why_not(torch.device(device))
     return "Gluon kernels for sm_90" if missing is None else f"Triton kernels; not those for sm_90: {missing}"

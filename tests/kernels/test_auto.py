@@ -8,6 +8,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.kernels import auto as automatic
+from ringflash.kernels import fallback
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend as hopper
@@ -72,12 +73,12 @@ def test_a_short_one_is_as_triton_has_it(mask: Mask, in_one: bool) -> None:
 
 def test_only_auto_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "check_supported", lambda device, dtype: None)
-    monkeypatch.setattr(hopper, "remedy", lambda device: "Use another GPU.")
+    monkeypatch.setattr(fallback, "remedy", lambda device: "Use another GPU.")
     for missing, auto in ((None, automatic), ("they need another", backend)):
-        monkeypatch.setattr(hopper, "why_not", lambda device, missing=missing: missing)
+        monkeypatch.setattr(fallback, "why_not", lambda device, missing=missing: missing)
         assert _in_triton.__wrapped__("auto", torch.device("cuda"), torch.bfloat16) is auto
         assert _in_triton.__wrapped__("triton", torch.device("cuda"), torch.bfloat16) is backend
-    monkeypatch.setattr(hopper, "why_not", lambda device: None)
+    monkeypatch.setattr(fallback, "why_not", lambda device: None)
     assert _in_triton.__wrapped__("hopper", torch.device("cuda"), torch.bfloat16) is hopper
 
 

@@ -13,7 +13,6 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.eager import prefill
 from ringflash.kernels.hopper import backend
-from ringflash.kernels.hopper.support import is_viewable
 from ringflash.kernels.select import choose
 from ringflash.kernels.triton import backend as portable
 from ringflash.layouts.layout import Chunk
@@ -207,44 +206,6 @@ def test_inputs_are_not_copied(calls: list[Any], run: Callable[[Call], None], ma
     assert [x for x in given[0] if not any(x is argument for argument in arguments)] == []
 
 
-def test_why_not_here() -> None:
-    reason = backend.why_not(CPU)
-    assert reason is not None
-    assert "an NVIDIA GPU, not cpu" in reason
-
-
-def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    for version in ("3.6.0", "3.7.1+gitabcdef", "3.8.0", "3.9.0"):
-        monkeypatch.setattr("triton.__version__", version)
-        assert backend.why_not(torch.device("cuda")) is None
-    for version in ("3.5.1", "3.10.0+gitabcdef", "4.0.0"):
-        monkeypatch.setattr("triton.__version__", version)
-        expected = f"they run under triton 3.6, 3.7, 3.8 and 3.9, not {version}"
-        assert backend.why_not(torch.device("cuda")) == expected
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_why_not_on_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    reason = backend.why_not(torch.device("cuda"))
-    expected = "they need compute capability 9.0, not {}.{}".format(*capability)
-    assert reason == (None if capability == (9, 0) else expected)
-
-
-def test_why_not_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
-    reason = backend.why_not(torch.device("cuda"))
-    assert reason is not None
-    assert "TRITON_INTERPRET" in reason
-
-
 def test_hopper_refuses_a_cpu() -> None:
     with pytest.raises(ArgumentError, match=r"^backend: expected (what the hopper kernels run on|CUDA tensors)"):
         choose("hopper", torch.zeros(1, 4, 2, 16))
@@ -252,19 +213,3 @@ def test_hopper_refuses_a_cpu() -> None:
 
 def test_auto_is_eager_on_a_cpu() -> None:
     assert choose("auto", torch.zeros(1, 4, 2, 16)) is prefill
-
-
-def test_is_viewable() -> None:
-    x = torch.zeros(2, 6, 4, 16, dtype=torch.bfloat16)
-    assert is_viewable(x)
-    assert is_viewable(x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert is_viewable(x[:, ::2])
-    assert is_viewable(x[..., :8])
-    assert is_viewable(x[..., 8:])
-    assert is_viewable(x[:1].expand(1, 6, 4, 16))
-    assert is_viewable(torch.as_strided(x, (1, 1, 1, 8), (3, 5, 7, 1)))  # strides of dimensions of size 1 do not matter
-    assert not is_viewable(x[..., 4:12])  # misaligned address
-    assert not is_viewable(torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16))  # misaligned stride
-    assert not is_viewable(innermost(x))
-    assert not is_viewable(x[:, :, :1].expand(2, 6, 4, 16))
-    assert not is_viewable(x[:, :0])
