@@ -14,7 +14,6 @@ from ringflash.kernels import select as backends
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
 from ringflash.kernels.eager import decode as decode_eager
-from ringflash.kernels.eager import prefill
 from ringflash.masks import Full, Mask, SlidingWindow, described, mask_from_spec
 from ringflash.ops.guard import Guard, Phase
 
@@ -44,7 +43,7 @@ EAGER: DecodeKernels = decode_eager
 
 def kernels_for(backend: str, q: Tensor) -> DecodeKernels:
     """Returns the decoding kernels of the backend that `backends.choose` takes for `q`, and raises its errors."""
-    if backends.choose(backend, q) is prefill:
+    if backends.choose(backend, q).name == "eager":
         return EAGER
     from ringflash.kernels.triton import decode  # here, so that CPU users never import Triton
 

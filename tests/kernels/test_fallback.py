@@ -9,9 +9,10 @@ import torch
 
 from ringflash.kernels import fallback
 from ringflash.kernels.fallback import is_viewable
-from ringflash.kernels.hopper import backend
+from ringflash.kernels.hopper.backend import HOPPER
 from ringflash.kernels.select import _in_triton
-from ringflash.kernels.triton import backend as portable
+from ringflash.kernels.triton import backend
+from ringflash.kernels.triton.backend import TRITON
 from tests.kernels.hopper.test_backend import KNOWN, UNKNOWN, Call, call, calls, innermost, run_backward, run_forward
 
 __all__ = ["calls"]  # re-exports a fixture
@@ -36,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr(portable, "check_supported", lambda device, dtype: None)
+    monkeypatch.setattr(backend, "check_supported", lambda device, dtype: None)
 
 
 def choose(name: str, index: int = 0) -> object:
@@ -48,8 +49,8 @@ def test_another_triton_is_reported_once_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("triton.__version__", "2.1.0")
-    assert choose("auto") is portable
-    assert choose("auto", 1) is portable
+    assert choose("auto") is TRITON
+    assert choose("auto", 1) is TRITON
     (record,) = caplog.records
     assert (record.name, record.levelno) == (LOGGER, logging.WARNING)
     assert "not 2.1.0" in record.getMessage()
@@ -72,7 +73,7 @@ def test_kernels_that_the_caller_names_are_not_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("triton.__version__", "2.1.0")
-    assert choose("triton") is portable
+    assert choose("triton") is TRITON
     assert caplog.records == []
 
 
@@ -130,7 +131,7 @@ def test_features_of_one_pass_name_it(
 
 def test_choosing_the_backward_reports_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
     (q, _, v), tile_problem, _ = call(headdim=192)
-    backend.fuses_dq(q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=False)
+    HOPPER.fuses_dq(q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=False)
     (record,) = caplog.records
     assert "for the backward alone" in record.getMessage()
 
