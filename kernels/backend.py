@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.decode_step import Partials, Step
 from ringflash.masks import Mask
 from ringflash.state import AttentionState
 
@@ -21,7 +22,9 @@ class Backend(Protocol):
 
     Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv and out, dout
     likewise with headdim_v; lse (batch, nheads, seqlen_q) in `lse_dtype`, natural logarithm; delta likewise in
-    `state_dtype`. All outputs are written in place.
+    `state_dtype`; lengths (batch,). Methods that return None write their outputs in place.
+
+    Methods of decoding take the whole cache as k and v, and read the first `lengths` keys of each sequence.
 
     Args:
         name: "eager", "triton" or "hopper".
@@ -115,4 +118,22 @@ class Backend(Protocol):
         With `dq`, a sum from `new_dq`, the same pass adds the dq of these keys to the sum. The order of additions is
         fixed only if the sum is deterministic. Callers pass `dq` only where `fuses_dq` returns True.
         """
+        ...
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Returns out and lse of a decoding step."""
+        ...
+
+    def decode_splits(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
+        """Returns the number of parts into which `decode` cuts each sequence's keys."""
+        ...
+
+    def decode_partial(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
+        """Returns one state of a decoding step, without sinks."""
+        ...
+
+    def decode_combine(
+        self, partials: Partials, score_config: ScoreConfig, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Returns out in `dtype` and lse over the keys of all states."""
         ...

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.kernels.decode_step import Step, sight_of
-from ringflash.kernels.triton import decode
 from ringflash.kernels.triton.backend import TRITON
 from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
 from ringflash.layouts.layout import Chunk
@@ -257,7 +256,7 @@ def _decode(x: _Inputs) -> None:
     seqlen_q = 1 if isinstance(x.mask, Full) else 8
     lengths = torch.full((BATCH,), SEQLEN, dtype=torch.int32)
     step = Step(x.score_config, sight_of(x.mask, seqlen_q, SEQLEN), splits=4 if x.mode == "split" else 1)
-    decode.attend(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
+    TRITON.decode(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
 
 
 def _hopper_forward(x: _Inputs) -> None:

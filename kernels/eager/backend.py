@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ringflash.kernels.contract import DqSum, ScoreConfig
 from ringflash.kernels.eager import prefill
+from ringflash.kernels.eager.decode import attend, combine, partial, splits_of
 from ringflash.kernels.eager.mask_blocks import state_dtype
 from ringflash.masks import Mask
 
@@ -20,6 +21,10 @@ class EagerBackend:
     delta_of_one_hop = delta
     backward_dq = staticmethod(prefill.backward_dq)
     backward_dkdv = staticmethod(prefill.backward_dkdv)
+    decode = staticmethod(attend)
+    decode_splits = staticmethod(splits_of)
+    decode_partial = staticmethod(partial)
+    decode_combine = staticmethod(combine)
 
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
         """See `Backend.new_dq`."""

@@ -45,6 +45,8 @@ class HopperBackend:
         self._triton, self._leaves_little = triton, leaves_little
         # Methods of `triton` itself: methods around them would add a Python frame to each call.
         self.state_dtype, self.delta, self.backward_dq = triton.state_dtype, triton.delta, triton.backward_dq
+        self.decode, self.decode_splits = triton.decode, triton.decode_splits
+        self.decode_partial, self.decode_combine = triton.decode_partial, triton.decode_combine
 
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
         """Makes the sum of dq; see `Backend.new_dq`."""

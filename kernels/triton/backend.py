@@ -1,4 +1,4 @@
-"""Backend "triton": tile kernels for any GPU that Triton compiles for; its interpreter runs them without a GPU."""
+"""Backend "triton": kernels for any GPU that Triton compiles for; its interpreter runs them without a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ringflash.kernels.contract import DqSum, ScoreConfig
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.backward_dkdv import backward_dkdv
 from ringflash.kernels.triton.backward_dq import backward_dq
+from ringflash.kernels.triton.decode import attend, combine, partial, splits_of
 from ringflash.kernels.triton.delta import delta
 from ringflash.kernels.triton.forward import forward
 from ringflash.masks import Mask
@@ -28,6 +29,10 @@ class TritonBackend:
     delta_of_one_hop = delta
     backward_dq = staticmethod(backward_dq)
     backward_dkdv = staticmethod(backward_dkdv)
+    decode = staticmethod(attend)
+    decode_splits = staticmethod(splits_of)
+    decode_partial = staticmethod(partial)
+    decode_combine = staticmethod(combine)
 
     @staticmethod
     def state_dtype(dtype: torch.dtype) -> torch.dtype:

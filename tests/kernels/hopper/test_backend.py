@@ -214,3 +214,8 @@ def test_hopper_refuses_a_cpu() -> None:
 
 def test_auto_is_eager_on_a_cpu() -> None:
     assert choose("auto", torch.zeros(1, 4, 2, 16)) is EAGER
+
+
+@pytest.mark.parametrize("name", ["decode", "decode_splits", "decode_partial", "decode_combine"])
+def test_decoding_is_that_of_the_triton_backend(name: str) -> None:
+    assert getattr(HOPPER, name) is getattr(TRITON, name)
