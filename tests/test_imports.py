@@ -63,7 +63,7 @@ ALLOWED = {
 
 # Internal modules that an application may import, because it explains them.
 EXPLAINED = {
-    "tiles.py": ("ringflash.kernels.triton.config", "ringflash.kernels.hopper"),
+    "tiles.py": ("ringflash.kernels.triton.config", "ringflash.kernels.hopper", "ringflash.kernels.fallback"),
     "hops.py": ("ringflash.kernels", "ringflash.layouts.layout", "ringflash.masks"),
     "merging.py": ("ringflash.masks", "ringflash.ops"),  # the backward of a hop with lse of the whole ring
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.kernels.decode_step import Step, sight_of
-from ringflash.kernels.triton import backend, decode
+from ringflash.kernels.triton.backend import TRITON
 from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import BlockSparse, Causal, Documents, Full, Mask, SlidingWindow, Tree
@@ -231,32 +231,32 @@ class _Inputs:
 def _forward(x: _Inputs) -> None:
     in_ring = x.carried or x.role == "middle"
     given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
-    backend.forward(x.q, x.k, x.v, x.problem, out=x.values(NHEADS), lse=x.lse, **given)
+    TRITON.forward(x.q, x.k, x.v, x.problem, out=x.values(NHEADS), lse=x.lse, **given)
 
 
 def _dq(x: _Inputs) -> None:
-    backend.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.problem, accumulate=x.carried)
+    TRITON.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.problem, accumulate=x.carried)
 
 
 def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backend.backward_dkdv(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=dq)
+    TRITON.backward_dkdv(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=dq)
 
 
 def _single_pass(x: _Inputs) -> None:
-    _dkdv(x, dq=backend.new_dq(x.q, hops=1, deterministic=False))
+    _dkdv(x, dq=TRITON.new_dq(x.q, hops=1, deterministic=False))
 
 
 def _delta(x: _Inputs) -> None:
     out = x.values(NHEADS)
-    backend.delta(out, out, x.rows() if x.mode == "dlse" else None)
+    TRITON.delta(out, out, x.rows() if x.mode == "dlse" else None)
 
 
 def _decode(x: _Inputs) -> None:
     seqlen_q = 1 if isinstance(x.mask, Full) else 8
     lengths = torch.full((BATCH,), SEQLEN, dtype=torch.int32)
     step = Step(x.score_config, sight_of(x.mask, seqlen_q, SEQLEN), splits=4 if x.mode == "split" else 1)
-    decode.attend(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
+    TRITON.decode(x.q[:, :seqlen_q].contiguous(), x.k, x.v, lengths, step)
 
 
 def _hopper_forward(x: _Inputs) -> None:

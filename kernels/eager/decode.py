@@ -1,4 +1,4 @@
-"""Decoding in blocked PyTorch, with the contract of the Triton kernels, on any device and in float64 too.
+"""Decoding in blocked PyTorch, as `Backend` has it, on any device and in float64 too.
 
 Shapes: q (batch, seqlen_q, nheads, headdim); k (batch, capacity, nheads_kv, headdim); v (batch, capacity, nheads_kv,
 headdim_v); lengths (batch,). Half precisions are computed in float32, float32 in float64.
@@ -17,8 +17,6 @@ from ringflash.kernels.decode_step import Partials, Sight, Step, merge_tree
 from ringflash.kernels.eager.isolation import is_finite, isolated_matmul
 from ringflash.kernels.eager.mask_blocks import BLOCK_K, state_dtype
 from ringflash.state import LOG2E, AttentionState
-
-__all__ = ["attend", "combine", "partial", "splits_of"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:

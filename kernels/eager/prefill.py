@@ -1,4 +1,4 @@
-"""Tile kernels in blocked PyTorch, with the same contract on any device, in float64 too, and in O(seqlen) memory.
+"""Tile computations in blocked PyTorch, as `Backend` has them, on any device, in float64 too, and in O(seqlen) memory.
 
 Shapes: q, dq (batch, seqlen_q, nheads, headdim); k, dk (batch, seqlen_k, nheads_kv, headdim); v, dv, out, dout likewise
 with headdim_v; lse, delta (batch, nheads, seqlen_q). A block of q is folded to (batch, nheads_kv, group * rows,
@@ -26,7 +26,6 @@ from ringflash.kernels.eager.mask_blocks import (
     state_dtype,
     visibility,
 )
-from ringflash.masks import Mask
 from ringflash.state import LOG2E, AttentionState
 
 
@@ -150,19 +149,6 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Returns rowsum(dout * out) - dlse, which the softmax's backward subtracts: (batch, nheads, seqlen_q)."""
     product = torch.einsum("bshd,bshd->bhs", out.double(), dout.double())  # in float64, because the terms cancel
     return (product if dlse is None else product - dlse).to(state_dtype(out.dtype))
-
-
-delta_of_one_hop = delta
-
-
-def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
-    """See `TileKernels.new_dq`."""
-    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
-
-
-def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """Returns `not deterministic`, so that both backwards run without a GPU; both are deterministic here."""
-    return not deterministic
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """Launches the forward of one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    """Launches the forward of one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
     batch, seqlen_q, nheads, headdim = q.shape
     config, known = tiling(problem, headdim, q.device)
     group = nheads // k.shape[2]  # query heads that stream the same keys and values
@@ -230,7 +230,7 @@ def backward(
     accumulate: bool,
     dq: DqSum,
 ) -> None:
-    """Launches the backward of one hop; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    """Launches the backward of one hop; see `Backend.backward_dkdv`. lse and delta are contiguous."""
     assert isinstance(dq, DqAccumulator)
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]

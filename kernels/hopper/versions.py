@@ -1,7 +1,7 @@
 """Gluon functions whose names differ between versions of Triton, and all private names of Triton that are used.
 
 Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
-other code is the same under every version. `support.py` lists the versions that they were checked with.
+other code is the same under every version. `kernels/fallback.py` lists the versions that they were checked with.
 """
 
 # Gluon's DSL is not Python to a type checker, and libtriton is a binary.
@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ringflash.kernels.hopper.support import SUPPORTED, release_of
+from ringflash.kernels.fallback import SUPPORTED, release_of
 
-assert release_of(triton.__version__) in SUPPORTED, "the backend asks `support` before it imports these kernels"
+assert release_of(triton.__version__) in SUPPORTED, "`select` asks `fallback.why_not` before it imports these kernels"
 
 # The first name is the newer one; releases between 3.6 and 3.9 brought them at different times.
 copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -1,4 +1,4 @@
-"""Backend "triton": tile kernels for any GPU that Triton compiles for; its interpreter runs them without a GPU."""
+"""Backend "triton": kernels for any GPU that Triton compiles for; its interpreter runs them without a GPU."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from ringflash.kernels.contract import DqSum, ScoreConfig
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.backward_dkdv import backward_dkdv
 from ringflash.kernels.triton.backward_dq import backward_dq
+from ringflash.kernels.triton.decode import attend, combine, partial, splits_of
 from ringflash.kernels.triton.delta import delta
 from ringflash.kernels.triton.forward import forward
 from ringflash.masks import Mask
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
-__all__ = [
-    "backward_dkdv",
-    "backward_dq",
-    "check_supported",
-    "delta",
-    "delta_of_one_hop",
-    "forward",
-    "fuses_dq",
-    "new_dq",
-    "state_dtype",
-]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_DTYPES = (torch.float16, torch.float32)  # the interpreter's bfloat16 dot is silently wrong
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns float32, for every dtype that these kernels support."""
-    assert dtype in DTYPES
-    return torch.float32
+class TritonBackend:
+    """Attention by the Triton kernels; see `Backend`."""
+
+    name = "triton"
+    forward = staticmethod(forward)
+    delta = staticmethod(delta)
+    delta_of_one_hop = delta
+    backward_dq = staticmethod(backward_dq)
+    backward_dkdv = staticmethod(backward_dkdv)
+    decode = staticmethod(attend)
+    decode_splits = staticmethod(splits_of)
+    decode_partial = staticmethod(partial)
+    decode_combine = staticmethod(combine)
+
+    @staticmethod
+    def state_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Returns float32, for every dtype that these kernels support."""
+        assert dtype in DTYPES
+        return torch.float32
+
+    def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
+        """See `Backend.new_dq`."""
+        return DqSum(q, self.state_dtype(q.dtype), ordered=deterministic)
+
+    def fuses_dq(
+        self, q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool
+    ) -> bool:
+        """Returns `config.fuses_dq`, but False if `deterministic`: the fused kernel adds dQ in no fixed order."""
+        return not deterministic and config.fuses_dq(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
 
 
-delta_of_one_hop = delta
-
-
-def new_dq(q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
-    """See `TileKernels.new_dq`."""
-    return DqSum(q, state_dtype(q.dtype), ordered=deterministic)
-
-
-def fuses_dq(q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool) -> bool:
-    """Returns `config.fuses_dq`, but False if `deterministic`: the fused kernel adds dQ in no fixed order."""
-    return not deterministic and config.fuses_dq(q.shape[3], v.shape[3], listed=mask.bitmap() is not None)
+TRITON = TritonBackend()
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:

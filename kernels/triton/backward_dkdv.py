@@ -317,7 +317,7 @@ def backward_dkdv(
     accumulate: bool,
     dq: DqSum | None = None,
 ) -> None:
-    """Computes one hop's dk and dv, and dq if given; see `TileKernels.backward_dkdv`. lse and delta are contiguous."""
+    """Computes one hop's dk and dv, and dq if given; see `Backend.backward_dkdv`. lse and delta are contiguous."""
     adds_to = () if dq is None else (dq.rows(),)
     tensors = (dout, q, k, v, lse, delta, dk, dv, *adds_to, *problem.score_config.tensors)
     key = problem.launch_key(accumulate, dq is None, lse.dtype, dk.dtype, *layout(dout, q, k, v, dk, dv))

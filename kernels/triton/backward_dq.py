@@ -174,7 +174,7 @@ def backward_dq(
     *,
     accumulate: bool,
 ) -> None:
-    """Computes one hop's dq; see `TileKernels.backward_dq`. lse, delta and dq are contiguous."""
+    """Computes one hop's dq; see `Backend.backward_dq`. lse, delta and dq are contiguous."""
     tensors = (dout, q, k, v, lse, delta, dq, *problem.score_config.tensors)
     key = problem.launch_key(accumulate, lse.dtype, dq.dtype, *layout(dout, q, k, v))
     if _launches.repeat(key, tensors):

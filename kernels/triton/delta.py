@@ -54,7 +54,7 @@ _launches = Launches()
 
 
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """Returns rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `TileKernels.delta`."""
+    """Returns rowsum(dout * out) - dlse, float32 (batch, nheads, seqlen_q); see `Backend.delta`."""
     batch, seqlen_q, nheads, headdim = out.shape
     result = out.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
     given = () if dlse is None else (dlse,)

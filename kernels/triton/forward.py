@@ -250,7 +250,7 @@ def forward(
     first: bool,
     last: bool,
 ) -> None:
-    """Launches one hop; see `TileKernels.forward`. `out`, `lse` and the state are contiguous."""
+    """Launches one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
     carried = () if state is None else (state.m, state.l, state.o)
     tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
     key = problem.launch_key(first, last, state is None, lse.dtype, *layout(q, k, v))

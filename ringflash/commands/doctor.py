@@ -14,7 +14,6 @@ from torch import Tensor
 from ringflash import __version__, reference
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select
-from ringflash.kernels.eager import prefill
 from ringflash.masks import Causal
 from ringflash.ops.attention import flash_attention
 
@@ -135,9 +134,9 @@ def _backend(device: str, dtype: torch.dtype) -> str:
         chosen = select.choose("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype))
     except ArgumentError as error:
         return f"FAILED: {error}"
-    if chosen is prefill:
+    if chosen.name == "eager":
         return "eager kernels"
-    from ringflash.kernels.hopper import backend as hopper  # imported here, because it imports Triton
+    from ringflash.kernels.fallback import why_not  # imported here, because it imports Triton
 
-    missing = hopper.why_not(torch.device(device))
+    missing = why_not(torch.device(device))
     return "Gluon kernels for sm_90" if missing is None else f"Triton kernels; not those for sm_90: {missing}"

@@ -13,6 +13,7 @@ from ringflash.checks import check_return_lse, check_softcap, scale_of
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
+from ringflash.kernels.select import choose
 from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import decode_op
 from ringflash.ops.decode_call import DecodeCall, key_of
@@ -326,14 +327,14 @@ def _check_scoring(q: Tensor, softmax_scale: float | None, options: DecodeOption
 
 
 def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel | None) -> None:
-    kernels = decode_op.kernels_for(options.backend, q)
+    kernels = choose(options.backend, q)
     if options.splits is not None and not (isinstance(options.splits, int) and 1 <= options.splits <= MAX_SPLITS):
         remedy = "None chooses."
         raise ArgumentError("splits", expected=f"None or 1 to {MAX_SPLITS}", got=options.splits, remedy=remedy)
     if not isinstance(options.tiles, DecodeTiles | None):
         remedy = "Pass rf.DecodeTiles(block_n, num_warps, num_stages)."
         raise ArgumentError("tiles", expected="None or a rf.DecodeTiles", got=repr(options.tiles), remedy=remedy)
-    if options.tiles is not None and kernels is decode_op.EAGER:
+    if options.tiles is not None and kernels.name == "eager":
         remedy = "Leave them out, or use the triton backend."
         raise ArgumentError("tiles", expected="None for the eager backend", got=options.tiles, remedy=remedy)
     world = 1 if context is None else context.world_size

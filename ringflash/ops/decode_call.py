@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels import select
+from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import DecodeTiles, Step, sight_of
 from ringflash.masks import Mask
@@ -26,13 +27,13 @@ class DecodeCall(NamedTuple):
     """A checked step of `flash_decode` on one device.
 
     Args:
-        kernels: the backend's kernels.
+        kernels: the backend.
         step: mask and scoring.
         with_lse: whether it returns lse.
         replays: recorded steps; None if the kernels are no launches.
     """
 
-    kernels: decode_op.DecodeKernels
+    kernels: Backend
     step: Step
     with_lse: bool
     replays: Replays | None
@@ -44,10 +45,10 @@ class DecodeCall(NamedTuple):
         """Returns the step for tensors like these; `options` are checked `DecodeOptions` without sinks and slopes."""
         config = ScoreConfig.of(q.dtype, softmax_scale, float(options.softcap), alibi_slopes=None, sinks=None)
         sight = sight_of(mask, q.shape[1], k.shape[1])
-        step, kernels = Step(config, sight, options.splits, options.tiles), decode_op.kernels_for(options.backend, q)
-        step = replace(step, splits=kernels.splits_of(q, k, v, step), place=object())
+        step, kernels = Step(config, sight, options.splits, options.tiles), select.choose(options.backend, q)
+        step = replace(step, splits=kernels.decode_splits(q, k, v, step), place=object())
         replays = None
-        if q.is_cuda and kernels is not decode_op.EAGER:
+        if q.is_cuda and kernels.name != "eager":
             from ringflash.kernels.replay import Replays  # here, since it imports Triton
 
             replays = Replays()
@@ -70,7 +71,7 @@ class DecodeCall(NamedTuple):
             return self._attend(q, k, v, lengths)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.attend(q, k, v, lengths, self.step)
+        return self.kernels.decode(q, k, v, lengths, self.step)
 
 
 def key_of(

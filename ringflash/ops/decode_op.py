@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringflash.context import ContextParallel, context_by_name
 from ringflash.errors import ArgumentError
-from ringflash.kernels import select as backends
+from ringflash.kernels import select
+from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import DecodeTiles, Partials, Step, sight_of, whole_sight
-from ringflash.kernels.eager import decode as decode_eager
-from ringflash.kernels.eager import prefill
 from ringflash.masks import Full, Mask, SlidingWindow, described, mask_from_spec
 from ringflash.ops.guard import Guard, Phase
-
-
-class DecodeKernels(Protocol):
-    """Operations of a backend that decodes; shapes as in `rf.flash_decode`, lengths (batch,)."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Returns out and lse over the first `lengths` keys."""
-        ...
-
-    def splits_of(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> int:
-        """Returns the number of parts into which each sequence's keys are cut."""
-        ...
-
-    def partial(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: Step) -> Partials:
-        """Returns one state over the first `lengths` keys, without sinks."""
-        ...
-
-    def combine(self, partials: Partials, score_config: ScoreConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns out in `dtype` and lse over the keys of all states."""
-        ...
-
-
-EAGER: DecodeKernels = decode_eager
-
-
-def kernels_for(backend: str, q: Tensor) -> DecodeKernels:
-    """Returns the decoding kernels of the backend that `backends.choose` takes for `q`, and raises its errors."""
-    if backends.choose(backend, q) is prefill:
-        return EAGER
-    from ringflash.kernels.triton import decode  # here, so that CPU users never import Triton
-
-    return decode
 
 
 @torch.library.custom_op("ringflash::decode", mutates_args=())
@@ -72,7 +39,7 @@ def decode(
     """Returns out and lse over the valid keys of all ranks of the named context."""
     ranks = context_by_name(context) if context else None
     with Guard(ranks) as guard:
-        kernels, lengths = kernels_for(backend, q), lengths.contiguous()  # kernels read them as one vector
+        kernels, lengths = select.choose(backend, q), lengths.contiguous()  # kernels read them as one vector
         score_config = ScoreConfig.of(q.dtype, softmax_scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)
         capacity = k_cache.shape[1] // lengths.shape[0]
         check_on_cpu(lengths, capacity)
@@ -86,20 +53,20 @@ def decode(
                 raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
         step = Step(score_config, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
         if ranks is None:
-            with backends.kernels_of(q):
-                return kernels.attend(q, k_cache, v_cache, lengths[0], step)
+            with select.kernels_of(q):
+                return kernels.decode(q, k_cache, v_cache, lengths[0], step)
         guard.phase = Phase.AGREEING
         _agree(ranks, q, k_cache, v_cache, seen, step, kernels, newest_rank)
         guard.phase = Phase.RUNNING
         whole = Step(score_config, whole_sight(q.shape[1], capacity), step.splits, step.tiles)
-        with backends.kernels_of(q):
+        with select.kernels_of(q):
             parts = [
-                kernels.partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
+                kernels.decode_partial(q, k, v, lengths, step if rank == newest_rank % ranks.world_size else whole)
                 for rank, k, v, lengths in zip(
                     ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
                 )
             ]
-            return kernels.combine(_of_all_ranks(ranks, parts), score_config, q.dtype)
+            return kernels.decode_combine(_of_all_ranks(ranks, parts), score_config, q.dtype)
 
 
 @decode.register_fake
@@ -140,7 +107,7 @@ def _agree(
     v: Tensor,
     mask: Mask,
     step: Step,
-    kernels: DecodeKernels,
+    kernels: Backend,
     newest_rank: int,
 ) -> None:
     """Raises RankMismatch on every rank unless all make the same call; capacities may differ."""
@@ -157,7 +124,7 @@ def _agree(
         "softmax_scale": step.score_config.softmax_scale,
         "softcap": step.score_config.softcap,
         "sinks": "none" if step.score_config.sinks is None else "given",
-        "backend": "eager" if kernels is EAGER else "triton",
+        "backend": "eager" if kernels.name == "eager" else "triton",  # Hopper decodes in Triton too
         "newest_rank": newest_rank % ranks.world_size,
         "capacity": k.shape[1],
     }

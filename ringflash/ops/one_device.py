@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ringflash.kernels import select
 from ringflash.kernels.contract import TileProblem
-from ringflash.kernels.eager import prefill
 from ringflash.kernels.mask_tables import row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.ops.call import AttentionCall
@@ -44,12 +43,12 @@ class OneDevice:
             fuses_dq: whether one kernel computes dq, dk and dv.
         """
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
+        self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
         self._replays = None
-        if q.is_cuda and kernel_run.kernels is not prefill:
+        if q.is_cuda and not self._is_eager:
             from ringflash.kernels.replay import Replays  # here, since it imports Triton
 
             self._replays = Replays()
-        self._is_eager, self._lse_dtype = kernel_run.kernels is prefill, lse_dtype(q.dtype)
         batch, seqlen_q, nheads, _ = q.shape
         self._q, self._k, self._v = map(contiguous, (q.shape, k.shape, v.shape))
         self._out = contiguous((batch, seqlen_q, nheads, v.shape[3]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
-from ringflash.kernels.select import TileKernels
 from ringflash.masks import Mask
 from ringflash.ring.buffers import Buffers, Pair
 from ringflash.ring.plan import Hop, Plan
@@ -23,13 +23,13 @@ class KernelRun:
     """Kernels of a pass, with the settings common to all hops.
 
     Args:
-        kernels: the backend's tile kernels.
+        kernels: the backend.
         score_config: parameters of scores and weights.
         deterministic: whether gradients must be bitwise repeatable.
         cache: values that kernels keep from one hop of the pass for the next.
     """
 
-    kernels: TileKernels
+    kernels: Backend
     score_config: ScoreConfig
     deterministic: bool
     cache: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -12,7 +12,7 @@ import torch
 from ringflash.bench.attention import hops
 from ringflash.bench.common import timing
 from ringflash.commands.main import main
-from ringflash.kernels.eager import prefill
+from ringflash.kernels.eager.backend import EagerBackend
 
 CELL = "--seqlens 24 37 --headdims 16 --nheads 2 --tokens 50 --dtype float32 --rounds 2"
 
@@ -43,13 +43,13 @@ def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[s
 
 
 def test_roles_pass_the_state_as_a_ring_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, seen = prefill.forward, set[tuple[bool, bool, bool, int]]()
+    forward, seen = EagerBackend.forward, set[tuple[bool, bool, bool, int]]()
 
     def spy(q: torch.Tensor, k: torch.Tensor, *given: Any, state: Any, first: bool, last: bool, **named: Any) -> None:
         seen.add((first, last, state is None, k.shape[1]))
         forward(q, k, *given, state=state, first=first, last=last, **named)
 
-    monkeypatch.setattr(prefill, "forward", spy)
+    monkeypatch.setattr(EagerBackend, "forward", staticmethod(spy))
     assert hops.main(["--seqlens", "24", "--tokens", "24"]) == 0
     whole = {(True, True, True, 24), (True, False, False, 24), (False, False, False, 24), (False, True, False, 24)}
     assert seen == whole | {(True, False, False, 6), (False, False, False, 6), (False, True, False, 12)}
@@ -63,7 +63,7 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    forward, calls = prefill.forward, iter(range(99))
+    forward, calls = EagerBackend.forward, iter(range(99))
 
     def flawed(q: Any, k: Any, v: Any, *given: Any, first: bool, last: bool, **named: Any) -> None:
         attention_itself = first and last and next(calls) % 2 == 0  # the reference of the hops
@@ -71,7 +71,7 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
             v = v * 1.5
         forward(q, k, v, *given, first=first, last=last, **named)
 
-    monkeypatch.setattr(prefill, "forward", flawed)
+    monkeypatch.setattr(EagerBackend, "forward", staticmethod(flawed))
     path = tmp_path / "hops.json"
     assert hops.main([*CELL.split(), "--json", str(path)]) == 1
     rows = json.loads(path.read_text())["rows"]

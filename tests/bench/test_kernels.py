@@ -16,7 +16,7 @@ from ringflash.bench.common import memory, plot, profiler, timing
 from ringflash.bench.common.problem import Problem, Setup
 from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
-from ringflash.kernels.hopper import backend as hopper
+from ringflash.kernels import fallback
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance" / "tiles.md"
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_only_those_named_are_measured(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_portable_kernels_are_there_where_auto_means_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(hopper, "why_not", lambda device: None)
+    monkeypatch.setattr(fallback, "why_not", lambda device: None)
     named = single.contenders(gpu, torch.bfloat16, with_peers=False)
     modes = ["ringflash fast", "ringflash deterministic"]
     assert [*named] == [*modes, *(f"{mode}, portable" for mode in modes)]
@@ -145,7 +145,7 @@ def test_portable_kernels_are_there_where_auto_means_others(monkeypatch: pytest.
             row = kernels._bytes(f"ringflash {mode}{end}", shape, "hopper")
             assert row["forward_bytes"]["computed"] == bytes_of["forward"]
             assert row["backward_bytes"]["computed"] == bytes_of[f"backward {mode}"]
-    monkeypatch.setattr(hopper, "why_not", lambda device: "they need another")
+    monkeypatch.setattr(fallback, "why_not", lambda device: "they need another")
     assert [*single.contenders(gpu, torch.bfloat16, with_peers=False)] == modes
     facts = {"seqlen": 512, "headdim": 64, "causal": True, "nheads": 2, "nheads_kv": 2, "dtype": "bfloat16"}
     rows = [facts | {"name": name, "forward_tflops": 3.0, "backward_tflops": 2.0} for name in named]

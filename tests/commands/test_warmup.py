@@ -32,11 +32,11 @@ import ringflash as rf
 from ringflash.commands import warmup
 from ringflash.kernels import select
 from ringflash.kernels.aot.compiler import TargetDriver
-from ringflash.kernels.triton import backend
+from ringflash.kernels.triton.backend import TRITON
 
 def main():
     driver.set_active(TargetDriver(90))
-    select.choose = lambda name, q: backend
+    select.choose = lambda name, q: TRITON
     masks = (rf.Causal(), rf.Causal() & rf.Documents([0, 300, 512]))
     calls = warmup.Calls(512, 1, 4, 2, 64, torch.bfloat16, masks[:1], world_size=2)
     variants = warmup.variants_of(calls, torch.device("cpu"))

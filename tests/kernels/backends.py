@@ -2,10 +2,10 @@
 
 import torch
 
-from ringflash.kernels.hopper import backend
+from ringflash.kernels.fallback import why_not
 
 GPU_BACKENDS: list[str] = ["triton"]
-if torch.cuda.is_available() and backend.why_not(torch.device("cuda")) is None:
+if torch.cuda.is_available() and why_not(torch.device("cuda")) is None:
     GPU_BACKENDS.append("hopper")
 
 # Dtype of a backend in tests with one dtype. The Hopper backend would pass float32 on to the Triton kernels.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
-from ringflash.kernels.eager import prefill
+from ringflash.kernels.eager.backend import EagerBackend
 from ringflash.layouts.layout import LAYOUTS, Chunk
 from ringflash.masks import Full, Mask
 from ringflash.ops.ring_call import _row_bytes
@@ -146,9 +146,9 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalTransport, "start", started)
     monkeypatch.setattr(LocalTransport, "allocate", allocated)
     for name in ("forward", "backward_dq", "backward_dkdv"):
-        original = getattr(prefill, name)
+        original = getattr(EagerBackend, name)
         counted = lambda *a, name=name, original=original, **kw: (launches.append(name), original(*a, **kw))  # noqa: E731
-        monkeypatch.setattr(prefill, name, counted)
+        monkeypatch.setattr(EagerBackend, name, staticmethod(counted))
     problem = Problem.random(seqlen=SEQLEN, headdim=16, mask=MASKS["sparse"])
     problem.ring(context_of(4, "contiguous"), deterministic=True)
     assert len(batches) == 4 * 3

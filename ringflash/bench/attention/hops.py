@@ -30,8 +30,9 @@ from ringflash.bench.common import record, timing
 from ringflash.bench.common.problem import AGREEMENT, Problem, add_options, difference, failure
 from ringflash.commands.options import DTYPES, check_at_least, fill_in
 from ringflash.errors import ArgumentError
+from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import ScoreConfig, TileProblem
-from ringflash.kernels.select import TileKernels, choose, kernels_of
+from ringflash.kernels.select import choose, kernels_of
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import as_mask
 
@@ -46,21 +47,21 @@ class Rank:
     """Inputs and results of the hops of one rank.
 
     Args:
-        kernels: kernels that compute the hops.
+        kernels: the backend that computes the hops.
         problem: q, k and v of the whole sequence.
         state: online-softmax state, passed from hop to hop.
         out: (batch, seqlen, nheads, headdim).
         lse: (batch, nheads, seqlen), float32.
     """
 
-    kernels: TileKernels
+    kernels: Backend
     problem: Problem
     state: rf.AttentionState
     out: Tensor
     lse: Tensor
 
     @staticmethod
-    def of(problem: Problem, kernels: TileKernels) -> Rank:
+    def of(problem: Problem, kernels: Backend) -> Rank:
         """Returns a rank whose state, out and lse are not initialised."""
         q = problem.q
         dtype = kernels.state_dtype(q.dtype)

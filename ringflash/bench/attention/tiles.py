@@ -26,7 +26,6 @@ from ringflash.kernels.hopper.config import (
     forward_config,
     prefer_triton_backward,
 )
-from ringflash.kernels.hopper.support import ALIGNMENT
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.config import TileConfig
 
@@ -155,9 +154,9 @@ def auto_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """
     if device.type != "cuda":
         return PORTABLE
-    from ringflash.kernels.hopper import backend  # imported here, because it imports Triton
+    from ringflash.kernels import fallback  # imported here, because it imports Triton
 
-    return HOPPER if backend.why_not(device) is None and dtype in backend.DTYPES else PORTABLE
+    return HOPPER if fallback.why_not(device) is None and dtype in fallback.DTYPES else PORTABLE
 
 
 def pass_bytes(shape: Shape, kernels: str = PORTABLE) -> dict[str, int]:
@@ -181,15 +180,15 @@ def _portable_bytes(shape: Shape) -> dict[str, int]:
 
 def _hopper_bytes(shape: Shape) -> dict[str, int]:
     """Returns the bytes of the passes that the Hopper kernels compute."""
-    from ringflash.kernels.hopper.backend import WIDEST, WIDEST_BACKWARD  # imported here, because it imports Triton
+    from ringflash.kernels import fallback  # imported here, because it imports Triton
 
-    known = shape.itemsize == ITEMSIZE and shape.row % ALIGNMENT == 0
+    known = shape.itemsize == ITEMSIZE and shape.row % fallback.ALIGNMENT == 0
     passes: dict[str, int] = {}
-    if known and shape.headdim <= WIDEST:
+    if known and shape.headdim <= fallback.WIDEST:
         visits = shape.seqlen / KEYS / (2 if shape.causal else 1)
         tiles = forward_config(shape.headdim, masked=shape.causal or shape.seqlen % KEYS > 0, visits=visits)
         passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * ROWS, tiles.block_n))
-    if known and shape.headdim <= WIDEST_BACKWARD:
+    if known and shape.headdim <= fallback.WIDEST_BACKWARD:
         tile = Tile(backward_config(shape.headdim).block_m, KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
         backward = before + traffic.dkdv_kernel(shape, tile)

@@ -11,11 +11,11 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import ScoreConfig, TileProblem
-from ringflash.kernels.eager import prefill
+from ringflash.kernels.eager.backend import EAGER
 from ringflash.kernels.hopper import backend
-from ringflash.kernels.hopper.support import is_viewable
+from ringflash.kernels.hopper.backend import HOPPER
 from ringflash.kernels.select import choose
-from ringflash.kernels.triton import backend as portable
+from ringflash.kernels.triton.backend import TRITON, TritonBackend
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
 from ringflash.state import AttentionState
@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     monkeypatch.setattr("ringflash.kernels.hopper.calls.forward", spy("hopper"))
     monkeypatch.setattr("ringflash.kernels.hopper.calls.backward", spy("hopper"))
     for name in ("forward", "backward_dq", "backward_dkdv"):
-        monkeypatch.setattr(f"ringflash.kernels.triton.backend.{name}", spy("portable"))
+        monkeypatch.setattr(TritonBackend, name, staticmethod(spy("portable")))
     return seen
 
 
@@ -65,15 +65,15 @@ def run_forward(given: Call) -> None:
     (q, k, v), tile_problem, carried = given
     out, lse = v.new_zeros((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     state = AttentionState(lse, lse, out.float()) if carried else None
-    backend.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=not carried, last=True)
+    HOPPER.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=not carried, last=True)
 
 
 def run_backward(given: Call, *, deterministic: bool = False) -> None:
     (q, k, v), tile_problem, carried = given
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    dq = backend.new_dq(q, hops=1, deterministic=deterministic)
-    backend.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, tile_problem, accumulate=carried, dq=dq)
+    dq = HOPPER.new_dq(q, hops=1, deterministic=deterministic)
+    HOPPER.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, tile_problem, accumulate=carried, dq=dq)
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
     run(given)
     (q, _, v), tile_problem, _ = given
     deterministic = run is run_deterministic
-    single = kernels == "hopper" or portable.fuses_dq(
+    single = kernels == "hopper" or TRITON.fuses_dq(
         q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=deterministic
     )
     assert [kernels_called for kernels_called, _, _ in calls] == [kernels] * (1 if run is run_forward or single else 2)
@@ -150,7 +150,7 @@ def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
     (q, k, v), tile_problem, _ = call()
     lse = torch.zeros(2, 4, SEQLEN)
     dout = torch.ones((), dtype=q.dtype).expand_as(q)
-    backend.backward_dkdv(dout, q, k, v, lse, lse, k, v, tile_problem, accumulate=False)
+    HOPPER.backward_dkdv(dout, q, k, v, lse, lse, k, v, tile_problem, accumulate=False)
     assert [kernels for kernels, _, _ in calls] == ["portable"]
 
 
@@ -176,10 +176,10 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
     dout, q, k, v = (torch.randn(2, SEQLEN, *size, generator=generator) for size in sizes)
     tile_problem = TileProblem(WHOLE, WHOLE, mask, PLAIN)
     out, lse = torch.empty_like(q), torch.empty(2, 4, SEQLEN)
-    prefill.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
-    given = dout, q, k, v, lse, prefill.delta(out, dout, None)
+    EAGER.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
+    given = dout, q, k, v, lse, EAGER.delta(out, dout, None)
     results = []
-    for kernels in (backend, prefill):
+    for kernels in (HOPPER, EAGER):
         dq, dk, dv = kernels.new_dq(q, hops=1, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
         kernels.backward_dkdv(*given, dk, dv, tile_problem, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
@@ -193,7 +193,7 @@ def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: 
     run_backward(given)
     if calls[0][0] == "hopper":
         for deterministic in (False, True):
-            assert backend.fuses_dq(
+            assert HOPPER.fuses_dq(
                 q, v, tile_problem.mask, tile_problem.score_config, hops=1, deterministic=deterministic
             )
 
@@ -207,64 +207,15 @@ def test_inputs_are_not_copied(calls: list[Any], run: Callable[[Call], None], ma
     assert [x for x in given[0] if not any(x is argument for argument in arguments)] == []
 
 
-def test_why_not_here() -> None:
-    reason = backend.why_not(CPU)
-    assert reason is not None
-    assert "an NVIDIA GPU, not cpu" in reason
-
-
-def test_why_not_with_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    for version in ("3.6.0", "3.7.1+gitabcdef", "3.8.0", "3.9.0"):
-        monkeypatch.setattr("triton.__version__", version)
-        assert backend.why_not(torch.device("cuda")) is None
-    for version in ("3.5.1", "3.10.0+gitabcdef", "4.0.0"):
-        monkeypatch.setattr("triton.__version__", version)
-        expected = f"they run under triton 3.6, 3.7, 3.8 and 3.9, not {version}"
-        assert backend.why_not(torch.device("cuda")) == expected
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_why_not_on_other_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    reason = backend.why_not(torch.device("cuda"))
-    expected = "they need compute capability 9.0, not {}.{}".format(*capability)
-    assert reason == (None if capability == (9, 0) else expected)
-
-
-def test_why_not_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
-    reason = backend.why_not(torch.device("cuda"))
-    assert reason is not None
-    assert "TRITON_INTERPRET" in reason
-
-
 def test_hopper_refuses_a_cpu() -> None:
     with pytest.raises(ArgumentError, match=r"^backend: expected (what the hopper kernels run on|CUDA tensors)"):
         choose("hopper", torch.zeros(1, 4, 2, 16))
 
 
 def test_auto_is_eager_on_a_cpu() -> None:
-    assert choose("auto", torch.zeros(1, 4, 2, 16)) is prefill
+    assert choose("auto", torch.zeros(1, 4, 2, 16)) is EAGER
 
 
-def test_is_viewable() -> None:
-    x = torch.zeros(2, 6, 4, 16, dtype=torch.bfloat16)
-    assert is_viewable(x)
-    assert is_viewable(x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert is_viewable(x[:, ::2])
-    assert is_viewable(x[..., :8])
-    assert is_viewable(x[..., 8:])
-    assert is_viewable(x[:1].expand(1, 6, 4, 16))
-    assert is_viewable(torch.as_strided(x, (1, 1, 1, 8), (3, 5, 7, 1)))  # strides of dimensions of size 1 do not matter
-    assert not is_viewable(x[..., 4:12])  # misaligned address
-    assert not is_viewable(torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16))  # misaligned stride
-    assert not is_viewable(innermost(x))
-    assert not is_viewable(x[:, :, :1].expand(2, 6, 4, 16))
-    assert not is_viewable(x[:, :0])
+@pytest.mark.parametrize("name", ["decode", "decode_splits", "decode_partial", "decode_combine"])
+def test_decoding_is_that_of_the_triton_backend(name: str) -> None:
+    assert getattr(HOPPER, name) is getattr(TRITON, name)
