@@ -1,4 +1,4 @@
-"""What keeps a call from the kernels for sm_90: their requirements, and one log message a process for each reason.
+"""Limits of the kernels for sm_90: what they take, and one log message a process for each reason against them.
 
 The kernels take bfloat16 and float16, headdim up to 128 (256 for a forward in one hop) and any interval mask. Values
 must have the same headdim as keys. Softcap, ALiBi, sinks, dropout and bitmaps go to the Triton kernels of all GPUs. The

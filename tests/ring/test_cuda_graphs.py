@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytes
 def test_tables_that_were_dropped_between_calls_are_uploaded_again() -> None:
     @device_tables(maxsize=1)
     def table(n: int) -> Tensor:
-        return uploaded([torch.arange(n)], torch.device("cuda", 0))[0]
+        return uploaded([np.arange(n)], torch.device("cuda", 0))[0]
 
     replays, x = GraphCache(), torch.ones(3, device="cuda")
     for call in range(4):
