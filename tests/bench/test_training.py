@@ -113,3 +113,16 @@ def test_shapes_are_those_of_their_names(shape: str, billions: float) -> None:
 def test_bad_arguments(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
         throughput.main(changed.split())
+
+
+def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
+    ((rows,),) = run_ranks(1, _alone, str(tmp_path))
+    ours, peer = rows
+    assert (ours["name"], peer["name"]) == (throughput.OURS, throughput.PEER_OF_ONE)
+    assert (ours["layers"], ours["activations"], peer["activations"]) == (1, "none", "none")
+    assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
+
+
+def _alone(folder: str) -> tuple[list[dict[str, Any]], ...]:
+    arguments = [*SMALL.split(), "--contexts", "64", "--layers", "1", "--activations", "none"]
+    return (throughput.run(arguments, init_device_mesh("cpu", (1,))),)

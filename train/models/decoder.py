@@ -178,15 +178,16 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        return self.o_proj(self.attend(q, k, v, step).flatten(-2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Returns attention's output (batch, seqlen, nheads, headdim)."""
         mask = self.mask if step.documents is None else self.mask & step.documents
         if step.cache is not None:
-            out = step.cache.attend(self.layer, q, k, v, mask)
-        elif step.context is not None:
-            out = rf.ring_attention(q, k, v, step.context, mask=mask)
-        else:
-            out = rf.flash_attention(q, k, v, mask=mask)
-        assert isinstance(out, Tensor)
-        return self.o_proj(out.flatten(-2))
+            return step.cache.attend(self.layer, q, k, v, mask)
+        if step.context is not None:
+            return rf.ring_attention(q, k, v, step.context, mask=mask)
+        return rf.flash_attention(q, k, v, mask=mask)
 
 
 class FeedForward(nn.Module):

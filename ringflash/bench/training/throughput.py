@@ -1,6 +1,7 @@
-"""The training benchmark: whole steps of a Llama-like decoder on a ring, and on torch's context_parallel with FSDP2.
+"""The training benchmark: whole steps of a Llama-like decoder on a ring, and on torch's attention with FSDP2.
 
     torchrun --nproc-per-node 4 -m ringflash.bench training --peers --json training.json --png training.png
+    torchrun --nproc-per-node 1 -m ringflash.bench training --peers --shapes 8b --layers 6 --activations none
 
 A step is forward, backward, gradient clipping and AdamW on one sequence of random tokens over all GPUs. Activations
 are bfloat16; master weights and reductions are float32. Two models do not fit into memory together. Each cell therefore
@@ -24,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.bench.common import ranks, record
 from ringflash.bench.common.problem import failure
 from ringflash.bench.common.timing import turns
-from ringflash.bench.training.trainees import SHAPES, Contender, Trainee, Training, ringflash, torch_context_parallel
+from ringflash.bench.training.trainees import (
+    SHAPES,
+    Contender,
+    Trainee,
+    Training,
+    ringflash,
+    sdpa,
+    torch_context_parallel,
+)
 from ringflash.commands.options import check_at_least
 from ringflash.errors import RingflashError
 from ringflash.train.models.flops import peak_flops, training_flops
 
-OURS, PEER = "ringflash", "torch context_parallel"
+OURS, PEER, PEER_OF_ONE = "ringflash", "torch context_parallel", "SDPA"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
 FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "outside_gib": ".1f"}  # columns that a row may lack
 # Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
@@ -54,7 +64,7 @@ MEMORY_FRACTION = 0.95
 def main(argv: Sequence[str] | None = None) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup"])
+    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup", "layers"])
     mesh = ranks.join("ringflash.bench training", arguments)
     try:
         rows = run(arguments, mesh)
@@ -66,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     """Measures and returns the rows. Rank 0 prints a table, and writes JSON and draws a picture if asked."""
     options = _parser().parse_args(arguments)
-    contenders = {OURS: ringflash} | ({PEER: torch_context_parallel} if options.peers else {})
+    contenders: dict[str, Contender] = {OURS: ringflash}
+    if options.peers:
+        contenders |= {PEER_OF_ONE: sdpa} if mesh.size() == 1 else {PEER: torch_context_parallel}
     device = ranks.device_of(mesh)
     if mesh.device_type == "cuda":
         torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION, device)
@@ -81,8 +93,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     for shape in options.shapes:
         full: dict[str, int] = {}  # contender: the context at which it ran out of memory
         for number, seqlen in enumerate(sorted(options.contexts)):
+            config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
             training = Training(
-                SHAPES[shape],
+                config,
                 seqlen,
                 mesh,
                 ring,
@@ -91,6 +104,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 not options.eager,
                 options.cuda_graphs,
                 options.offload,
+                options.activations,
             )
             before, cell = rows, dict[str, dict[str, Any]]()
             for contender in turns(list(contenders), number):
@@ -115,14 +129,21 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "ringflash bench training", description="Measures training steps on a ring, beside torch's context_parallel."
+        "ringflash bench training", description="Measures training steps on a ring, beside torch's attention."
     )
     lengths = [2**n for n in range(13, 18)]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 131072)"
     )
-    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too")
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too; SDPA on one GPU")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: those of the shape)")
+    parser.add_argument(
+        "--activations",
+        choices=("block", "none"),
+        default="block",
+        help="what blocks recompute in the backward (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
@@ -136,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[str, Any]:
     where = {"context": training.seqlen, "world_size": training.weights.size()}
     compiled = {"dtype": str(dtype).removeprefix("torch."), "compiled": training.compiled}
-    return {"name": name, "shape": shape, **where, **compiled}
+    return {"name": name, "shape": shape, "layers": training.config.n_layers, **where, **compiled}
 
 
 def _measure(

@@ -1,8 +1,9 @@
-"""Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's context_parallel.
+"""Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's attention.
 
-Both have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in their
-attention. The ring keeps (out, lse) of each block when it checkpoints. torch's attention is recomputed, takes KV
-repeated to the query heads, and is not compiled. The feed-forward layers of the peer take all tokens at once.
+All have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in their
+attention. On one GPU the peer is scaled_dot_product_attention, on several torch's context_parallel. When blocks
+checkpoint, the ring keeps their (out, lse), and torch's attention is recomputed. Under context_parallel it takes KV
+repeated to the query heads and is not compiled, and feed-forward layers take all tokens at once.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import ringflash as rf
 from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.lightning.ring_module import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
+from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
-from ringflash.train.models.decoder import INIT_STD, Block, Decoder, Step
+from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.rotary import rotate
 
@@ -56,6 +58,7 @@ class Training:
         compiled: whether blocks are compiled.
         cuda_graphs: whether ringflash replays attention's passes.
         offload: whether ringflash keeps activations in the host's memory.
+        checkpointing: choice of the activations that blocks of ringflash keep, and those on SDPA.
     """
 
     config: ModelConfig
@@ -67,6 +70,7 @@ class Training:
     compiled: bool
     cuda_graphs: bool = False
     offload: bool = False
+    checkpointing: ActivationCheckpointing = "block"
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Returns the inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -93,20 +97,47 @@ Contender = Callable[[Training], AbstractContextManager[Trainee]]
 
 @contextmanager
 def ringflash(training: Training) -> Generator[Trainee, None, None]:
-    """Prepares a Decoder on a ring.
-
-    It trains as LanguageModel does under RingAttentionStrategy, with activation_checkpointing="block".
-    """
+    """Prepares a Decoder on a ring, which trains as LanguageModel does under RingAttentionStrategy."""
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
-    model.keep_activations("block", offload=training.offload)
+    model.keep_activations(training.checkpointing, offload=training.offload)
     step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts["offload"] = training.offload
+    facts |= {"offload": training.offload, "activations": training.checkpointing}
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
+
+
+@contextmanager
+def sdpa(training: Training) -> Generator[Trainee, None, None]:
+    """Prepares the same Decoder on scaled_dot_product_attention, for one GPU.
+
+    It is compiled with whole blocks too, and feeds cuDNN's kernels, or those of a CPU.
+    """
+    with torch.device("meta"):
+        model = Decoder(training.config)
+    for block in model.layers:
+        cast("Block", block).self_attn.__class__ = SdpaAttention
+    model.keep_activations(training.checkpointing)
+    step = _step(_on_device(model, training), training)
+    input_ids, labels = training.tokens()
+    position_ids = torch.arange(training.seqlen, device=training.device)
+    backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(backend):
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"activations": training.checkpointing})
+
+
+class SdpaAttention(Attention):
+    """Attention by scaled_dot_product_attention, with grouped KV heads as they are."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Returns attention's output (batch, seqlen, nheads, headdim)."""
+        shared = q.shape[2] > k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return out.transpose(1, 2)
 
 
 @contextmanager
