@@ -1,7 +1,7 @@
 """The interface of the backends `eager`, `triton` and `hopper`; the file `backend.py` of each has its class.
 
-The classes hold what a backend decides, and other files the computations. Where a method would only call a function,
-the class has the function itself as a static method, because another Python frame would take time in every call.
+The classes decide, and functions of other files compute. Such a function is a static method of its class, because a
+method around it would add a Python frame to every call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernels for sm_90 take, and messages about slower ones, with faked GPUs and versions; no kernel runs."""
+"""Limits of the kernels for sm_90, and messages about slower kernels, with faked GPUs and versions; no kernel runs."""
 
 import logging
 from collections.abc import Callable, Iterator
