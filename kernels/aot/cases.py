@@ -202,13 +202,13 @@ class _Inputs:
         self.problem = TileProblem(chunks, chunks, self.mask, self.score_config)
 
     def keys(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(BATCH, self.seqlen, nheads, self._headdim, dtype=dtype or self._dtype)
+        return torch.empty(BATCH, self.seqlen, nheads, self._headdim, dtype=dtype or self._dtype)
 
     def values(self, nheads: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(BATCH, self.seqlen, nheads, self._headdim_v, dtype=dtype or self._dtype)
+        return torch.empty(BATCH, self.seqlen, nheads, self._headdim_v, dtype=dtype or self._dtype)
 
     def rows(self) -> Tensor:
-        return torch.zeros(BATCH, NHEADS, self.seqlen)
+        return torch.empty(BATCH, NHEADS, self.seqlen)
 
     @property
     def lse(self) -> Tensor:

@@ -25,6 +25,7 @@ from ringflash.train.models.loss import TokenLosses, count_valid, token_loss
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 SEQLEN = 53
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=3, max_steps=120)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Run:
     save: str | None = None
     max_epochs: int = -1
     packed: bool = False
+    optimizer: OptimizerConfig = OPTIMIZER
 
 
 @dataclass
@@ -143,9 +145,8 @@ class Recorded(LanguageModel):
     """A model that records values that Lightning's own metrics would round to float32."""
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
-        optimizer = OptimizerConfig(lr=3e-3, warmup_steps=3, max_steps=120)
         options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
-        super().__init__(run.model, optimizer, run.dtype, **options, seed=5)
+        super().__init__(run.model, run.optimizer, run.dtype, **options, seed=5)
         self.run, self.outcome = run, outcome
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

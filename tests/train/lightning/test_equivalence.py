@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype
 from ringflash.train.models.config import ModelConfig
 from tests.distributed import run_ranks
@@ -42,25 +43,28 @@ def assert_gradients(outcome: Outcome, expected: dict[str, Tensor], bar: float) 
 
 
 # Steps with little cost besides messages. A window has two micro-batches of two sequences, each with four documents.
+# The steps fill four epochs, and the learning rate reaches its floor ten steps before the end.
 CURVE = Run(
-    steps=200,
+    steps=40,
     micro_batches=2,
-    epoch_batches=40,
+    epoch_batches=20,
     model=ModelConfig(vocab_size=61, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32),
     packed=True,
     masked="some",
-    max_norm=1.0,
+    max_norm=0.75,
+    optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, max_steps=30),
 )
 
 
 def _curves(runs: list[Run]) -> list[list[float]]:
     outcomes = [train(run) for run in runs]
     norms = [norm for outcome in outcomes for norm in outcome.logged["train/grad_norm"]]
-    assert sum(norm > 1.0 for norm in norms) > 20 * len(runs), "too few steps are clipped"
+    assert sum(norm > 0.75 for norm in norms) > 20 * len(runs), "too few steps are clipped"
     return [outcome.logged["train/loss"] for outcome in outcomes]
 
 
-BARS: dict[ComputeDtype, float] = {"float64": 1e-8, "float32": 1e-4}
+# Far above the differences by rounding, which are 5e-16 and 2e-7 even after 200 steps on two ranks.
+BARS: dict[ComputeDtype, float] = {"float64": 1e-12, "float32": 1e-5}
 
 
 @pytest.mark.timeout(3600)  # four processes are slow on two cores
@@ -69,7 +73,7 @@ def test_loss_curves_do_not_depend_on_the_number_of_ranks() -> None:
     one, two = (run_ranks(world_size, _curves, runs)[0] for world_size in (1, 2))
     four = run_ranks(4, _curves, [*runs, *(replace(run, data_parallel=2) for run in runs)])[0]
     for bar, alone, *curves in zip(BARS.values(), one, two, four[:2], four[2:], strict=True):
-        assert len(alone) == 200
+        assert len(alone) == 40
         assert sum(alone[-10:]) < 0.8 * sum(alone[:10])
         for curve in curves:
             assert max(abs(a - b) / b for a, b in zip(curve, alone, strict=True)) <= bar

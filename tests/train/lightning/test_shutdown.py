@@ -22,34 +22,40 @@ from tests.patience import PATIENCE
 pytestmark = pytest.mark.xdist_group("shutdown")
 
 # One process imports torch and forks the ranks, which then end like independent processes.
+# The cases mostly wait, so they run at the same time.
 SCRIPT = """
 import json
 import os
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 import torch.distributed as dist
 from ringflash.train.lightning.shutdown import Shutdown
 
 
-def fork(case):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks, ends = {}, [None] * 3
-    for rank in range(3):
-        if not (process := os.fork()):
-            return case, rank, port
-        ranks[process] = rank
-    while ranks:
+def fork(*cases):
+    with ExitStack() as stack:  # the probes stay open together, so that their ports differ
+        probes = [stack.enter_context(socket.socket()) for _ in cases]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in probes]
+    processes, ends = {}, {case: [None] * 3 for case in cases}
+    for case, port in zip(cases, ports):
+        for rank in range(3):
+            if not (process := os.fork()):
+                return case, rank, port
+            processes[process] = case, rank
+    while processes:
         process, status = os.wait()
-        ends[ranks.pop(process)] = os.waitstatus_to_exitcode(status), time.monotonic()
-    print(json.dumps([case, ends]), flush=True)
+        case, rank = processes.pop(process)
+        ends[case][rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+    print(json.dumps(ends))
     return None
 
 
-case, rank, port = fork("slow") or fork("failed") or fork("late") or exit()
+case, rank, port = fork("slow", "failed", "late") or exit()
 signal.alarm(120)  # none is left over
 file = os.open(f"{case} {rank}", os.O_CREAT | os.O_WRONLY)
 os.dup2(file, 1)
@@ -82,7 +88,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
     found = {}
-    for case, ranks in map(json.loads, done.stdout.splitlines()):
+    for case, ranks in json.loads(done.stdout).items():
         codes, times = zip(*ranks, strict=True)
         outputs = [(folder / f"{case} {rank}").read_text() for rank in range(3)]
         found[case] = Ends([*codes], outputs, [time - min(times) for time in times])
