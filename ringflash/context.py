@@ -371,6 +371,11 @@ class ContextParallel(TokenMeans):
         if self._control is not None:
             self._control.fail(error)
 
+    def check_alive(self) -> None:
+        """Raises ArgumentError for a context that was closed, or whose group was destroyed."""
+        if self._control is not None:
+            self._control.check_alive()
+
     def check_device(self, device: torch.device) -> None:
         """Raises ArgumentError unless the context moves tensors on `device`."""
         connection = self._connection

@@ -19,7 +19,7 @@ from ringflash.ops.guard import Phase, announce
 from ringflash.ops.one_device import OneDevice
 from ringflash.ops.options import AttentionOptions
 from ringflash.ops.prepared import PreparedCall, key_of
-from ringflash.ops.ring_call import BoundCall, RingCall
+from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.recent_calls import CacheInfo, RecentCalls
 from ringflash.torch_private import is_any_autocast_enabled
 
@@ -259,7 +259,7 @@ def ring_attention(
         if torch.compiler.is_compiling() or is_any_autocast_enabled():
             q, k, v = map(_autocast, (q, k, v))
         key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse)
-        known: PreparedCall[RingCall] | None = None if key is None else context.prepared_calls.get(key)
+        known: PreparedCall[RingCall | OneDevice] | None = None if key is None else context.prepared_calls.get(key)
         call, with_lse = None, known is not None and known.with_lse
         if known is None:
             mask = as_mask(mask)
@@ -268,18 +268,22 @@ def ring_attention(
             _validate_shards(q, k, context)
             call = _call(context.name, mask, scale, dropout, softcap, options)
             if key is not None:
-                ring_call = RingCall.of(context, q, k, v, call)
-                known = context.prepared_calls.put(key, PreparedCall(ring_call, with_lse))
+                known = context.prepared_calls.put(key, PreparedCall(call_of(context, q, k, v, call), with_lse))
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
     if known is None:
         assert call is not None
         return _attend(q, k, v, call, with_lse)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = derivatives.attend_prepared(q, k, v, BoundCall(known.attention, context), with_lse=with_lse)
+    attention = known.attention
+    if isinstance(attention, RingCall):
+        attention = BoundCall(attention, context)
     else:
-        out, lse = known.attention.forward(context, q, k, v)
+        context.check_alive()
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=with_lse)
+    else:
+        out, lse = attention.forward(q, k, v)
     return (out, _public_lse(lse, q)) if with_lse and lse is not None else out
 
 

@@ -12,7 +12,7 @@ from ringflash.context import context_by_name
 from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Guard
 from ringflash.ops.one_device import OneDevice
-from ringflash.ops.ring_call import RingCall
+from ringflash.ops.ring_call import RingCall, call_of
 from ringflash.state import lse_dtype
 
 
@@ -30,8 +30,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor
         return OneDevice.of(q, k, v, call).forward(q, k, v)
     context = context_by_name(call.context)
     with Guard(context):
-        ring_call = RingCall.of(context, q, k, v, call)
-    return ring_call.forward(context, q, k, v)
+        known = call_of(context, q, k, v, call)
+    return known.forward(q, k, v) if isinstance(known, OneDevice) else known.forward(context, q, k, v)
 
 
 @attention.register_fake
@@ -54,13 +54,17 @@ def attention_backward(
     `parameters` are the fields of an `AttentionCall`.
     """
     call = AttentionCall(*parameters)
+    tensors = dout, dlse, q, k, v, out, lse
     if not call.context:
-        dq, dk, dv, dsinks = OneDevice.of(q, k, v, call).backward(dout, dlse, q, k, v, out, lse)
-        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
-    context = context_by_name(call.context)
-    with Guard(context):
-        ring_call = RingCall.of(context, q, k, v, call)
-    return ring_call.backward(context, dout, dlse, q, k, v, out, lse)
+        known = OneDevice.of(q, k, v, call)
+    else:
+        context = context_by_name(call.context)
+        with Guard(context):
+            known = call_of(context, q, k, v, call)
+        if isinstance(known, RingCall):
+            return known.backward(context, *tensors)
+    dq, dk, dv, dsinks = known.backward(*tensors)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @attention_backward.register_fake

@@ -16,6 +16,7 @@ from ringflash.layouts.grid import split_rows
 from ringflash.masks import Mask, described
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.guard import Guard, Phase, in_ring
+from ringflash.ops.one_device import OneDevice
 from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan
 from ringflash.ring.tiles import KernelRun
@@ -169,6 +170,15 @@ class RingCall:
         kind = operation, words, plan.layout, *plain
         inputs = score_config.alibi_slopes, score_config.sinks, *inputs
         return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
+
+
+def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> RingCall | OneDevice:
+    """Returns `RingCall.of`, or attention on one device for a context of one rank, which holds the whole sequence."""
+    if context.world_size > 1:
+        return RingCall.of(context, q, k, v, call)
+    context_by_name(context.name)
+    context.check_alive()
+    return OneDevice.of(q, k, v, call._replace(context=""))
 
 
 class BoundCall(NamedTuple):

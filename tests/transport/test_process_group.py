@@ -308,3 +308,31 @@ def test_ranks_in_different_numbers_of_groups() -> None:
     first, second, third = run_ranks(3, _of_some_and_of_all)
     assert len(first) == len(second) == 2
     assert first[1] == second[1] == third[0]
+
+
+def test_a_rank_alone_has_the_bits_of_one_device_and_knows_of_closed_contexts() -> None:
+    run_ranks(1, _alone)
+
+
+def _alone() -> None:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    context = rf.ContextParallel(group)
+    q, k, v = (torch.randn(1, 24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    mask, dout = rf.Causal() & rf.Documents([0, 9, 24]), torch.randn(1, 24, 4, 16, dtype=torch.float64)
+    expected = as_tensor(rf.flash_attention(q, k, v, mask=mask))
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    for _ in range(3):
+        out = as_tensor(rf.ring_attention(q, k, v, context, mask=mask))
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), dout), wanted))
+    with pytest.raises(ArgumentError, match="as many local keys as queries"):
+        rf.ring_attention(q[:, 1:], k, v, context, mask=mask)
+    with pytest.raises(ArgumentError, match="sum to"):
+        rf.ring_attention(q, k, v, context, mask=rf.Documents([0, 9, 25]))
+    dist.destroy_process_group(group)
+    with pytest.raises(ArgumentError, match="whose process group exists"):
+        rf.ring_attention(q, k, v, context, mask=mask)
+    context.close()
+    with pytest.raises(ArgumentError, match="an open one"):
+        rf.ring_attention(q, k, v, context, mask=mask)
