@@ -27,7 +27,7 @@ from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
 from tests.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as TransformersRun
 from tests.train.lightning.test_transformers_model import config_of
-from tests.train.runs import MODEL, Data, Outcome, Recorded, Run, attempt, train
+from tests.train.runs import MODEL, Data, Outcome, Recorded, Run, attempt, train, whole
 
 FOUR = replace(MODEL, n_layers=4)
 # What these runs have in common: packed documents, two micro-batches a step, sharded weights.
@@ -37,6 +37,26 @@ RUN = Run(steps=2, micro_batches=2, packed=True, model=FOUR)
 def budget_for(kept: int, **options: Any) -> str:
     shape = TrainingShape(52, 2, torch.float32, "block", kept, **options)
     return f"{(with_margin(estimate_memory(FOUR, shape)) + 64) / GIB:.9f}GiB"
+
+
+def _transformers_options() -> list[dict[str, Any]]:
+    config = TransformersModel(config_of(TransformersRun(family="Llama"))).estimated_config
+    assert config is not None
+    shape = TrainingShape(52, 2, torch.float32, "block", 1, float32_norms=True)
+    budget = f"{(with_margin(estimate_memory(config, shape)) + 64) / GIB:.9f}GiB"
+    return [{"activation_checkpointing": mode} for mode in ("none", "block")] + [{"activation_memory": budget}]
+
+
+def _train_transformers(**options: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Returns the choice of each layer, and the weights after two steps over a ring, sharded with FSDP2."""
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"accelerator": "cpu", "devices": 2, "limit_val_batches": 0, "enable_model_summary": False}
+    trainer = pl.Trainer(strategy=RingAttentionStrategy(), max_steps=2, accumulate_grad_batches=2, **quiet)
+    module = TransformersModel(config_of(TransformersRun(family="Llama")), compute_dtype="float32", **options)
+    trainer.fit(module, Data(RUN))
+    layers = [layer.forward for layer in module.decoder.model.layers]
+    choices = [each._run.__name__ if isinstance(each, TrainedLayer) else "" for each in layers]
+    return choices, {name: whole(p) for name, p in module.decoder.named_parameters()}
 
 
 def _on_rank() -> dict[str, Any]:
@@ -67,6 +87,8 @@ def _on_rank() -> dict[str, Any]:
             ):
                 torch._dynamo.reset()
                 found[f"{name} {compiled}"] = train(replace(run, **options))
+        found["transformers"] = [_train_transformers(**options) for options in _transformers_options()]
+        plans.pop()
         found["share"] = train(replace(RUN, checkpointing=None, memory="50%"))
         found["small"] = attempt(replace(RUN, checkpointing=None, memory="0.0001GiB"))
         found["above"] = attempt(replace(RUN, checkpointing=None, memory="6GiB"))
@@ -85,9 +107,14 @@ def test_losses_gradients_and_weights_are_bitwise_those_without_a_budget(
     none, block, budget = (ranks[0][f"{name} {compiled}"] for name in ("none", "block", "budget"))
     for other in (none, block):
         assert budget.logged == other.logged
-        for whole in ("gradients", "weights"):
-            for name, x in getattr(budget, whole).items():
-                assert torch.equal(x, getattr(other, whole)[name])
+        for kind in ("gradients", "weights"):
+            assert all(torch.equal(x, getattr(other, kind)[name]) for name, x in getattr(budget, kind).items())
+
+
+def test_a_model_of_transformers_learns_the_same_on_a_ring(ranks: list[dict[str, Any]]) -> None:
+    (_, none), (_, block), (choices, budget) = ranks[0]["transformers"]
+    assert choices == ["_recompute", "_keep"]
+    assert all(torch.equal(x, none[name]) and torch.equal(x, block[name]) for name, x in budget.items())
 
 
 def test_all_ranks_choose_what_the_least_memory_allows(ranks: list[dict[str, Any]]) -> None:
