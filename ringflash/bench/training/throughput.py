@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ MEMORY_FRACTION = 0.95
 def main(argv: Sequence[str] | None = None) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup"])
+    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup", "layers"])
     mesh = ranks.join("ringflash.bench training", arguments)
     try:
         rows = run(arguments, mesh)
@@ -82,7 +83,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         full: dict[str, int] = {}  # contender: the context at which it ran out of memory
         for number, seqlen in enumerate(sorted(options.contexts)):
             training = Training(
-                SHAPES[shape],
+                SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers),
                 seqlen,
                 mesh,
                 ring,
@@ -91,6 +92,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 not options.eager,
                 options.cuda_graphs,
                 options.offload,
+                options.activations,
             )
             before, cell = rows, dict[str, dict[str, Any]]()
             for contender in turns(list(contenders), number):
@@ -128,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
     parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
+    choices, text = ("none", "block", "auto"), "what ringflash keeps: all, little, or all of the blocks that fit"
+    parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
     parser.add_argument("--png", type=Path, help="where to draw them")
     return parser

@@ -11,9 +11,10 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,9 +26,11 @@ import ringflash as rf
 from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.lightning.ring_module import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
+from ringflash.train.models.budget import available_memory, check_activations, plan_activations
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import INIT_STD, Block, Decoder, Step
 from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.memory import TrainingShape
 from ringflash.train.models.rotary import rotate
 
 SHAPES = {
@@ -56,6 +59,7 @@ class Training:
         compiled: whether blocks are compiled.
         cuda_graphs: whether ringflash replays attention's passes.
         offload: whether ringflash keeps activations in the host's memory.
+        activations: activations that ringflash keeps: "none" or "block", or "auto" for as many as fit.
     """
 
     config: ModelConfig
@@ -67,6 +71,7 @@ class Training:
     compiled: bool
     cuda_graphs: bool = False
     offload: bool = False
+    activations: Literal["none", "block", "auto"] = "block"
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Returns the inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -95,18 +100,34 @@ Contender = Callable[[Training], AbstractContextManager[Trainee]]
 def ringflash(training: Training) -> Generator[Trainee, None, None]:
     """Prepares a Decoder on a ring.
 
-    It trains as LanguageModel does under RingAttentionStrategy, with activation_checkpointing="block".
+    It trains as LanguageModel does under RingAttentionStrategy, by default with activation_checkpointing="block".
     """
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
-    model.keep_activations("block", offload=training.offload)
+    kept = _kept_blocks(training)
+    model.keep_activations("block", offload=training.offload, kept_blocks=kept)
     step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts["offload"] = training.offload
+    facts |= {"offload": training.offload, "kept_blocks": kept}
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
+
+
+def _kept_blocks(training: Training) -> int:
+    """Returns the number of blocks that keep all their activations, the same on all ranks."""
+    checkpointing = None if training.activations == "auto" else training.activations
+    check_activations(checkpointing, "auto", training.offload)
+    if checkpointing is not None or training.device.type != "cuda":
+        return 0 if checkpointing == "block" else training.config.n_layers
+    world_size, compiled = training.weights.size(), training.compiled
+    tokens = training.seqlen // world_size
+    shape = TrainingShape(tokens, world_size, training.dtype, in_pieces=compiled, compiled=compiled)
+    free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
+    dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
+    least, total = free.tolist()
+    return plan_activations(training.config, shape, "auto", available_memory(least), total, "free").kept
 
 
 @contextmanager
