@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": (_export, "write a trained model as a folder that transformers loads"),
         "bench": (_bench, "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
         "plan": (_plan, "show what each rank of a ring holds, computes and sends, as tables and a picture"),
+        "plan-memory": (_plan_memory, "show what a training run takes of a GPU's memory: `plan-memory --config FILE`"),
         "warmup": (_warmup, "compile a run's kernels ahead of time, on a GPU of the run: `warmup --config FILE`"),
         "doctor": (_doctor, "show what is installed, and test attention on each device"),
     }
@@ -100,6 +101,12 @@ def _plan(args: list[str]) -> int:
     from ringflash.commands.plan import main as plan
 
     return plan(args)
+
+
+def _plan_memory(args: list[str]) -> int:
+    from ringflash.commands.plan_memory import main as plan_memory
+
+    return plan_memory(args)
 
 
 def _warmup(args: list[str]) -> int:

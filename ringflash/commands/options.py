@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringflash.errors import ArgumentError
+import ringflash as rf
+from ringflash.errors import ArgumentError, ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LEAVE_OUT = "Leave it out for the default."
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of commands that explain or prepare a training run."""
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration of the run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def check_config(path: Path) -> None:
+    """Raises ConfigError unless the configuration `path` exists."""
+    if path.is_file():
+        return
+    folders = dict.fromkeys((path.parent, Path(rf.__file__).parent / "configs"))
+    known = [str(each) for folder in folders for each in sorted(folder.glob("*.yaml"))]
+    near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.3)
+    remedy = f"Did you mean {near[0]}?" if near else "Pass the file that `ringflash train fit --config` gets."
+    raise ConfigError("--config", expected="a configuration file", got=f"no file {path}", remedy=remedy)
 
 
 def fill_in(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:

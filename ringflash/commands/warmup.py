@@ -9,7 +9,6 @@ host, or with the same TRITON_CACHE_DIR, load what it compiled.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ringflash as rf
-from ringflash.commands.options import check_at_least
+from ringflash.commands.options import add_run_options, check_at_least, check_config
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.masks import Mask
 
@@ -99,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles what is not in the cache, and prints a table or JSON; returns 1 if a kernel cannot be compiled."""
     options, overrides = _parser().parse_known_args(argv)
     check_at_least(options, ["processes"])
-    _check_config(options.config)
+    check_config(options.config)
     calls = calls_of(["--config", str(options.config), *overrides])
     if not torch.cuda.is_available():
         raise ArgumentError(
@@ -132,21 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         "--trainer.devices=4. What torch.compile makes (compile_blocks) is not included.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration of the run")
+    add_run_options(parser)
     parser.add_argument("--processes", type=int, metavar="N", help=f"default: one a core, at most {MOST_PROCESSES}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _check_config(path: Path) -> None:
-    if path.is_file():
-        return
-    folders = dict.fromkeys((path.parent, Path(rf.__file__).parent / "configs"))
-    known = [str(each) for folder in folders for each in sorted(folder.glob("*.yaml"))]
-    near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.3)
-    remedy = f"Did you mean {near[0]}?" if near else "Pass the file that `ringflash train fit --config` gets."
-    raise ConfigError("--config", expected="a configuration file", got=f"no file {path}", remedy=remedy)
 
 
 def calls_of(arguments: Sequence[str]) -> Calls:
@@ -156,33 +143,16 @@ def calls_of(arguments: Sequence[str]) -> Calls:
         ConfigError: as `ringflash train`; or the run is for CPUs, where no kernel is compiled.
         DataError: documents are packed, and there is no corpus to pack.
     """
-    from ringflash.train.commands.train import STRATEGY, RingCLI, quieten
+    from ringflash.train.commands.configured import Configured
     from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
 
-    class Configured(RingCLI):
-        """Builds the module and the data of a run, but no Trainer, which would need all GPUs."""
-
-        def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Returns the Trainer's configuration."""
-            return self._get(self.config_init, "trainer")
-
-        def after_instantiate_classes(self) -> None:
-            """Does nothing: there is no Trainer to check."""
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            """Does nothing."""
-
-    quieten()
-    cli = Configured(["fit", *arguments], [])
-    trainer: Any = cli.trainer
-    if trainer.accelerator == "cpu":
+    cli = Configured(arguments)
+    if cli.accelerator == "cpu":
         remedy = "Train right away, or pass the configuration of a run on GPUs."
         raise ConfigError("trainer.accelerator", expected="gpu", got="cpu: nothing is compiled", remedy=remedy)
-    strategy, ranks = trainer.strategy, _devices(trainer.devices) * trainer.num_nodes
-    strategy = RingAttentionStrategy() if strategy == STRATEGY else strategy
-    data_parallel, world_size, rest = ranks, 0, {}
-    if isinstance(strategy, RingAttentionStrategy):
-        data_parallel, world_size = resolve_sizes(*strategy.asked_sizes, ranks)
+    data_parallel, world_size, rest = cli.ranks, 0, {}
+    if isinstance(strategy := cli.strategy, RingAttentionStrategy):
+        data_parallel, world_size = resolve_sizes(*strategy.asked_sizes, cli.ranks)
         rest = {"layout": strategy.layout, "hops": strategy.hops}
     model: Any = cli.model
     shape = model.model_config
@@ -199,16 +169,9 @@ def calls_of(arguments: Sequence[str]) -> Calls:
         dtype=torch.bfloat16 if model.compute_dtype == "auto" else getattr(torch, model.compute_dtype),
         masks=tuple(layer & each for layer in layers for each in documents) if documents else tuple(layers),
         world_size=world_size,
-        deterministic=bool(trainer.deterministic),
+        deterministic=cli.deterministic,
         **rest,
     )
-
-
-def _devices(devices: Any) -> int:
-    """Returns the number of ranks of a host, from the Trainer's `devices`."""
-    if isinstance(devices, list):
-        return len(devices)
-    return torch.cuda.device_count() if devices in ("auto", -1, "-1") else int(devices)
 
 
 def _documents(data: Any, batch: int) -> Iterator[rf.Documents]:

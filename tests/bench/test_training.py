@@ -23,7 +23,10 @@ SMALL = "--shapes tiny --peers --eager --steps 2 --warmup 1"
 
 def test_two_processes(tmp_path: Path) -> None:
     results = run_ranks(2, _everything, str(tmp_path))
-    for rows, failed, full in results:
+    for rows, failed, full, kept in results:
+        assert [row["kept_blocks"] for row in kept[:-1]] == [0, 3, 3]  # "auto" on a CPU
+        assert len({row["loss"][1] for row in kept[:-1]}) == 1
+        assert 'activation_offload: expected activation_checkpointing="block"' in kept[-1]["failed"]
         assert [(row["name"], row["context"]) for row in rows] == [
             (name, context) for context in (64, 128) for name in (throughput.OURS, throughput.PEER)
         ]
@@ -54,7 +57,10 @@ def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
         rows = throughput.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
         patch.setattr(trainees, "_on_device", _out_of_memory)
         full = throughput.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
-    return rows, failed, full
+    shape = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --layers 3 --activations"
+    choices = ("block", "none", "auto", "auto --offload")
+    kept = [row for choice in choices for row in throughput.run([*shape.split(), *choice.split()], mesh)]
+    return rows, failed, full, kept
 
 
 def _out_of_memory(*args: object) -> Decoder:
@@ -109,7 +115,7 @@ def test_shapes_are_those_of_their_names(shape: str, billions: float) -> None:
     assert (config.n_layers * block + root) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-@pytest.mark.parametrize("changed", ["--contexts 0", "--steps 0", "--warmup 0"])
+@pytest.mark.parametrize("changed", ["--layers 0", "--contexts 0", "--steps 0", "--warmup 0"])
 def test_bad_arguments(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
         throughput.main(changed.split())
@@ -119,7 +125,7 @@ def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
     ((rows,),) = run_ranks(1, _alone, str(tmp_path))
     ours, peer = rows
     assert (ours["name"], peer["name"]) == (throughput.OURS, throughput.PEER_OF_ONE)
-    assert (ours["layers"], ours["activations"], peer["activations"]) == (1, "none", "none")
+    assert (ours["layers"], ours["kept_blocks"], peer["kept_blocks"]) == (1, 1, 1)
     assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
 
 

@@ -26,7 +26,8 @@ def test_help_is_quick_to_come() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert all(
-        f"  {command} " in done.stdout for command in ("train", "prepare", "generate", "plan", "bench", "doctor")
+        f"  {command} " in done.stdout
+        for command in ("train", "prepare", "generate", "plan", "plan-memory", "bench", "doctor")
     )
 
 

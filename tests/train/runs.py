@@ -43,7 +43,8 @@ class Run:
     layout: str = "zigzag"
     max_norm: float | None = None
     max_value: float | None = None
-    checkpointing: ActivationCheckpointing = "none"
+    checkpointing: ActivationCheckpointing | None = "none"
+    memory: str = "auto"
     replicate: int = 1
     compile_blocks: bool = False
     validate: bool = False
@@ -116,6 +117,7 @@ class Data(pl.LightningDataModule):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run, self.epochs_seen = run, 0
+        self.context_length, self.batch_size = SEQLEN, run.batch_size
 
     def _loader(self, rows: list[dict[str, Tensor]]) -> DataLoader[Any]:
         assert self.trainer is not None
@@ -146,7 +148,7 @@ class Recorded(LanguageModel):
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
-        super().__init__(run.model, run.optimizer, run.dtype, **options, seed=5)
+        super().__init__(run.model, run.optimizer, run.dtype, **options, seed=5, activation_memory=run.memory)
         self.run, self.outcome = run, outcome
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

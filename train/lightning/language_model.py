@@ -15,6 +15,7 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
@@ -39,6 +40,7 @@ class LanguageModel(RingModule):
         seed: seed of the initial weights.
         nonfinite: as in `RingModule`.
         init_from: transformers folder, with config.json and safetensors, that holds the initial weights.
+        activation_memory: as in `RingModule`.
 
     Raises:
         ConfigError: neither a model nor a folder, a folder of another kind of model, or as in `RingModule`.
@@ -52,13 +54,14 @@ class LanguageModel(RingModule):
         model: ModelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         compute_dtype: ComputeDtype = "auto",
-        activation_checkpointing: ActivationCheckpointing = "none",
+        activation_checkpointing: ActivationCheckpointing | None = None,
         activation_offload: bool = False,
         compile_blocks: bool = False,
         reshard_after_forward: bool = True,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
         init_from: str | None = None,
+        activation_memory: str = AUTO,
     ) -> None:
         super().__init__(
             optimizer=optimizer,
@@ -69,6 +72,7 @@ class LanguageModel(RingModule):
             nonfinite=nonfinite,
             activation_offload=activation_offload,
             compile_blocks=compile_blocks,
+            activation_memory=activation_memory,
         )
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
@@ -106,13 +110,13 @@ class LanguageModel(RingModule):
             return
         strategy = self.trainer.strategy
         self._check_strategy()
-        compute = self._resolved_dtype(strategy.root_device)
+        compute = self.resolved_dtype(strategy.root_device)
         self._check_context_length()
-        self._check_memory()
+        checkpointing, kept_blocks = self._choose_activations()
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
-        decoder.keep_activations(self.activation_checkpointing, offload=self.activation_offload)
+        decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
         if self.compile_blocks:
             decoder.compile_blocks()
         if isinstance(strategy, RingAttentionStrategy):

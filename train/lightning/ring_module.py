@@ -6,9 +6,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,7 @@ from ringflash.train.callbacks.nonfinite import NonFinite, StepResult
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.callbacks.progress import RingProgressBar
 from ringflash.train.checkpoint.load import compare_model_configs
+from ringflash.train.lightning.memory_plan import check_run_memory, choose_kept_blocks, report_measured, shape_of
 from ringflash.train.lightning.optimizer import (
     OptimizerConfig,
     can_skip_on_device,
@@ -36,18 +37,11 @@ from ringflash.train.lightning.optimizer import (
     step_only_if,
 )
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from ringflash.train.models.activations import ActivationCheckpointing, check_offload
+from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.budget import ActivationPlan, check_activations
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.loss import TokenLosses
-from ringflash.train.models.memory import (
-    GIB,
-    MemoryEstimate,
-    TrainingShape,
-    check_host_memory,
-    check_memory,
-    estimate_memory,
-    host_memory,
-)
+from ringflash.train.models.memory import MemoryEstimate, TrainingShape, estimate_memory
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +68,23 @@ class RingModule(pl.LightningModule, ABC):
         compute_dtype: dtype of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
             Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
         activation_checkpointing: "block" keeps each block's input and attention's result for the backward. The backward
-            recomputes the rest of the block without repeating its ring. "none" keeps everything.
+            recomputes the rest of the block without repeating its ring. "none" keeps everything. None: the last blocks
+            keep everything, as many as `activation_memory` allows.
         reshard_after_forward: free each block's gathered weights between its forward and its backward.
         seed: seed of the initial weights.
         nonfinite: policy for a step with a NaN or infinite loss or gradient; None: such a step stops the run.
         activation_offload: keep in host memory, until the backward, the tensors that "block" keeps.
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
+        activation_memory: memory that training may take on a GPU, weights included: a size such as "60GiB", or a share
+            of the GPU's memory such as "80%". "auto" is the memory that is free; on a CPU every block keeps everything.
 
     Raises:
-        ConfigError: an unknown activation_checkpointing, or activation_offload without "block".
+        ConfigError: an unknown activation_checkpointing or activation_memory, both of them, or activation_offload
+            without "block".
     """
 
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
+    float32_norms = False  # whether a block's norms also keep float32 copies of their inputs, unless compiled
     offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
     init_from: str | None = None  # folder of the initial weights; its tokenizer is compared with the data
 
@@ -93,31 +92,28 @@ class RingModule(pl.LightningModule, ABC):
         self,
         optimizer: OptimizerConfig | None,
         compute_dtype: ComputeDtype,
-        activation_checkpointing: ActivationCheckpointing,
+        activation_checkpointing: ActivationCheckpointing | None,
         reshard_after_forward: bool,
         seed: int,
         nonfinite: NonFinite | None,
         activation_offload: bool,
         compile_blocks: bool,
+        activation_memory: str,
     ) -> None:
         super().__init__()
         self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
         self.optimizer_config = optimizer or OptimizerConfig()
         self.compute_dtype: ComputeDtype = compute_dtype
-        if activation_checkpointing not in get_args(ActivationCheckpointing):
-            raise ConfigError(
-                "activation_checkpointing",
-                expected='"none" or "block"',
-                got=repr(activation_checkpointing),
-                remedy="Choose one of these.",
-            )
-        check_offload(activation_checkpointing, activation_offload)
-        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        check_activations(activation_checkpointing, activation_memory, activation_offload)
+        self.activation_checkpointing: ActivationCheckpointing | None = activation_checkpointing
+        self.activation_memory = activation_memory
+        self.activation_plan: ActivationPlan | None = None
         self.activation_offload, self.compile_blocks = activation_offload, compile_blocks
         self.reshard_after_forward = reshard_after_forward
         self.seed = seed
         self._decoder: Any = None
         self._window: list[_MicroBatch] = []
+        self._first_steps = 0  # optimizer steps until the memory is logged
         self._norm: Tensor | None = None  # norm of the gradients that are about to be clipped
         self._unread: StepResult | None = None  # result of the last optimizer step, until the host has read it
         self._logged: tuple[Tensor, Tensor] | None = None  # last loss and norm that this epoch has logged
@@ -155,32 +151,19 @@ class RingModule(pl.LightningModule, ABC):
         return None
 
     def memory_estimate(self) -> MemoryEstimate | None:
-        """Returns the least memory of one GPU under the Trainer's strategy; None without `estimated_config`.
-
-        Activations are counted if the data module has `context_length` and `batch_size`, like TextDataModule.
-        """
+        """Returns the least memory of one GPU under the Trainer's strategy; None without `estimated_config`."""
         if (config := self.estimated_config) is None:
             return None
-        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        compute = self._resolved_dtype(strategy.root_device)
-        context, data_parallel, shard, copied = 1, 1, 1, False
-        if isinstance(strategy, RingAttentionStrategy):
-            context, shard = strategy.context.world_size, strategy.shard_size
-            data_parallel = strategy.world_size // context
-            copied = shard > 1 or compute == torch.bfloat16
-        seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
-        shape = TrainingShape(
-            tokens=(seqlen // context) * (batch_size // data_parallel),
-            shard_size=shard,
-            compute_dtype=compute,
-            checkpointing=self.activation_checkpointing,
-            offload=self.activation_offload,
-            offloads_sum=self.offloads_sum,
-            reshard_after_forward=self.reshard_after_forward,
-            copied=copied,
-            in_pieces=self.compile_blocks and self.in_pieces,
-        )
+        shape = self.training_shape()
+        if (plan := self.activation_plan) is not None:
+            shape = replace(shape, checkpointing="block", kept_blocks=plan.kept)
         return estimate_memory(config, shape)
+
+    def training_shape(self) -> TrainingShape:
+        """Returns the shape of the run under the Trainer's strategy."""
+        strategy, data = self.trainer.strategy, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        world_size = strategy.world_size if isinstance(strategy, RingAttentionStrategy) else 1
+        return shape_of(self, data, strategy.root_device, strategy, world_size)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns AdamW, fused on CUDA, and its schedule by optimizer step."""
@@ -220,7 +203,7 @@ class RingModule(pl.LightningModule, ABC):
 
     def on_fit_start(self) -> None:
         """Drops the result of a step that an earlier run left unread."""
-        self._unread = None
+        self._unread, self._first_steps = None, 2
 
     def on_train_epoch_start(self) -> None:
         """Drops a window that an earlier run left unfinished."""
@@ -283,7 +266,14 @@ class RingModule(pl.LightningModule, ABC):
         self.log("train/learning_rate", rate, on_step=True, on_epoch=False)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Makes later steps of the optimizer unconditional, for instance those of the program after training."""
+        """Makes later steps of the optimizer unconditional, for instance those of the program after training.
+
+        After the second step it logs the memory. In the first backward AdamW's moments do not exist yet.
+        """
+        if self._first_steps and not self._window:
+            self._first_steps -= 1
+            if not self._first_steps:
+                report_measured(self)
         for optimizer in self.trainer.optimizers:
             if can_skip_on_device(optimizer):
                 step_only_if(optimizer, None)
@@ -382,22 +372,17 @@ class RingModule(pl.LightningModule, ABC):
         )
         log.warning(text)
 
-    def _check_memory(self) -> None:
-        """Logs the least memory of a GPU and its host for training; raises ConfigError when there is less."""
-        device = self.trainer.strategy.root_device
-        if device.type != "cuda" or self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        if (estimate := self.memory_estimate()) is not None:
-            available = torch.cuda.get_device_properties(device).total_memory
-            ranks, host = self.trainer.num_devices, host_memory()
-            if self.trainer.is_global_zero:
-                text = f"Memory: {estimate}, of {available / GIB:.2f}"
-                if estimate.host:
-                    needed = ranks * estimate.host / GIB
-                    text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
-                log.info(text)
-            check_memory(estimate, available)
-            check_host_memory(estimate, ranks, host)
+    def _choose_activations(self) -> tuple[ActivationCheckpointing, int]:
+        """Returns the choice of activations and the number of the last blocks that keep everything; checks memory.
+
+        Raises:
+            ConfigError: training cannot fit, or as `choose_kept_blocks`.
+        """
+        self.activation_plan = choose_kept_blocks(self)
+        check_run_memory(self)
+        if self.activation_plan is not None:
+            return "block", self.activation_plan.kept
+        return self.activation_checkpointing or "none", 0
 
     def _shard(
         self,
@@ -407,17 +392,18 @@ class RingModule(pl.LightningModule, ABC):
         head: nn.Module | None = None,
     ) -> None:
         """Shards `model` block by block with FSDP."""
-        dtype = self._resolved_dtype(strategy.root_device)
+        dtype = self.resolved_dtype(strategy.root_device)
         reshard = self.reshard_after_forward
         shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._resolved_dtype(self.device)
+        dtype = self.resolved_dtype(self.device)
         if self.context is None and dtype == torch.bfloat16:
             return torch.autocast(self.device.type, dtype)
         return nullcontext()
 
-    def _resolved_dtype(self, device: torch.device) -> torch.dtype:
+    def resolved_dtype(self, device: torch.device) -> torch.dtype:
+        """Returns the dtype of activations on `device`."""
         if self.compute_dtype == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.compute_dtype]

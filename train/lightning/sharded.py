@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim import Optimizer
 
 from ringflash.errors import ArgumentError
+from ringflash.train.checkpoint import random_state
 from ringflash.train.checkpoint.load import load
 from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
-from ringflash.train.lightning import random_state
 from ringflash.train.lightning.batch import all_ranks
 
 log = logging.getLogger(__name__)

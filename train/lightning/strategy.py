@@ -148,6 +148,11 @@ class RingAttentionStrategy(ShardedStrategy):
         return "ring" if self._cuda_graphs else "auto"
 
     @property
+    def replicate_size(self) -> int:
+        """Number of copies of the weights."""
+        return self._replicate_size
+
+    @property
     def context(self) -> rf.ContextParallel:
         """Context-parallel group and layout; available after the strategy has set up its environment.
 

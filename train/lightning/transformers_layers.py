@@ -30,9 +30,10 @@ class TrainedLayer:
         self, layer: nn.Module, checkpointing: ActivationCheckpointing, host_memory: HostMemory | None = None
     ) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.checkpointing: ActivationCheckpointing = checkpointing
         self.host_memory = host_memory
         self.compiled: Callable[..., Tensor] | None = None
+        # Two functions, since torch bounds the number of compiled graphs of one.
+        self._run = self._keep if checkpointing == "none" else self._recompute
 
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compiles forward and backward in one piece; all layers of one kind share the compiled code."""
@@ -54,10 +55,11 @@ class TrainedLayer:
         args, keywords = rf.hf.settle(self.layer, args, keywords)
         return self.compiled(*args, **keywords)
 
-    def _run(self, *args: Any, offload: HostMemory | None = None, **keywords: Any) -> Tensor:
+    def _keep(self, *args: Any, offload: HostMemory | None = None, **keywords: Any) -> Tensor:
+        return self.forward(*args, **keywords)
+
+    def _recompute(self, *args: Any, offload: HostMemory | None = None, **keywords: Any) -> Tensor:
         """Runs the layer, checkpointed. Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
-        if self.checkpointing == "none":
-            return self.forward(*args, **keywords)
         return recompute(self.forward, *args, offload=offload, **keywords)
 
 

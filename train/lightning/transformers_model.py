@@ -24,7 +24,8 @@ from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_head import states_loss, why_whole_logits
 from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
-from ringflash.train.models.activations import ActivationCheckpointing, HostMemory
+from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block
+from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.huggingface import from_transformers
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
@@ -58,22 +59,26 @@ class TransformersModel(RingModule):
         nonfinite: as in `RingModule`.
         activation_offload: as in `RingModule`.
         compile_blocks: as in `RingModule`.
+        activation_memory: as in `RingModule`.
 
     Raises:
         ConfigError: as in `RingModule`.
     """
+
+    float32_norms = True
 
     def __init__(
         self,
         model: PretrainedConfig | str | Path,
         optimizer: OptimizerConfig | None = None,
         compute_dtype: ComputeDtype = "auto",
-        activation_checkpointing: ActivationCheckpointing = "none",
+        activation_checkpointing: ActivationCheckpointing | None = None,
         reshard_after_forward: bool = True,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
         activation_offload: bool = False,
         compile_blocks: bool = False,
+        activation_memory: str = AUTO,
     ) -> None:
         from transformers import AutoConfig
 
@@ -86,6 +91,7 @@ class TransformersModel(RingModule):
             nonfinite=nonfinite,
             activation_offload=activation_offload,
             compile_blocks=compile_blocks,
+            activation_memory=activation_memory,
         )
         self.init_from = str(model) if isinstance(model, str | Path) else None
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
@@ -101,9 +107,9 @@ class TransformersModel(RingModule):
             return
         strategy = self.trainer.strategy
         self._check_strategy()
-        compute = self._resolved_dtype(strategy.root_device)
+        compute = self.resolved_dtype(strategy.root_device)
         self._check_context_length()
-        self._check_memory()
+        checkpointing, kept_blocks = self._choose_activations()
         model = self._build()
         rf.hf.check_model(model)
         model.to(torch.float64 if compute == torch.float64 else torch.float32).train()
@@ -112,7 +118,7 @@ class TransformersModel(RingModule):
         elif self.trainer.is_global_zero:
             log.warning("Loss: of whole logits, since %s %s", type(model).__name__, why)
         layers = layers_of(model)
-        self._prepare(layers)
+        self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))
         if isinstance(strategy, RingAttentionStrategy):
             self._shard(model, layers, strategy)
             if why is None:
@@ -141,13 +147,13 @@ class TransformersModel(RingModule):
             torch.manual_seed(self.seed)  # the same weights on every rank
             return AutoModelForCausalLM.from_config(self.config, **options)
 
-    def _prepare(self, layers: Sequence[nn.Module]) -> None:
+    def _prepare(self, layers: Sequence[nn.Module], choices: Sequence[ActivationCheckpointing]) -> None:
         """Replaces the layers' forwards with checkpointed, offloaded or compiled ones, as the arguments ask."""
-        if self.activation_checkpointing == "none" and not self.compile_blocks:
+        if {*choices} == {"none"} and not self.compile_blocks:
             return
         host_memory = HostMemory() if self.activation_offload else None
-        for layer in layers:
-            trained: Any = TrainedLayer(layer, self.activation_checkpointing, host_memory)
+        for layer, choice in zip(layers, choices, strict=True):
+            trained: Any = TrainedLayer(layer, choice, host_memory)
             layer.forward = trained
             if self.compile_blocks:
                 trained.compile()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -30,15 +30,24 @@ AHEAD_BYTES = 2**30
 AT_LEAST, AT_MOST = 4, 9
 
 
-def check_offload(checkpointing: ActivationCheckpointing, offload: bool) -> None:
+def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) -> None:
     """Raises ConfigError for `offload` without "block"."""
-    if offload and checkpointing == "none":
+    if offload and checkpointing != "block":
         raise ConfigError(
             "activation_offload",
             expected='activation_checkpointing="block" with it',
             got=checkpointing,
             remedy="Offloading all activations would take longer than to compute them again.",
         )
+
+
+def by_block(checkpointing: ActivationCheckpointing, blocks: int, kept: int) -> list[ActivationCheckpointing]:
+    """Returns the choice of each block when the last `kept` blocks keep everything.
+
+    The backward begins with the last blocks. What they keep is free by the time an earlier block is recomputed, and the
+    recomputed tensors take its place.
+    """
+    return [*[checkpointing] * (blocks - kept), *cast("list[ActivationCheckpointing]", ["none"] * kept)]
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:

@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, check_offload, recompute
+from ringflash.train.models.activations import (
+    ActivationCheckpointing,
+    HostMemory,
+    by_block,
+    check_offload,
+    recompute,
+)
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.kv_cache import KVCache
 from ringflash.train.models.linear_loss import linear_token_loss
@@ -295,24 +301,31 @@ class Decoder(nn.Module):
             if isinstance(module, Layer):
                 module.reset_parameters()
 
-    def keep_activations(self, checkpointing: ActivationCheckpointing, *, offload: bool = False) -> None:
-        """Sets the activations that blocks keep for the backward.
+    def keep_activations(
+        self, checkpointing: ActivationCheckpointing, *, offload: bool = False, kept_blocks: int = 0
+    ) -> None:
+        """Sets the activations that blocks keep for the backward; call it before `compile_blocks`.
 
         "none" checkpoints nothing. "block" keeps inputs and attention's results; the backward recomputes the rest of a
-        block without its ring. `offload` keeps the tensors in host memory.
+        block without its ring. `offload` keeps the tensors in host memory. The last `kept_blocks` keep everything.
 
         Raises:
             ConfigError: `offload` without "block".
         """
         check_offload(checkpointing, offload)
         host_memory = HostMemory() if offload else None
-        for block in self._blocks():
-            block.checkpointing, block.host_memory = checkpointing, host_memory
+        choices = by_block(checkpointing, len(self.layers), kept_blocks)
+        for block, choice in zip(self._blocks(), choices, strict=True):
+            block.checkpointing, block.host_memory = choice, host_memory
 
     def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code."""
+        """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code.
+
+        Blocks that keep everything compile another function than the others, since torch bounds the graphs of one.
+        """
         for block in self._blocks():
-            block.compiled = torch.compile(block._run, backend=backend, fullgraph=True)
+            function = block._compute if block.checkpointing == "none" else block._run
+            block.compiled = torch.compile(function, backend=backend, fullgraph=True)
 
     def _blocks(self) -> list[Block]:
         return [cast("Block", block) for block in self.layers]

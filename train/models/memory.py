@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -28,22 +28,28 @@ class TrainingShape:
         shard_size: ranks that share one copy of the weights.
         compute_dtype: dtype of activations and gathered weights.
         checkpointing: choice of the activations that blocks keep.
+        kept_blocks: number of the last blocks that keep everything, with "block".
         offload: whether the tensors that "block" keeps are in host memory.
         offloads_sum: whether the sum after attention is there too, as in a Decoder.
         reshard_after_forward: whether a block's gathered weights are freed after its forward.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
+        compiled: whether blocks are compiled; their backward then computes silu(gate) again.
+        float32_norms: whether each norm of a block also keeps a float32 copy of its input, as in transformers' models.
     """
 
     tokens: int
     shard_size: int = 1
     compute_dtype: torch.dtype = torch.bfloat16
     checkpointing: ActivationCheckpointing = "none"
+    kept_blocks: int = 0
     offload: bool = False
     offloads_sum: bool = False
     reshard_after_forward: bool = True
     copied: bool = True
     in_pieces: bool = False
+    compiled: bool = False
+    float32_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class MemoryEstimate:
         gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
         activations: tensors that all blocks keep from the forward.
         loss: logits of a chunk and their gradient, the head, and gradients of the head and of the final states.
-        block: tensors that the last block's backward recomputes, its weights, and the gradient of a tied head.
+        block: tensors that a block's backward recomputes, less what later blocks have freed, its weights, and the
+            gradient of a tied head.
         host: tensors that blocks keep in host memory for this GPU; not part of `total`.
     """
 
@@ -76,9 +83,13 @@ class MemoryEstimate:
         backward = self.gathered + self.activations + max(self.loss, self.block)
         return self.weights + self.optimizer + max(backward, self.gradients)
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on the GPU by name."""
+        return {name: size for name, size in asdict(self).items() if name != "host"}
+
     def __str__(self) -> str:
-        names = ("weights", "optimizer", "gradients", "gathered", "activations", "loss", "block")
-        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
         return f"at least {self.total / GIB:.2f} GiB a GPU ({parts})"
 
 
@@ -101,12 +112,12 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 
 
 def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate:
-    """Estimates the least memory of training: bytes that must exist at once under any allocator, kernels and compiler.
+    """Estimates the least memory of training: bytes that must exist at once under any allocator and kernels.
 
-    A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, gate and up, and
-    lse. With checkpointing it keeps input, out and lse; its backward recomputes the sum, gate and up. The estimate
-    leaves out buffers of the ring and of collectives, temporaries, memory that the allocator cannot use, and the CUDA
-    context.
+    A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, the outputs of both
+    norms, gate, up, silu(gate), their product, and lse. With checkpointing it keeps input, out and lse; its backward
+    recomputes at least the sum, gate and up. The estimate leaves out buffers of the ring and of collectives,
+    temporaries, memory that the allocator cannot use, and the CUDA context.
     """
     master = 8 if shape.compute_dtype == torch.float64 else 4
     item = shape.compute_dtype.itemsize
@@ -115,11 +126,13 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     kept = (config.dim + q_dim) * item + master * config.n_heads
     gate_and_up, host = 2 * config.ffn_dim * item, 0
+    everything = kept + (3 * config.dim + q_dim + 2 * kv_dim) * item + 8 * config.dim * shape.float32_norms
+    everything += (3 if shape.compiled else 4) * config.ffn_dim * item
+    kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
-    if shape.checkpointing == "none":
-        kept, block = kept + gate_and_up + (config.dim + q_dim + 2 * kv_dim) * item, 0
-    elif shape.offload:
+    block = 0 if kept_blocks == config.n_layers else max(block - kept_blocks * shape.tokens * everything, 0)
+    if shape.offload:
         host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
@@ -140,7 +153,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         optimizer=2 * weights,
         gradients=weights,
         gathered=gathered * item if shape.copied else 0,
-        activations=config.n_layers * shape.tokens * kept,
+        activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks) * kept),
         loss=loss,
         block=block,
         host=host,

@@ -137,18 +137,14 @@ def _parser() -> argparse.ArgumentParser:
         "--contexts", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 131072)"
     )
     parser.add_argument("--peers", action="store_true", help="torch's context_parallel too; SDPA on one GPU")
-    parser.add_argument("--layers", type=int, help="blocks of the model (default: those of the shape)")
-    parser.add_argument(
-        "--activations",
-        choices=("block", "none"),
-        default="block",
-        help="what blocks recompute in the backward (default: %(default)s)",
-    )
     parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
     parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
+    choices, text = ("none", "block", "auto"), "what ringflash keeps: all, little, or all of the blocks that fit"
+    parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
     parser.add_argument("--png", type=Path, help="where to draw them")
     return parser

@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,10 +27,11 @@ import ringflash as rf
 from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
 from ringflash.train.lightning.ring_module import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
-from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.budget import available_memory, check_activations, plan_activations
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step
 from ringflash.train.models.loss import TokenLosses
+from ringflash.train.models.memory import TrainingShape
 from ringflash.train.models.rotary import rotate
 
 SHAPES = {
@@ -58,7 +60,7 @@ class Training:
         compiled: whether blocks are compiled.
         cuda_graphs: whether ringflash replays attention's passes.
         offload: whether ringflash keeps activations in the host's memory.
-        checkpointing: choice of the activations that blocks of ringflash keep, and those on SDPA.
+        activations: activations that ringflash keeps: "none" or "block", or "auto" for as many as fit.
     """
 
     config: ModelConfig
@@ -70,7 +72,7 @@ class Training:
     compiled: bool
     cuda_graphs: bool = False
     offload: bool = False
-    checkpointing: ActivationCheckpointing = "block"
+    activations: Literal["none", "block", "auto"] = "block"
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Returns the inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -101,32 +103,49 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
-    model.keep_activations(training.checkpointing, offload=training.offload)
+    kept = _kept_blocks(training)
+    model.keep_activations("block", offload=training.offload, kept_blocks=kept)
     step = _step(_on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts |= {"offload": training.offload, "activations": training.checkpointing}
+    facts |= {"offload": training.offload, "kept_blocks": kept}
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
+
+
+def _kept_blocks(training: Training) -> int:
+    """Returns the number of blocks that keep all their activations, the same on all ranks."""
+    checkpointing = None if training.activations == "auto" else training.activations
+    check_activations(checkpointing, "auto", training.offload)
+    if checkpointing is not None or training.device.type != "cuda":
+        return 0 if checkpointing == "block" else training.config.n_layers
+    world_size, compiled = training.weights.size(), training.compiled
+    tokens = training.seqlen // world_size
+    shape = TrainingShape(tokens, world_size, training.dtype, in_pieces=compiled, compiled=compiled)
+    free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
+    dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
+    least, total = free.tolist()
+    return plan_activations(training.config, shape, "auto", available_memory(least), total, "free").kept
 
 
 @contextmanager
 def sdpa(training: Training) -> Generator[Trainee, None, None]:
     """Prepares the same Decoder on scaled_dot_product_attention, for one GPU.
 
-    It is compiled with whole blocks too, and feeds cuDNN's kernels, or those of a CPU.
+    It is compiled with whole blocks too, and feeds cuDNN's kernels, or those of a CPU. It keeps as many blocks.
     """
+    kept = _kept_blocks(training)
     with torch.device("meta"):
         model = Decoder(training.config)
     for block in model.layers:
         cast("Block", block).self_attn.__class__ = SdpaAttention
-    model.keep_activations(training.checkpointing)
+    model.keep_activations("block", kept_blocks=kept)
     step = _step(_on_device(model, training), training)
     input_ids, labels = training.tokens()
     position_ids = torch.arange(training.seqlen, device=training.device)
     backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend):
-        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"activations": training.checkpointing})
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"kept_blocks": kept})
 
 
 class SdpaAttention(Attention):

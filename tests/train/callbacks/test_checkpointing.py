@@ -25,11 +25,10 @@ from torch import Tensor
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
 from ringflash.train.callbacks.nonfinite import NonFinite
-from ringflash.train.checkpoint import save
+from ringflash.train.checkpoint import random_state, save
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.manifest import STATE, complete_in, verify
 from ringflash.train.data.module import TextDataModule
-from ringflash.train.lightning import random_state
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.preemption import Preemption

@@ -45,6 +45,7 @@ def test_it_fits(path: Path) -> None:
         checkpointing=model.get("activation_checkpointing", "none"),
         reshard_after_forward=model.get("reshard_after_forward", True),
         in_pieces=model.get("compile_blocks", False),
+        compiled=model.get("compile_blocks", False),
     )
     estimate = estimate_memory(ModelConfig(**model["model"]), shape)
     assert estimate.total < (1 - LEFT_OUT) * H200, str(estimate)

@@ -91,16 +91,36 @@ def test_a_compiled_backward_holds_one_piece_of_a_feed_forward(monkeypatch: pyte
     assert max(held) <= 6 * 5  # it would be 6 * SEQLEN for all tokens at once
 
 
-def test_any_number_of_lengths_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [0, 2])
+def test_any_number_of_lengths_compiles(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringflash.train.models.memory.FEED_FORWARD_ROWS", 64)
+    torch._dynamo.reset()
     frames, lengths = CompileCounterWithBackend("aot_eager"), [20, 40, 57, 64, 70, 100, 130, 200, 260, 300, 400]
-    decoder = Decoder(replace(CONFIG, sliding_layers=(0,), sliding_window=8))  # two kinds of blocks
-    decoder.keep_activations("block")
+    decoder = Decoder(replace(CONFIG, n_layers=4, sliding_layers=(0, 2), sliding_window=8))  # two kinds of blocks
+    decoder.keep_activations("block", kept_blocks=kept)
     decoder.compile_blocks(frames)
     for seqlen in lengths:
         x = (torch.arange(seqlen) % CONFIG.vocab_size)[None]
         decoder(x, torch.arange(seqlen), labels=x).total.backward()
-    assert frames.frame_count <= 8
+    assert frames.frame_count <= (16 if kept else 8)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_last_blocks_keep_everything_and_losses_stay_bitwise(compiled: bool) -> None:
+    results = []
+    choice: list[tuple[Any, int]] = [("none", 0), ("block", 0), ("block", 1), ("block", 2), ("block", 3)]
+    for mode, kept in choice:
+        torch._dynamo.reset()
+        decoder = Decoder(CONFIG)
+        decoder.keep_activations(mode, kept_blocks=kept)
+        if compiled:
+            decoder.compile_blocks("aot_eager")
+        choices = [block.checkpointing for block in decoder._blocks()]
+        assert choices == [mode] * (3 - kept) + ["none"] * kept
+        results.append(gradients(decoder))
+    for loss, found in results[1:]:
+        assert loss == results[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0][1], strict=True))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
+import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import make_adamw
@@ -28,6 +34,7 @@ from ringflash.train.models.memory import (
 from tests.train.runs import MODEL
 
 LLAMA_8B = ModelConfig(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336)
+WIDE = ModelConfig(vocab_size=61, dim=256, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=896)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="an allocator that counts")
 
 
@@ -96,6 +103,73 @@ def test_a_decoder_keeps_no_less_than_estimated(mode: Any) -> None:
     assert estimate.activations <= sum(size for size, _ in kept.values()) + results
 
 
+def kept_bytes(decoder: Any, *args: Any, **keywords: Any) -> int:
+    """Returns the bytes that a forward keeps for its backward, besides weights."""
+    kept: dict[int, Any] = {p.untyped_storage().data_ptr(): p for p in decoder.parameters()}
+    weights = {*kept}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x)
+        return x.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = decoder(*args, **keywords)
+    del out
+    return sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in weights)
+
+
+# torch 2.11 warns when its compiler is imported, and when it inspects the input of the second block.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_block_keeps_what_is_estimated() -> None:
+    partition: dict[str, Any] = {
+        "partition_fn": min_cut_rematerialization_partition,
+        "decompositions": select_decomp_table(),
+    }
+    x = torch.arange(512)[None] % 61
+
+    def kept(layers: int) -> int:
+        torch._dynamo.reset()
+        decoder = Decoder(replace(WIDE, n_layers=layers)).bfloat16()
+        decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition))
+        return kept_bytes(decoder, x, x[0])
+
+    shape = TrainingShape(512, compiled=True)
+    assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
+
+
+def test_a_block_of_transformers_keeps_what_is_estimated() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    rf.hf.register()
+    x = torch.arange(512)[None] % 61
+
+    def kept(layers: int) -> int:
+        sizes: dict[str, Any] = {
+            "hidden_size": WIDE.dim,
+            "intermediate_size": WIDE.ffn_dim,
+            "num_hidden_layers": layers,
+        }
+        heads: dict[str, Any] = {"num_attention_heads": WIDE.n_heads, "num_key_value_heads": WIDE.n_kv_heads}
+        config = LlamaConfig(vocab_size=61, **sizes, **heads)
+        options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.bfloat16}
+        model = AutoModelForCausalLM.from_config(config, **options).train()
+        return kept_bytes(model, x, position_ids=x, use_cache=False)
+
+    shape = TrainingShape(512, float32_norms=True)
+    assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
+
+
+def test_each_kept_block_takes_the_same_and_hides_the_recomputed_ones() -> None:
+    shape = TrainingShape(65536, shard_size=4, checkpointing="block", compiled=True)
+    estimates = [estimate_memory(LLAMA_8B, replace(shape, kept_blocks=kept)) for kept in range(33)]
+    steps = {b.activations - a.activations for a, b in pairwise(estimates)}
+    assert steps == {65536 * 2 * (9 * 4096 // 2 + 3 * 14336)}  # q, k, v, the sum, two norms; gate, up and product
+    assert estimates[32] == estimate_memory(LLAMA_8B, replace(shape, checkpointing="none"))
+    block_weights = 218_112_000 * 2
+    assert estimates[0].block > estimates[1].block == estimates[32].block == block_weights
+
+
 def test_what_cannot_fit() -> None:
     estimate = estimate_memory(LLAMA_8B, TrainingShape(2**20))
     check_memory(estimate, estimate.total)
@@ -157,5 +231,7 @@ def test_a_gpu_allocates_no_less_than_estimated(mode: Any, compiled: bool) -> No
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(config, TrainingShape(seqlen, checkpointing=mode, copied=False, in_pieces=compiled))
+    estimate = estimate_memory(
+        config, TrainingShape(seqlen, checkpointing=mode, copied=False, in_pieces=compiled, compiled=compiled)
+    )
     assert 0.5 * measured <= estimate.total <= measured

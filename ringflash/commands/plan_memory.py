@@ -1,0 +1,106 @@
+"""`ringflash plan-memory`: the memory that a training run takes on a GPU, part by part, and what its budget chooses.
+
+    ringflash plan-memory --config configs/llama-8b-256k-4gpu.yaml --gpu-memory 140
+
+It needs no GPU, starts no run and reads no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringflash.commands.options import add_run_options, check_config, check_positive
+from ringflash.errors import ArgumentError, ConfigError
+
+if TYPE_CHECKING:
+    from ringflash.train.models.budget import ActivationPlan
+    from ringflash.train.models.memory import MemoryEstimate
+
+GIB = 2.0**30
+WIDTH = 110  # columns, if the output is not a terminal
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a table or JSON. Raises ConfigError where `ringflash train` would refuse the run for its memory."""
+    options, overrides = _parser().parse_known_args(argv)
+    check_positive(options, ["gpu_memory"])
+    check_config(options.config)
+    total = _gpu_memory(options.gpu_memory)
+    from ringflash.train.commands.configured import Configured
+    from ringflash.train.lightning.memory_plan import shape_of
+    from ringflash.train.models.budget import available_memory, plan_activations
+    from ringflash.train.models.memory import check_memory, estimate_memory
+
+    run = Configured(["--config", str(options.config), *overrides])
+    device = torch.device("cpu" if run.accelerator == "cpu" else "cuda")
+    shape = shape_of(run.model, run.datamodule, device, run.strategy, run.ranks)
+    if not shape.tokens:
+        expected, got = "a sequence for each data-parallel group", run.datamodule.batch_size
+        raise ConfigError("data.batch_size", expected=expected, got=got, remedy="Raise it, or use fewer ranks.")
+    config, plan = run.model.model_config, None
+    choices = {
+        mode: estimate_memory(config, replace(shape, checkpointing=mode, offload=False)) for mode in ("none", "block")
+    }
+    chosen = estimate_memory(config, shape)
+    if run.model.activation_checkpointing is None:
+        budget = run.model.activation_memory
+        plan = plan_activations(config, shape, budget, available_memory(total), total, "the GPU's less 3 for buffers")
+        chosen = plan.estimate
+    choices = {"chosen": chosen, **choices}
+    if options.json:
+        figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}
+        blocks = {"kept_blocks": plan.kept, "planned": plan.planned, "available": plan.available} if plan else {}
+        facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
+        print(json.dumps({**facts, **blocks, "bytes": figures}, indent=2))
+    else:
+        fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
+        _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)
+    check_memory(chosen, total)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ringflash plan-memory",
+        description="Prints the memory that a training run takes on a GPU, part by part, and how many blocks keep "
+        "their activations under its activation_memory. Other arguments change the configuration, as in `ringflash "
+        "train fit`: --model.activation_memory=60GiB.",
+        allow_abbrev=False,
+    )
+    add_run_options(parser)
+    parser.add_argument("--gpu-memory", type=float, metavar="GiB", help="memory of a GPU (default: this machine's)")
+    return parser
+
+
+def _gpu_memory(gib: float | None) -> int:
+    """Returns the bytes of a GPU of the run."""
+    if gib is not None:
+        return int(gib * GIB)
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    remedy = "Pass what a GPU of the run has, for instance --gpu-memory 140."
+    raise ArgumentError("--gpu-memory", expected="a number of GiB", got="nothing, and no GPU here", remedy=remedy)
+
+
+def _show(choices: dict[str, MemoryEstimate], title: str, plan: ActivationPlan | None, fixed: str) -> None:
+    """Prints a row for each part, a column for each choice, and what the budget chooses."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"GiB a GPU: {title}", title_justify="left")
+    table.add_column("part")
+    for name in choices:
+        table.add_column(name, justify="right")
+    rows = [{**each.parts, "peak": each.total, "of the host": each.host} for each in choices.values()]
+    for part in rows[0]:
+        table.add_row(part, *(f"{row[part] / GIB:.2f}" for row in rows), end_section=part == "block")
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    console.print(f"Activations: {plan or fixed}", markup=False, soft_wrap=True)

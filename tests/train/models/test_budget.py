@@ -1,0 +1,88 @@
+"""The memory budget: what it may say, and how many blocks it lets keep their activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringflash.errors import ConfigError
+from ringflash.train.models.budget import budget_bytes, check_activations, plan_activations, with_margin
+from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
+from tests.train.models.test_memory import LLAMA_8B
+
+SHAPE = TrainingShape(32768, compiled=True, in_pieces=True)
+SIX = replace(LLAMA_8B, n_layers=6)
+H200 = int(140 * GIB)
+
+
+def test_a_budget_is_a_size_or_a_share() -> None:
+    assert budget_bytes("auto", H200) is None
+    assert budget_bytes("60GiB", H200) == budget_bytes("60 GiB", H200) == 60 * GIB
+    assert budget_bytes("0.5GiB", H200) == GIB / 2
+    assert budget_bytes("80%", H200) == H200 * 0.8
+    assert budget_bytes("100%", H200) == H200
+
+
+@pytest.mark.parametrize("budget", ["-5GiB", "60", "0.8", "60GB", "0GiB", "0%", "", "none", 60, 0.8, None])
+def test_another_budget_is_refused_with_its_form(budget: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r'activation_memory: expected "auto", a size such as "60GiB", or a share .*80%'
+    ):
+        check_activations(None, budget, offload=False)
+
+
+@pytest.mark.parametrize("budget", ["141GiB", "101%"])
+def test_a_budget_above_the_memory_is_refused(budget: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"activation_memory: expected at most the 140\.00 GiB of memory that there is"
+    ):
+        budget_bytes(budget, H200)
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r'activation_memory: expected "auto" with activation_checkpointing="block"'):
+        check_activations("block", "60GiB", offload=False)
+    with pytest.raises(ConfigError, match='activation_offload: expected activation_checkpointing="block" with it'):
+        check_activations(None, "60GiB", offload=True)
+    check_activations("block", "auto", offload=True)
+
+
+def test_as_many_blocks_are_kept_as_fit() -> None:
+    kept = [
+        plan_activations(SIX, SHAPE, "auto", int(gib * GIB), H200, "free").kept for gib in (39, 45, 50, 60, 70, 140)
+    ]
+    assert kept == sorted(kept)
+    assert (kept[0], kept[-1]) == (0, 6)
+    assert len({*kept}) >= 4
+
+
+@given(gib=st.floats(1, 200))
+def test_one_more_block_would_not_fit(gib: float) -> None:
+    available = int(gib * GIB)
+    plan = plan_activations(SIX, SHAPE, "auto", available, available, "free")
+    assert plan.kept == 0 or plan.planned <= available
+    if plan.kept < 6:
+        more = estimate_memory(SIX, replace(SHAPE, checkpointing="block", kept_blocks=plan.kept + 1))
+        assert with_margin(more) > available
+
+
+def test_a_budget_counts_where_it_is_less_than_the_free_memory() -> None:
+    plans = [plan_activations(SIX, SHAPE, budget, int(70 * GIB), H200, "free on rank 3") for budget in ("50GiB", "90%")]
+    assert [plan.available for plan in plans] == [50 * GIB, 70 * GIB]
+    assert [plan.source for plan in plans] == ["50GiB", "free on rank 3"]
+    assert str(plans[0]) == (
+        f"{plans[0].kept} of 6 blocks keep all, {6 - plans[0].kept} recompute: "
+        f"{plans[0].planned / GIB:.2f} GiB planned of 50.00 (50GiB)"
+    )
+
+
+def test_a_budget_that_is_too_small_names_the_least_that_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"activation_memory: expected at least \d+\.\d{4}GiB, even to") as refused:
+        plan_activations(SIX, SHAPE, "20GiB", H200, H200, "free")
+    least = str(refused.value).split("at least ")[1].split(",")[0]
+    assert plan_activations(SIX, SHAPE, least, H200, H200, "free").kept == 0
+    assert plan_activations(SIX, SHAPE, "auto", int(20 * GIB), H200, "free").kept == 0  # it may fit: the margin is wide

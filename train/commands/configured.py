@@ -1,0 +1,51 @@
+"""Configuration of a training run without the run: its module, its data, its strategy and the number of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringflash.errors import ConfigError
+from ringflash.train.commands.train import STRATEGY, RingCLI, quieten
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+
+
+class Configured(RingCLI):
+    """Builds the module and the data of `ringflash train fit`, but no Trainer, which would need all GPUs.
+
+    Args:
+        arguments: as `ringflash train fit` takes them.
+
+    Raises:
+        ConfigError: as `ringflash train`, or the number of GPUs is unknown.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        quieten()
+        super().__init__(["fit", *arguments], [])
+        settings: Any = self.trainer
+        self.accelerator, self.deterministic = settings.accelerator, bool(settings.deterministic)
+        self.strategy = RingAttentionStrategy() if settings.strategy == STRATEGY else settings.strategy
+        self.ranks = self._ranks_of_a_host(settings.devices) * settings.num_nodes
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Returns the Trainer's configuration."""
+        return self._get(self.config_init, "trainer")
+
+    def after_instantiate_classes(self) -> None:
+        """Does nothing: there is no Trainer to check."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Does nothing."""
+
+    def _ranks_of_a_host(self, devices: Any) -> int:
+        if isinstance(devices, list):
+            return len(devices)
+        if devices not in ("auto", -1, "-1"):
+            return int(devices)
+        if not (found := torch.cuda.device_count()):
+            remedy = "Pass --trainer.devices=N: this machine has no GPU to count."
+            raise ConfigError("trainer.devices", expected="a number of GPUs", got=devices, remedy=remedy)
+        return found

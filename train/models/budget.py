@@ -1,0 +1,146 @@
+"""Memory budget of training: what a GPU may take, and how many blocks then keep all their activations."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from ringflash.errors import ConfigError
+from ringflash.train.models.activations import ActivationCheckpointing, check_offload
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.memory import GIB, MemoryEstimate, TrainingShape, estimate_memory
+
+AUTO = "auto"
+# Share of a plan for what the estimate leaves out: torch allocated up to 5 GiB more in the runs of docs/benchmarks.
+MARGIN = 0.1
+# "auto" leaves these bytes to buffers of the ring and of NCCL, which torch's allocator does not count.
+RESERVE = int(3 * GIB)
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """Number of the last blocks that keep all their activations; the others recompute.
+
+    Args:
+        kept: these blocks.
+        blocks: all blocks.
+        estimate: least memory of training with this choice.
+        available: bytes that training may take.
+        source: where the bytes come from.
+    """
+
+    kept: int
+    blocks: int
+    estimate: MemoryEstimate
+    available: int
+    source: str
+
+    @property
+    def planned(self) -> int:
+        """Bytes of the estimate and its margin."""
+        return with_margin(self.estimate)
+
+    def __str__(self) -> str:
+        blocks = f"{self.kept} of {self.blocks} blocks keep all, {self.blocks - self.kept} recompute"
+        return f"{blocks}: {self.planned / GIB:.2f} GiB planned of {self.available / GIB:.2f} ({self.source})"
+
+
+def with_margin(estimate: MemoryEstimate) -> int:
+    """Returns the bytes to plan for an estimate."""
+    return int(estimate.total / (1 - MARGIN))
+
+
+def check_activations(checkpointing: ActivationCheckpointing | None, budget: str, offload: bool) -> None:
+    """Raises ConfigError for options of activations that are unknown or contradict each other."""
+    if checkpointing not in (None, *get_args(ActivationCheckpointing)):
+        raise ConfigError(
+            "activation_checkpointing",
+            expected='"none" or "block"',
+            got=repr(checkpointing),
+            remedy="Choose one of these, or leave it out: activation_memory then decides.",
+        )
+    budget_bytes(budget, sys.maxsize)
+    if checkpointing is not None and budget != AUTO:
+        raise ConfigError(
+            "activation_memory",
+            expected=f'"auto" with activation_checkpointing="{checkpointing}", which leaves nothing to choose',
+            got=budget,
+            remedy="Leave one of the two out.",
+        )
+    check_offload(checkpointing, offload)
+
+
+def available_memory(free: int) -> int:
+    """Returns the bytes that torch may allocate of `free` bytes of a GPU."""
+    return max(free - RESERVE, 0)
+
+
+def budget_bytes(budget: str, total: int) -> int | None:
+    """Returns the bytes of a budget on a GPU with `total` bytes; None for "auto".
+
+    Args:
+        budget: "auto", a size such as "60GiB", or a share of the GPU's memory such as "80%".
+        total: memory of the GPU.
+
+    Raises:
+        ConfigError: another text, nothing, or more than the GPU has.
+    """
+    if budget == AUTO:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|%)", budget) if isinstance(budget, str) else None
+    if match is None or not float(match[1]):
+        raise ConfigError(
+            "activation_memory",
+            expected='"auto", a size such as "60GiB", or a share of the GPU\'s memory such as "80%"',
+            got=repr(budget),
+            remedy="Write the unit too, and no negative number.",
+        )
+    number = int(float(match[1]) * (GIB if match[2] == "GiB" else total / 100))
+    if number > total:
+        raise ConfigError(
+            "activation_memory",
+            expected=f"at most the {total / GIB:.2f} GiB of memory that there is",
+            got=budget,
+            remedy="Lower it, or leave it out: the free memory then decides.",
+        )
+    return number
+
+
+def plan_activations(
+    config: ModelConfig, shape: TrainingShape, budget: str, available: int, total: int, source: str
+) -> ActivationPlan:
+    """Chooses the largest number of kept blocks that fits, with the margin.
+
+    "auto" never refuses: the margin may be more than training needs, and `check_memory` refuses what cannot fit.
+
+    Args:
+        config: shape of the model.
+        shape: shape of the run; its `checkpointing` and `kept_blocks` do not matter.
+        budget: as in `budget_bytes`.
+        available: bytes of `available_memory`, the least of all ranks.
+        total: bytes of the GPU's memory, the least of all ranks.
+        source: says where `available` comes from.
+
+    Raises:
+        ConfigError: as in `budget_bytes`, or a budget that is too small even if every block recomputes.
+    """
+    number = budget_bytes(budget, total)
+    if number is not None and number <= available:
+        available, source = number, budget
+    choices = [
+        estimate_memory(config, replace(shape, checkpointing="block", kept_blocks=kept))
+        for kept in range(config.n_layers + 1)
+    ]
+    if number is not None and (least := with_margin(choices[0])) > number:
+        raise ConfigError(
+            "activation_memory",
+            expected=f"at least {math.ceil(1e4 * least / GIB) / 1e4:.4f}GiB, even to recompute every block",
+            got=budget,
+            remedy='Raise it, or use activation_checkpointing="block" with activation_offload, a shorter context, a '
+            "smaller micro-batch, or more ranks.",
+        )
+    kept = max((k for k, choice in enumerate(choices) if with_margin(choice) <= available), default=0)
+    return ActivationPlan(kept, config.n_layers, choices[kept], available, source)
