@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ringflash.train.data.tokens import (
     DATASET,
     FORMAT_VERSION,
     Header,
-    Ids,
+    Piece,
     ShardHeader,
     TokenFiles,
     read_header,
@@ -227,7 +228,7 @@ def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[Shard
     return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer), False
 
 
-def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]]:
+def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[Piece]:
     """Yields pieces of documents as ids, many encoded at once."""
     texts: list[str] = []
     lasts: list[bool] = []
@@ -238,9 +239,9 @@ def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]
             lasts.append(last)
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
-                yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
+                yield from zip(recipe.tokenizer.encode_batch(texts), lasts, repeat(None))
                 texts, lasts, characters = [], [], 0
-    yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
+    yield from zip(recipe.tokenizer.encode_batch(texts), lasts, repeat(None))
 
 
 def _enter_worker() -> None:
