@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from ringflash.errors import ConfigError, DataError
+from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.corpus import CACHE, load_corpus
 from ringflash.train.data.sampler import BatchSampler, ResumableLoader
 from ringflash.train.data.samples import Packing, TokenSamples, TokenStream, train_and_held_out
@@ -103,6 +105,8 @@ class TextDataModule(pl.LightningDataModule):
             folder = self.trainer.log_dir  # a collective
             if folder is not None and self.trainer.is_global_zero:
                 tokens.tokenizer.save(Path(folder) / RUN_FOLDER)
+                if (template := tokens.folder / "tokenizer" / CHAT_TEMPLATE).is_file():
+                    shutil.copyfile(template, Path(folder) / RUN_FOLDER / CHAT_TEMPLATE)
 
     @property
     def tokens(self) -> TokenFiles:

@@ -30,7 +30,12 @@ def write_lines(path: Path, texts: list[str], field: str = "text") -> Path:
     return path
 
 
-def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns and turns around the ring\n") -> Path:
+def write_tokenizer(
+    folder: Path,
+    end: str = "</s>",
+    text: str = "the ring turns and turns around the ring\n",
+    special: tuple[str, ...] = (),
+) -> Path:
     """Writes a small byte-level BPE tokenizer trained on `text`; it decodes every text exactly. Returns its file."""
     folder.mkdir(exist_ok=True, parents=True)
     made = tokenizers.Tokenizer(models.BPE())
@@ -38,7 +43,7 @@ def write_tokenizer(folder: Path, end: str = "</s>", text: str = "the ring turns
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=[end],
+        special_tokens=[end, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
