@@ -55,7 +55,7 @@ class Chat:
             remedy = "Install ringflash[hf]."
             raise DataError("--chat", expected="the library `transformers`", got="none", remedy=remedy) from error
         try:
-            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises many classes
             expected, remedy = "a tokenizer that transformers loads", "Name a folder of tokenizer.save_pretrained."
             raise DataError("--tokenizer", expected=expected, got=f"{folder}: {error}", remedy=remedy) from error

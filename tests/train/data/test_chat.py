@@ -187,6 +187,10 @@ def test_tokenizers_without_a_chat_template(tmp_path: Path, monkeypatch: pytest.
             Chat.load(named)
     with pytest.raises(DataError, match="--tokenizer: expected a tokenizer that transformers loads, got .*nowhere: "):
         Chat.load(tmp_path / "nowhere" / "model")
+    (model / "code.py").write_text("raise SystemExit('code of the folder')")
+    (model / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Its", null]}}')
+    with pytest.raises(DataError):
+        Chat.load(model)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         DataError, match=r"--chat: expected the library `transformers`, got none. Install ringflash\[hf\]"
