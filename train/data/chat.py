@@ -79,8 +79,8 @@ class Chat:
         """Yields the text of each conversation of a part, and the spans of it that are learnt.
 
         Raises:
-            DataError: a source has no rows, or a row is no conversation that the template renders. See `messages_of`
-                and `spans_of`.
+            DataError: a source has no rows; or a row is no conversation, see `messages_of`, or one that the template
+                does not render or shows no turn of the assistant of, or of which it changes earlier text.
         """
         if part.source.kind == "text":
             raise DataError(

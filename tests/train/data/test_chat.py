@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ import transformers
 from ringflash.commands import main
 from ringflash.errors import DataError
 from ringflash.train.data.chat import Chat, Learn
+from ringflash.train.data.module import TextDataModule
 from ringflash.train.data.prepare import Recipe, make_shard, prepare
 from ringflash.train.data.sources import divide, find_sources
 from ringflash.train.data.tokenizer import Tokenizer
@@ -178,6 +180,18 @@ def test_rows_that_are_no_conversations(tmp_path: Path, row: Any, template: str,
     with pytest.raises(DataError, match=message):
         chats(tmp_path, [*good, row], template)
     assert not (tmp_path / "to" / "dataset.json").exists()
+
+
+def test_a_run_keeps_the_template(tmp_path: Path) -> None:
+    files = chats(tmp_path, ROWS)
+    data = TextDataModule(str(files.folder), context_length=16)
+    data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        lightning_module=None, loggers=[None], log_dir=str(tmp_path / "run"), is_global_zero=True
+    )
+    data.setup("fit")
+    kept = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer")
+    ids = kept.apply_chat_template(ROWS[0]["messages"], return_dict=True)["input_ids"]
+    assert ids == documents(files)[0]  # with the token that opens the text, which the run's configuration lacks
 
 
 def test_tokenizers_without_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
