@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ringflash.train.models.decoder import Decoder
 from tests.distributed import run_ranks
+from tests.train.conversations import prepare_conversations, train_on_conversations
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
 
 RESUMED = Run(epoch_batches=5, micro_batches=2, dtype="float64")
@@ -48,6 +49,7 @@ def _compiled(run: Run) -> Outcome:
 def _all_runs(folder: str) -> dict[str, Any]:
     world_size = dist.get_world_size()
     outcomes: dict[str, Any] = {name: train(run) for name, run in RUNS.items()}
+    outcomes["conversations"] = train_on_conversations(Path(folder) / "chats")
     # Two ranks save after the first epoch, three resume and save after the second, and one rank resumes for the third.
     # One rank also runs all three epochs without a break.
     saved = {2: (None, "two", 1), 3: ("two", "three", 2), 1: ("three", "one", 3)}
@@ -83,6 +85,8 @@ class Worlds:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        (folder / "chats").mkdir()
+        prepare_conversations(folder / "chats")
         self.ranks: dict[int, list[dict[str, Any]]] = {n: run_ranks(n, _all_runs, str(folder)) for n in (2, 3, 1)}
 
     def __getitem__(self, world_size: int) -> dict[str, Outcome]:

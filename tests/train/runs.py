@@ -168,8 +168,8 @@ class Recorded(LanguageModel):
         return losses, num_valid
 
 
-def train(run: Run, strategy: Any = None) -> Outcome:
-    """Runs `run` on the ranks of the default process group."""
+def train(run: Run, strategy: Any = None, data: Any = None) -> Outcome:
+    """Runs `run` on the ranks of the default process group, on its own sequences or those of a data module."""
     # warnings are errors in spawned ranks; the first is Lightning's advice on loader processes for a toy data set
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     # Lightning's own use of a name that PyTorch has moved
@@ -195,7 +195,7 @@ def train(run: Run, strategy: Any = None) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module, data = Recorded(run, outcome), Data(run)
+    module, data = Recorded(run, outcome), data or Data(run)
     trainer.fit(module, data, ckpt_path=run.resume)
     metrics = {**trainer.callback_metrics}  # as read by callbacks such as EarlyStopping; each stage resets it
     if run.validate:
@@ -206,7 +206,11 @@ def train(run: Run, strategy: Any = None) -> Outcome:
     if run.save is not None:
         trainer.save_checkpoint(run.save)
     outcome.weights = {name: whole(p) for name, p in module.decoder.named_parameters()}
-    outcome.extra = {"epochs_seen": data.epochs_seen, "random": torch.rand(()).item(), "step": trainer.global_step}
+    outcome.extra = {
+        "epochs_seen": getattr(data, "epochs_seen", None),
+        "random": torch.rand(()).item(),
+        "step": trainer.global_step,
+    }
     outcome.extra["metrics"] = {name: float(value) for name, value in metrics.items()}
     return outcome
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.checkpoint.load import load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
+from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
 from ringflash.train.models.config import Family, ModelConfig
 from ringflash.train.models.huggingface import CONFIG, FAMILIES, FULL, SLIDING
 from ringflash.train.models.weights import MAX_FILE_BYTES, write
 
-CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -7,18 +7,24 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
-from ringflash.errors import DataError
+from ringflash.errors import ArgumentError, DataError
+from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare
 from ringflash.train.data.tokenizer import BYTES, Tokenizer
 
-DESCRIPTION = """Turns text into token files, which `ringflash train` reads with --data.corpus=FOLDER.
+DESCRIPTION = """Turns text or conversations into token files, which `ringflash train` reads with --data.corpus=FOLDER.
 
 SOURCES are files, folders and globs: .jsonl and .ndjson (a document a line), .parquet (a document a row), folders of
 datasets' save_to_disk, and any other file, which is a document of UTF-8 text. Run it again when it was interrupted:
-what is finished is checked and kept."""
+what is finished is checked and kept.
+
+With --chat, rows are conversations: {"messages": [{"role": ..., "content": ...}, ...]}, with "tools" if there are
+any, or {"prompt": ..., "completion": ...}, where "response" may stand for "completion". The chat template of
+--tokenizer renders them, and training learns the turns that --learn names."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--end-of-document", metavar="TOKEN", help="the token after each document (default: its EOS)")
     parser.add_argument("--text-field", default="text", help="field or column of the text (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="rows are conversations; needs transformers")
+    parser.add_argument("--learn", choices=get_args(Learn), help="turns that --chat learns (default: assistant)")
     parser.add_argument("--val-fraction", type=float, help="part of the tokens to hold out when training")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=cores, help="that encode (default: the %(default)s cores)")
@@ -43,12 +51,15 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
 
     console = Console(stderr=True)
+    if options.learn and not options.chat:
+        raise ArgumentError("--learn", expected="--chat beside it", got="none", remedy="Add --chat, or leave it out.")
     tokenizer = Tokenizer.load(options.tokenizer, options.end_of_document)
+    chat = Chat.load(options.tokenizer, options.learn or "assistant") if options.chat else None
     try:
         files = prepare(
             options.sources,
             options.to.expanduser(),
-            Recipe(tokenizer, options.text_field),
+            Recipe(tokenizer, options.text_field, chat),
             processes=options.processes,
             val_fraction=options.val_fraction,
             shard_bytes=options.shard_mib << 20,
@@ -62,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
         print("ringflash: interrupted. Run it again to go on: finished files are kept.", file=sys.stderr)
         return 130
     header = files.header
+    learnt = "" if header.num_learnt is None else f", {header.num_learnt:,} of them to learn,"
     print(
-        f"{options.to}: {header.num_tokens:,} tokens in {header.num_documents:,} documents and {len(header.shards)} "
-        f"files, of {tokenizer.name}\n  --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}"
+        f"{options.to}: {header.num_tokens:,} tokens{learnt} in {header.num_documents:,} documents and "
+        f"{len(header.shards)} files, of {tokenizer.name}\n"
+        f"  --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}"
     )
     return 0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from ringflash.errors import ConfigError, DataError
+from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.corpus import CACHE, load_corpus
 from ringflash.train.data.sampler import BatchSampler, ResumableLoader
 from ringflash.train.data.samples import Packing, TokenSamples, TokenStream, train_and_held_out
 from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
 from ringflash.train.data.tokens import TokenFiles
+
+log = logging.getLogger(__name__)
 
 VAL_FRACTION = 0.01  # default for text without a given fraction
 
@@ -71,7 +76,8 @@ class TextDataModule(pl.LightningDataModule):
 
         Raises:
             DataError: there are fewer tokens than one sample, or than two with a held-out part. Or the model has fewer
-                token ids, or its initial weights come from a folder with another tokenizer.
+                token ids, or its initial weights come from a folder with another tokenizer. Or no sample of
+                conversations has a token to learn.
         """
         tokens = load_corpus(self.sources, self.cache_dir)
         begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
@@ -93,10 +99,14 @@ class TextDataModule(pl.LightningDataModule):
             )
         fraction = self._val_fraction(tokens)
         self._samples = train_and_held_out(TokenStream(tokens), self.context_length, fraction, self.documents)
+        if tokens.header.num_learnt is not None:
+            self._check_learnt(speak=stage == "fit" and (self.trainer is None or self.trainer.is_global_zero))
         if stage == "fit" and self.trainer is not None and self.trainer.loggers:
             folder = self.trainer.log_dir  # a collective
             if folder is not None and self.trainer.is_global_zero:
                 tokens.tokenizer.save(Path(folder) / RUN_FOLDER)
+                if (template := tokens.folder / "tokenizer" / CHAT_TEMPLATE).is_file():
+                    shutil.copyfile(template, Path(folder) / RUN_FOLDER / CHAT_TEMPLATE)
 
     @property
     def tokens(self) -> TokenFiles:
@@ -146,6 +156,24 @@ class TextDataModule(pl.LightningDataModule):
                 got=", ".join(differing),
                 remedy="Resume with the same data section; batch_size and the number of ranks may change.",
             )
+
+    def _check_learnt(self, *, speak: bool) -> None:
+        """Logs how many samples have no token to learn; their loss is 0 and has no weight."""
+        for part, samples in (("training", self.train_samples()), ("held-out", self.val_samples())):
+            counts = samples.num_learnt()
+            empty = int((counts == 0).sum())
+            if len(counts) and empty == len(counts):
+                raise DataError(
+                    "corpus",
+                    expected=f"a token to learn in one of {len(counts)} {part} samples",
+                    got="none: they hold only other turns",
+                    remedy="Raise the context length, so that samples reach the assistant's turns.",
+                )
+            if empty and speak:
+                text = (
+                    "Data: %d of %d %s samples have no token to learn, and add nothing: a longer context_length helps"
+                )
+                log.warning(text, empty, len(counts), part)
 
     def _val_fraction(self, tokens: TokenFiles) -> float:
         if self._asked_val_fraction is not None:

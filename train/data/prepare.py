@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from rich.progress import (
 )
 
 from ringflash.errors import ArgumentError, ConfigError, DataError
+from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
 from ringflash.train.data.sources import Part, divide, find_sources, read
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import (
     DATASET,
     FORMAT_VERSION,
     Header,
-    Ids,
+    Piece,
     ShardHeader,
     TokenFiles,
     read_header,
@@ -56,14 +58,17 @@ class Recipe:
     Args:
         tokenizer: tokenizer of the text.
         text_field: field of the text in JSON lines and tables.
+        chat: chat template, if rows are conversations; None if they are text.
     """
 
     tokenizer: Tokenizer
     text_field: str = "text"
+    chat: Chat | None = None
 
     def key(self, parts: Sequence[Part]) -> str:
         """Returns a digest of the inputs of a shard of `parts`; files are identified by path, size and time."""
-        key = hashlib.sha256(f"{FORMAT_VERSION}\0{self.tokenizer.digest}\0{self.text_field}".encode())
+        what = self.text_field if self.chat is None else f"\0{self.chat.digest}"
+        key = hashlib.sha256(f"{FORMAT_VERSION}\0{self.tokenizer.digest}\0{what}".encode())
         for part in parts:
             s = part.source
             key.update(os.fsencode(s.path) + f"\0{s.kind} {s.size} {s.modified} {part.begin} {part.end}\n".encode())
@@ -88,7 +93,7 @@ def prepare(
     Args:
         sources: see `find_sources`; files in `folder` are left out.
         folder: a new folder, or one of an earlier preparation.
-        recipe: tokenizer and field of the text.
+        recipe: tokenizer, and field of the text or chat template.
         processes: number of processes that encode.
         val_fraction: see `Header`.
         shard_bytes: bytes of sources a shard.
@@ -123,6 +128,10 @@ def prepare(
         for index in range(len(shards), len(shards) + sum(1 for _ in folder.glob("tokens-*.bin"))):
             shard_path(folder, index).unlink(missing_ok=True)  # left by an earlier preparation with more shards
         recipe.tokenizer.save(folder / "tokenizer")
+        template = folder / "tokenizer" / CHAT_TEMPLATE
+        template.unlink(missing_ok=True)
+        if recipe.chat is not None:
+            template.write_text(recipe.chat.template, encoding="utf-8")
         write_dataset(folder, Header(key, tuple(headers), val_fraction))
     return TokenFiles(folder)
 
@@ -224,23 +233,30 @@ def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[Shard
                 return header, True
         except DataError:
             pass  # damaged: write_shard replaces it
-    return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer), False
+    return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer, recipe.chat is not None), False
 
 
-def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[tuple[Ids, bool]]:
+def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[Piece]:
     """Yields pieces of documents as ids, many encoded at once."""
+    tokenizer, chat = recipe.tokenizer, recipe.chat
     texts: list[str] = []
-    lasts: list[bool] = []
+    marks: list[Any] = []  # whether each text ends its document; the spans of a conversation that are learnt
     characters = 0
+
+    def encode() -> Iterator[Piece]:
+        if chat is not None:
+            return ((ids, True, learnt) for ids, learnt in tokenizer.encode_spans(texts, marks))
+        return zip(tokenizer.encode_batch(texts), marks, repeat(None))
+
     for part in parts:
-        for text, last in read(part, recipe.text_field):
+        for text, mark in read(part, recipe.text_field) if chat is None else chat.read(part):
             texts.append(text)
-            lasts.append(last)
+            marks.append(mark)
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
-                yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
-                texts, lasts, characters = [], [], 0
-    yield from zip(recipe.tokenizer.encode_batch(texts), lasts, strict=True)
+                yield from encode()
+                texts, marks, characters = [], [], 0
+    yield from encode()
 
 
 def _enter_worker() -> None:

@@ -45,26 +45,50 @@ class TokenStream:
         """End in the stream of the document at each place."""
         return np.cumsum(self.tokens.lengths[self.order])
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Positions]:
-        """Returns the tokens [start, stop), int64, and the ends of documents.
+    @cached_property
+    def _learnt_runs(self) -> tuple[Positions, Positions, Positions]:
+        """Begins and lengths of the runs of learnt tokens in the stream, and the learnt tokens before each."""
+        document, begin, end = self.tokens.learnt_runs()
+        begins = np.empty(len(self.order), np.int64)
+        begins[self.order] = self.ends - self.tokens.lengths[self.order]
+        runs = begins[document] + begin
+        by_place = np.argsort(runs)
+        # The empty run at the start serves positions before the first learnt token.
+        runs, lengths = (np.concatenate([[0], x[by_place]]) for x in (runs, end - begin))
+        return runs, lengths, np.cumsum(lengths) - lengths
 
-        These are the positions in the stream after the last token of a document, for last tokens in [start, stop).
+    def learnt_before(self, positions: Positions) -> Positions:
+        """Returns the learnt tokens before each position in the stream, without the first tokens of documents."""
+        begins, lengths, before = self._learnt_runs
+        run = np.searchsorted(begins, positions, side="right") - 1
+        return before[run] + np.minimum(positions - begins[run], lengths[run])
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor, Positions]:
+        """Returns the tokens [start, stop), int64, the same as labels, and the ends of documents.
+
+        Labels are -100 where a token is not learnt. Ends are the positions in the stream after the last token of a
+        document, for last tokens in [start, stop).
 
         Raises:
             DataError: an id outside the vocabulary.
         """
         out = np.empty(stop - start, np.int64)
+        ignored = np.zeros(stop - start, bool)
         place, found = int(np.searchsorted(self.ends, start, side="right")), []
         position = start
         while position < stop:
             document, end = int(self.order[place]), int(self.ends[place])
             begin = end - int(self.tokens.lengths[document])
             until = min(end, stop)
-            out[position - start : until - start] = self.tokens.read(document, position - begin, until - begin)
+            here = slice(position - start, until - start)
+            out[here] = self.tokens.read(document, position - begin, until - begin)
+            if (learnt := self.tokens.learnt(document, position - begin, until - begin)) is not None:
+                ignored[here] = ~learnt
             if until == end and end > begin:
                 found.append(end)
             position, place = until, place + 1
-        return torch.from_numpy(out), np.array(found, np.int64)
+        labels = torch.from_numpy(np.where(ignored, IGNORE_INDEX, out))
+        return torch.from_numpy(out), labels, np.array(found, np.int64)
 
     def split(self, val_fraction: float) -> int:
         """Returns the start of the held-out end of the stream.
@@ -87,7 +111,8 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     With "joined", a sample is one text. With "packed" it also has "cu_seqlens", int64: 0, the end of each document in
     the sample, and seqlen. The last token of a document is its end-of-document token. Its label is -100, because the
-    following token belongs to another document, and it is itself the label of the token before.
+    following token belongs to another document, and it is itself the label of the token before. Tokens of conversations
+    that are not learnt are no labels either.
 
     A list of indices gives a batch (len(list), seqlen). Its cu_seqlens are padded with seqlen to a power of two, so
     that they have few shapes. Index -1 gives a row with the label -100 everywhere.
@@ -98,6 +123,11 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return max(min(self.last, len(self.line) - 1) - self.first, 0) // self.seqlen
+
+    def num_learnt(self) -> Positions:
+        """Returns the number of learnt labels of each sample of conversations."""
+        edges = self.first + 1 + np.arange(len(self) + 1) * self.seqlen
+        return np.diff(self.line.learnt_before(edges))
 
     def __getitem__(self, index: int | list[int]) -> dict[str, Tensor]:
         if not isinstance(index, list):
@@ -127,8 +157,8 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
         """Returns inputs, labels, and the ends of documents in the sample."""
         start = self.first + index * self.seqlen
-        window, ends = self.line.read(start, start + self.seqlen + 1)
-        ids, labels, ends = window[:-1], window[1:].clone(), ends[ends <= start + self.seqlen] - start
+        window, targets, ends = self.line.read(start, start + self.seqlen + 1)
+        ids, labels, ends = window[:-1], targets[1:], ends[ends <= start + self.seqlen] - start
         if self.documents != "joined":
             labels[torch.from_numpy(ends) - 1] = IGNORE_INDEX
         return ids, labels, ends
@@ -155,16 +185,22 @@ class WholeSamples(TokenSamples):
     def __len__(self) -> int:
         return len(self._begins) - 1
 
+    def num_learnt(self) -> Positions:
+        """Returns the number of learnt labels of each sample of conversations."""
+        # A piece's labels are the tokens after its first, and the next one. That counts 0 if it opens a document.
+        counts = self.line.learnt_before(self._stops + 1) - self.line.learnt_before(self._starts + 1)
+        return np.add.reduceat(counts, self._begins[:-1]) if len(counts) else counts
+
     def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
         ids = torch.full((self.seqlen,), self.line.tokens.header.shards[0].end_of_document)
         labels = torch.full((self.seqlen,), IGNORE_INDEX)
         inside = slice(int(self._begins[index]), int(self._begins[index + 1]))
         ends = np.cumsum(self._stops[inside] - self._starts[inside])
         for start, stop, end in zip(self._starts[inside], self._stops[inside], ends, strict=True):
-            window, over = self.line.read(int(start), min(int(stop) + 1, len(self.line)))
+            window, targets, over = self.line.read(int(start), min(int(stop) + 1, len(self.line)))
             here = slice(int(end - stop + start), int(end))
             ids[here] = window[: stop - start]
-            known = window[1:] if stop not in over else window[1 : stop - start]
+            known = targets[1:] if stop not in over else targets[1 : stop - start]
             labels[here][: len(known)] = known
         return ids, labels, ends
 

@@ -8,6 +8,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -115,18 +116,50 @@ def read(part: Part, text_field: str) -> Iterator[tuple[str, bool]]:
     Raises:
         DataError: a source cannot be read, is not UTF-8 text, or has no such field.
     """
+    if part.source.kind == "text":
+        with _readable(part.source.path):
+            yield from _read_text(part.source.path)
+        return
+    for row, place in read_rows(part, [text_field]):
+        text = row.get(text_field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            got = "none" if text is None else type(text).__name__
+            raise DataError(
+                "text_field",
+                expected=f"text in the field {text_field!r} of every row",
+                got=f"{got} in {name_row(part, place)}; fields are {field_names(row)}",
+                remedy="Name the field that holds the text with --text-field, or leave out rows without text.",
+            )
+        yield text, True
+
+
+def read_rows(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    """Yields the rows of a part of lines or a table, and the place of each for `name_row`.
+
+    A row of a table has those fields of `names` that the table has, or all fields if it has none of them. A line gives
+    its JSON, which may be no object.
+
+    Raises:
+        DataError: a source cannot be read, is not UTF-8 text, or is not JSON.
+    """
+    with _readable(part.source.path):
+        yield from {"lines": _read_lines, "parquet": _read_parquet, "saved": _read_saved}[part.source.kind](part, names)
+
+
+def name_row(part: Part, place: int) -> str:
+    """Returns the file and the number of a row: lines count from 1, as in editors, and rows of tables from 0."""
     path = part.source.path
-    try:
-        if part.source.kind == "text":
-            yield from _read_text(path)
-        else:
-            rows = {"lines": _read_lines, "parquet": _read_parquet, "saved": _read_saved}[part.source.kind]
-            for text in rows(part, text_field):
-                yield text, True
-    except UnicodeDecodeError as error:
-        raise _not_text(path) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    if part.source.kind != "lines":
+        return f"{path}, row {place}"
+    with open(path, "rb") as stream:
+        blocks = (stream.read(min(PIECE, place - begin)) for begin in range(0, place, PIECE))
+        line = 1 + sum(block.count(b"\n") for block in blocks)
+    return f"{path}, line {line}, byte {place}"
+
+
+def field_names(row: Any) -> str:
+    """Returns the names of a row's fields, for messages."""
+    return ", ".join(sorted(row if isinstance(row, dict) else ())) or "none"
 
 
 def _files(source: str) -> tuple[Path, list[Path]]:
@@ -203,7 +236,7 @@ def _read_text(path: str) -> Iterator[tuple[str, bool]]:
             piece = following
 
 
-def _read_lines(part: Part, text_field: str) -> Iterator[str]:
+def _read_lines(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
     path = part.source.path
     with open(path, "rb") as stream:
         if part.begin:
@@ -221,32 +254,30 @@ def _read_lines(part: Part, text_field: str) -> Iterator[str]:
                 raise DataError(
                     "corpus",
                     expected="a JSON object a line",
-                    got=f"{path}, byte {place}: {error}",
+                    got=f"{name_row(part, place)}: {error}",
                     remedy="Correct the line or leave it out.",
                 ) from error
-            text = row.get(text_field) if isinstance(row, dict) else None
-            yield _text(text, f"{path}, byte {place}", text_field, row if isinstance(row, dict) else ())
+            yield row, place
 
 
-def _read_parquet(part: Part, text_field: str) -> Iterator[str]:
-    path = part.source.path
-    with _parquet(path) as file:
-        names: list[str] = file.schema_arrow.names
-        if text_field not in names:
-            _text(None, path, text_field, names)
-        groups = list(range(part.begin, part.end))
-        for batch in file.iter_batches(ROWS, row_groups=groups, columns=[text_field]):
-            for text in batch.column(0).to_pylist():
-                yield _text(text, path, text_field, names)
+def _read_parquet(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    with _parquet(part.source.path) as file:
+        known: list[str] = file.schema_arrow.names
+        place = sum(file.metadata.row_group(i).num_rows for i in range(part.begin))
+        columns = [name for name in names if name in known] or known
+        for batch in file.iter_batches(ROWS, row_groups=list(range(part.begin, part.end)), columns=columns):
+            for row in batch.to_pylist():
+                yield row, place
+                place += 1
 
 
-def _read_saved(part: Part, text_field: str) -> Iterator[str]:
-    path, rows = part.source.path, _saved(part.source.path)
-    if text_field not in rows.column_names:
-        _text(None, path, text_field, rows.column_names)
+def _read_saved(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    rows = _saved(part.source.path)
+    columns = [name for name in names if name in rows.column_names] or rows.column_names
     for begin in range(part.begin, part.end, ROWS):
-        for text in rows[begin : min(begin + ROWS, part.end)][text_field]:
-            yield _text(text, path, text_field, rows.column_names)
+        batch = rows[begin : min(begin + ROWS, part.end)]
+        for place, values in enumerate(zip(*(batch[name] for name in columns), strict=True), begin):
+            yield dict(zip(columns, values, strict=True)), place
 
 
 def _parquet(path: str) -> Any:
@@ -276,21 +307,19 @@ def _saved(path: str) -> Any:
     )
 
 
-def _text(value: Any, where: str, text_field: str, known: Iterable[str]) -> str:
-    if isinstance(value, str):
-        return value
-    names = ", ".join(sorted(known)) or "none"
-    raise DataError(
-        "text_field",
-        expected=f"text in the field {text_field!r} of every row",
-        got=f"{type(value).__name__ if value is not None else 'none'} in {where}; fields are {names}",
-        remedy="Name the field that holds the text with --text-field, or leave out rows without text.",
-    )
-
-
 def _missing(library: str, path: str) -> DataError:
     remedy = "Install ringflash[data]." if library == "pyarrow" else f"Install {library}, or save it as Parquet files."
     return DataError("corpus", expected=f"the library `{library}`, to read {path}", got="none", remedy=remedy)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise _not_text(path) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _not_text(path: str) -> DataError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -129,12 +129,32 @@ class Tokenizer:
         """Returns the ids of each text; lone surrogates, which valid text never has, count as U+FFFD or "?"."""
         if self.model is None:
             return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint32) for text in texts]
+        return [np.array(each.ids, np.uint32) for each in self._encodings(self._model.encode_batch_fast, texts)]
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Returns the ids of each text, and which of them lie, at least in part, in one of the text's `spans`.
+
+        Args:
+            texts: texts for a tokenizer other than bytes.
+            spans: begin and end of pieces of each text, in characters.
+        """
+        result = []
+        for each, pieces in zip(self._encodings(self._model.encode_batch, texts), spans, strict=True):
+            begins, ends = np.array(each.offsets, np.int64).reshape(-1, 2).T
+            inside = np.zeros(len(begins), bool)
+            for begin, end in pieces:
+                inside[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")] = True
+            result.append((np.array(each.ids, np.uint32), inside))
+        return result
+
+    def _encodings(self, encode_batch: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         try:
-            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+            return encode_batch(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
             clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
-            encoded = self._model.encode_batch_fast(clean, add_special_tokens=False)
-        return [np.array(each.ids, np.uint32) for each in encoded]
+            return encode_batch(clean, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Returns the text of the ids before the first `end_of_document`; invalid bytes become U+FFFD."""

@@ -3,11 +3,12 @@
     FOLDER/
       dataset.json            headers of the folder; written last, so a folder without it is incomplete
       tokenizer/              tokenizer of the ids
-      tokens-00000.bin        a shard: a header of 4096 bytes, the ids, and the end of each document
+      tokens-00000.bin        a shard: a header of 4096 bytes, the ids, the end of each document, and the learnt ids
 
 A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 if the vocabulary is larger than
-65536; each document that is not empty ends with the end-of-document id. A shard holds one int64 end a document, counted
-in the shard's ids. The ends begin at a multiple of 8 bytes.
+65536. A document of text that is not empty ends with the end-of-document id. A shard holds one int64 end a document,
+counted in the shard's ids. The ends begin at a multiple of 8 bytes. Shards of conversations also hold one bit an id, in
+numpy's order of packed bits: 1 if training learns the id, 0 if it is context only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,9 @@ BLOCK = 1 << 20
 MAX_VOCAB_SIZE = 1 << 32  # uint32 holds all its ids
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Learnt = npt.NDArray[np.bool_]
+Vector = npt.NDArray[np.int64]
+Piece = tuple[Ids, bool, Learnt | None]  # ids, whether their document ends with them, and which of them are learnt
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class ShardHeader:
         end_of_document: the id that ends a document.
         tokenizer: digest of the tokenizer.
         version: version of this format.
+        num_learnt: number of ids that training learns; None if the shard has no bits, because all are learnt. It is
+            then left out of the file.
     """
 
     key: str
@@ -60,6 +67,7 @@ class ShardHeader:
     end_of_document: int
     tokenizer: str
     version: int = FORMAT_VERSION
+    num_learnt: int | None = None
 
     @property
     def ends_at(self) -> int:
@@ -67,9 +75,18 @@ class ShardHeader:
         return -(-(HEADER_BYTES + self.num_tokens * np.dtype(self.dtype).itemsize) // 8) * 8
 
     @property
+    def bits_at(self) -> int:
+        """Offset in bytes of the bits of learnt ids in the file."""
+        return self.ends_at + 8 * self.num_documents
+
+    @property
     def size(self) -> int:
         """Size of the file in bytes."""
-        return self.ends_at + 8 * self.num_documents
+        return self.bits_at + (0 if self.num_learnt is None else -(-self.num_tokens // 8))
+
+    def written(self) -> dict[str, Any]:
+        """Returns the fields as the file holds them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,12 @@ class Header:
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
+    def num_learnt(self) -> int | None:
+        """Number of ids in all shards that training learns; None if the folder does not tell ids apart."""
+        learnt = [shard.num_learnt for shard in self.shards if shard.num_learnt is not None]
+        return sum(learnt) if learnt else None
+
+    @property
     def num_documents(self) -> int:
         """Number of documents in all shards, including empty ones."""
         return sum(shard.num_documents for shard in self.shards)
@@ -115,17 +138,22 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"tokens-{index:05d}.bin"
 
 
-def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tokenizer: Tokenizer) -> ShardHeader:
+def write_shard(
+    path: Path, documents: Iterable[Piece], key: str, tokenizer: Tokenizer, with_bits: bool = False
+) -> ShardHeader:
     """Writes a shard under a temporary name, and renames it when it is complete.
 
     Args:
         path: path of the shard.
-        documents: pieces of documents, each with a flag for the last piece of its document.
+        documents: pieces of documents. The end-of-document id is added to documents of text only: a chat template ends
+            a conversation itself.
         key: see `ShardHeader`.
         tokenizer: tokenizer of the ids.
+        with_bits: whether the pieces say which ids are learnt.
     """
     dtype = dtype_of(tokenizer.vocab_size)
     partial, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), []
+    bits = [np.zeros(0, bool)]
     try:
         with partial.open("wb") as stream:
             stream.write(b" " * HEADER_BYTES)
@@ -135,21 +163,26 @@ def write_shard(path: Path, documents: Iterable[tuple[Ids, bool]], key: str, tok
                 stream.write(content)
 
             begin = end = 0
-            for ids, last in documents:
+            for ids, last, learnt in documents:
                 write(ids.astype(dtype).tobytes())
                 end += len(ids)
+                if learnt is not None:
+                    bits.append(learnt)
                 if last:
-                    if end > begin:
+                    if end > begin and not with_bits:
                         write(np.array(tokenizer.end_of_document, dtype).tobytes())
                         end += 1
                     ends.append(end)
                     begin = end
             write(b"\0" * (-(HEADER_BYTES + end * np.dtype(dtype).itemsize) % 8))
             write(np.array(ends, "<i8").tobytes())
+            learnt = np.concatenate(bits)
+            write(np.packbits(learnt).tobytes())
+            num_learnt = int(learnt.sum()) if with_bits else None
             vocabulary = tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.digest
-            header = ShardHeader(key, end, len(ends), digest.hexdigest(), dtype, *vocabulary)
+            header = ShardHeader(key, end, len(ends), digest.hexdigest(), dtype, *vocabulary, num_learnt=num_learnt)
             stream.seek(0)
-            stream.write(json.dumps(asdict(header)).encode())
+            stream.write(json.dumps(header.written()).encode())
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
@@ -173,13 +206,13 @@ def parse_shard_header(content: object, path: Path) -> ShardHeader:
         raise damaged(path, f"header: expected an object, got {_short(content)}")
     if content.get("version") != FORMAT_VERSION:
         raise damaged(path, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
-    if odd := sorted({*names} ^ content.keys()):
+    if odd := sorted({*names} ^ {"num_learnt", *content}):
         raise damaged(path, f"header: fields that are missing or unknown: {_short(', '.join(odd))}")
     for name in ("key", "digest", "dtype", "tokenizer"):
         if not isinstance(content[name], str):
             raise damaged(path, f"{name}: expected text, got {_short(content[name])}")
-    for name in ("num_tokens", "num_documents", "vocab_size", "end_of_document", "version"):
-        if type(content[name]) is not int or content[name] < 0:
+    for name in ("num_tokens", "num_documents", "vocab_size", "end_of_document", "version", "num_learnt"):
+        if name in content and (type(content[name]) is not int or content[name] < 0):
             raise damaged(path, f"{name}: expected a whole number of at least 0, got {_short(content[name])}")
     header = ShardHeader(**content)
     if header.vocab_size > MAX_VOCAB_SIZE:
@@ -187,6 +220,8 @@ def parse_shard_header(content: object, path: Path) -> ShardHeader:
     if header.end_of_document >= header.vocab_size:
         expected = f"an id below vocab_size={header.vocab_size}"
         raise damaged(path, f"end_of_document: expected {expected}, got {_short(header.end_of_document)}")
+    if header.num_learnt is not None and header.num_learnt > header.num_tokens:
+        raise damaged(path, f"num_learnt: expected at most {header.num_tokens}, got {_short(header.num_learnt)}")
     if header.dtype != (dtype := dtype_of(header.vocab_size)):
         expected = f"{dtype!r} for a vocabulary of {header.vocab_size}"
         raise damaged(path, f"dtype: expected {expected}, got {_short(header.dtype)}")
@@ -224,7 +259,8 @@ def verify_shard(path: Path, header: ShardHeader) -> bool:
 def write_dataset(folder: Path, header: Header) -> None:
     """Writes the header that completes a folder."""
     partial = folder / f".{DATASET}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(header), indent=1))
+    content = asdict(header) | {"shards": [shard.written() for shard in header.shards]}
+    partial.write_text(json.dumps(content, indent=1))
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     partial.replace(folder / DATASET)
@@ -294,7 +330,9 @@ class TokenFiles:
             path = shard_path(folder, index)
             if read_header(path) != shard:
                 raise damaged(path, "a file of another preparation")
-            ends = np.fromfile(path, "<i8", offset=shard.ends_at)
+            if (shard.num_learnt is None) != (self.header.num_learnt is None):
+                raise damaged(path, "num_learnt: expected it in all shards or in none")
+            ends = np.fromfile(path, "<i8", shard.num_documents, offset=shard.ends_at)
             bounds = np.concatenate([np.zeros(1, np.int64), ends])
             # Compares neighbours instead of subtracting them, because a difference of 64-bit numbers may overflow.
             if (bounds[1:] < bounds[:-1]).any() or bounds[-1] != shard.num_tokens:
@@ -306,6 +344,7 @@ class TokenFiles:
         # First document of each shard.
         self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])
         self._maps: dict[int, Ids] = {}
+        self._bits: dict[int, npt.NDArray[np.uint8]] = {}
 
     def __len__(self) -> int:
         return self.header.num_tokens
@@ -333,7 +372,7 @@ class TokenFiles:
         Raises:
             CorpusError: one of them is outside the vocabulary.
         """
-        shard = int(np.searchsorted(self._first, document, side="right")) - 1
+        shard = self._shard_of(document)
         if shard not in self._maps:
             header = self.header.shards[shard]
             shape = (header.num_tokens,)
@@ -344,3 +383,40 @@ class TokenFiles:
             what = f"token id {int(ids.max())}, which is outside its vocabulary of {self.vocab_size}"
             raise damaged(shard_path(self.folder, shard), what)
         return ids
+
+    def learnt(self, document: int, begin: int, end: int) -> Learnt | None:
+        """Returns which of the ids [begin, end) of a document training learns; None if all documents are learnt."""
+        if self.header.num_learnt is None:
+            return None
+        first = int(self._starts[document]) + begin
+        bits = self._bits_of(self._shard_of(document))[first // 8 : -(-(first + end - begin) // 8)]
+        return np.unpackbits(bits)[first % 8 :][: end - begin].astype(bool)
+
+    def learnt_runs(self) -> tuple[Vector, Vector, Vector]:
+        """Returns the document, begin and end of each run of learnt ids, counted from the document's first id.
+
+        First ids of documents count as not learnt, because no id before them predicts them.
+        """
+        runs = [np.zeros((3, 0), np.int64)]
+        for shard, header in enumerate(self.header.shards):
+            documents = slice(*self._first[shard : shard + 2])
+            starts = self._starts[documents]
+            bits = np.unpackbits(self._bits_of(shard), count=header.num_tokens)
+            bits[starts[self.lengths[documents] > 0]] = 0
+            edges = np.flatnonzero(np.diff(bits, prepend=0, append=0))
+            # Of documents that start at one place, the last is the one that is not empty.
+            inside = np.searchsorted(starts, edges[::2], side="right") - 1
+            runs.append(np.stack([inside + documents.start, edges[::2] - starts[inside], edges[1::2] - starts[inside]]))
+        document, begin, end = np.concatenate(runs, axis=1)
+        return document, begin, end
+
+    def _shard_of(self, document: int) -> int:
+        return int(np.searchsorted(self._first, document, side="right")) - 1
+
+    def _bits_of(self, shard: int) -> npt.NDArray[np.uint8]:
+        if shard not in self._bits:
+            header, path = self.header.shards[shard], shard_path(self.folder, shard)
+            shape = (-(-header.num_tokens // 8),)
+            # An empty file cannot be mapped.
+            self._bits[shard] = np.memmap(path, np.uint8, "r", header.bits_at, shape) if shape[0] else np.zeros(0, "u1")
+        return self._bits[shard]

@@ -17,7 +17,7 @@ from ringflash.train.data.prepare import Recipe, prepare
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from tests.distributed import run_ranks
-from tests.train.data.corpora import write_lines, write_tokenizer
+from tests.train.data.corpora import learnt_files, write_lines, write_tokenizer
 
 TEXT = "".join(chr(33 + i % 90) for i in range(1000))
 
@@ -91,6 +91,23 @@ def test_a_prepared_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(DataError, match=r"vocab_size: expected at least \d+, the ids of tokenizer of .*to has, got 64"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=64), data)
+
+
+def test_samples_without_a_token_to_learn_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prompt, answer = [(1, False)] * 12, [(2, True)] * 4
+    files = learnt_files(tmp_path / "chats", [[[*prompt, *answer]] * 10])
+    data = TextDataModule(str(files.folder), context_length=8, documents="whole", val_fraction=0.2)
+    data.setup("fit")
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "Data: 8 of 16 training samples have no token to learn",
+        "Data: 2 of 4 held-out samples have no token to learn",
+    ]
+    data.setup("validate")
+    assert len(caplog.records) == 2
+    for documents, part in (([prompt] * 11, "training"), ([[*answer, *prompt], *[prompt] * 10], "held-out")):
+        learnt_files(tmp_path / "chats", [documents])
+        with pytest.raises(DataError, match=rf"a token to learn in one of \d+ {part} samples, got none"):
+            TextDataModule(str(files.folder), context_length=10, val_fraction=0.2).setup("validate")
 
 
 def test_a_logged_run_keeps_the_tokenizer(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.packing import fit
 from ringflash.train.data.samples import TokenSamples, TokenStream, train_and_held_out
-from tests.train.data.corpora import documents, prepared, write_lines
+from ringflash.train.data.tokens import TokenFiles
+from tests.train.data.corpora import documents, learnt_files, prepared, write_lines
 
 END = 256
 
@@ -106,6 +107,43 @@ def test_batches_have_few_shapes(tmp_path: Path) -> None:
     assert all(value.dtype == torch.int64 for value in batch.values())
     with pytest.raises(IndexError):
         samples[4]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shards=st.lists(st.lists(st.lists(st.booleans(), max_size=20), max_size=6), min_size=1, max_size=3),
+    seqlen=st.integers(1, 12),
+)
+def test_labels_are_learnt_tokens_only(tmp_path: Path, shards: list[list[list[bool]]], seqlen: int) -> None:
+    if sum(len(document) for shard in shards for document in shard) <= seqlen:
+        return
+    flat = [flags for shard in shards for flags in shard]
+    coded = [[[(2 * i + flag, flag) for i, flag in enumerate(flags)] for flags in shard] for shard in shards]
+    files = learnt_files(tmp_path / "to", coded)  # an odd id is learnt
+    assert files.header.num_learnt == sum(map(sum, flat))
+    for document, flags in enumerate(flat):
+        for begin in range(len(flags)):
+            end = (begin + 1 + len(flags)) // 2
+            learnt = files.learnt(document, begin, end)
+            assert learnt is not None
+            assert learnt.tolist() == flags[begin:end]
+    line = TokenStream(files)
+    for how in ("packed", "whole", "joined"):
+        samples, _ = train_and_held_out(line, seqlen, 0.0, how)
+        everything = train_and_held_out(TokenStream(Unmasked(files.folder)), seqlen, 0.0, how)[0]
+        for index, count in enumerate(samples.num_learnt().tolist()):
+            row, plain = samples[index], everything[index]
+            expected = torch.where(plain["labels"] % 2 == 1, plain["labels"], -100)
+            assert row["labels"].equal(torch.where(plain["labels"] == -100, -100, expected))
+            assert row["input_ids"].equal(plain["input_ids"])
+            assert count == int(((row["labels"] != -100) & (row["labels"] > 1)).sum())  # 1 opens a document
+
+
+class Unmasked(TokenFiles):
+    """The same files with all tokens learnt."""
+
+    def learnt(self, document: int, begin: int, end: int) -> None:
+        return None
 
 
 def test_the_order_is_fixed_and_mixes(tmp_path: Path) -> None:

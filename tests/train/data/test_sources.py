@@ -107,6 +107,9 @@ def test_tables(tmp_path: Path) -> None:
     assert [*chain(*groups)] == expected
     with pytest.raises(DataError, match="text_field: expected text in the field 'text' .*; fields are body, id"):
         texts(tmp_path / "a.parquet", 1)
+    pq.write_table(pa.table({"body": [*expected[:2000], None]}), tmp_path / "a.parquet", row_group_size=1200)
+    with pytest.raises(DataError, match="got none in .*a.parquet, row 2000; fields are body. Name"):
+        texts(tmp_path / "a.parquet", 1, "body")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="corpus: expected a Parquet file, got .*a.parquet"):
         texts(tmp_path / "a.parquet", 1)
@@ -150,7 +153,10 @@ def test_saved_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"}\n{"text": 3}\n', "expected text in the field 'text' .* got int in .*byte 14; fields are text"),
+        (
+            b'{"text": "a"}\n{"text": 3}\n',
+            "expected text in the field 'text' .* got int in .*bad.jsonl, line 2, byte 14; fields are text",
+        ),
         (b'{"body": "a"}\n', "got none in .*byte 0; fields are body. Name the field .* with --text-field"),
         (b'["a"]\n', "got none in .*fields are none"),
         (b'{"text": "a"\n', "expected a JSON object a line, got .*byte 0: Expecting"),

@@ -12,7 +12,7 @@ import pytest
 
 from ringflash.errors import CorpusError
 from ringflash.train.data.tokens import DATASET, HEADER_BYTES, TokenFiles, shard_path
-from tests.train.data.corpora import prepared, write
+from tests.train.data.corpora import learnt_files, prepared, write
 
 HOSTILE = [
     "O",
@@ -76,6 +76,31 @@ def test_a_header_that_no_preparation_writes_is_refused(tmp_path: Path, change: 
     folder = prepared(tmp_path / "to", write(tmp_path / "text", a="some text", b="more")).folder
     rewrite(folder, change)
     with pytest.raises(CorpusError, match=rf"dataset\.json: .*{message}"):
+        TokenFiles(folder)
+
+
+def test_bits_of_learnt_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = learnt_files(tmp_path / "to", [[[(5, False), (6, True)]], [], [[(7, True)] * 9]]).folder
+    size = shard_path(folder, 0).stat().st_size
+    fields = json.loads((folder / DATASET).read_text())["shards"]
+    assert [shard["num_learnt"] for shard in fields] == [1, 0, 9]
+    for change, message in (
+        ({"num_learnt": 3}, "num_learnt: expected at most 2, got 3"),
+        ({"num_learnt": None}, "num_learnt: expected a whole number of at least 0, got None"),
+        ({"num_tokens": 18}, rf"{size} bytes instead of {size + 34}"),
+    ):
+        rewrite(folder, change)
+        with pytest.raises(CorpusError, match=message):
+            TokenFiles(folder)
+        rewrite(folder, fields[0])
+    read_all(folder)
+    text = prepared(tmp_path / "text", write(tmp_path / "in", a="a"))
+    assert "num_learnt" not in (text.folder / DATASET).read_text()
+    shard_path(folder, 0).write_bytes(shard_path(text.folder, 0).read_bytes())
+    content = json.loads((folder / DATASET).read_text())
+    content["shards"][0] = json.loads((text.folder / DATASET).read_text())["shards"][0]
+    (folder / DATASET).write_text(json.dumps(content))
+    with pytest.raises(CorpusError, match="num_learnt: expected it in all shards or in none"):
         TokenFiles(folder)
 
 

@@ -1,0 +1,195 @@
+"""Conversations: rows as messages, rendered by a tokenizer's chat template, and the text that training learns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from ringflash.errors import DataError
+from ringflash.train.data.sources import Part, field_names, name_row, read_rows
+from ringflash.train.data.tokenizer import BYTES
+
+CHAT_TEMPLATE = "chat_template.jinja"  # transformers' name
+FIELDS = ("messages", "tools", "prompt", "completion", "response")
+ASSISTANT, INTRODUCTION = "assistant", ("system", "developer")
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK = "Mark the assistant's text in the template with {% generation %} and {% endgeneration %}."
+
+Learn = Literal["assistant", "all"]
+Spans = list[tuple[int, int]]  # begin and end of pieces of a text, in characters
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Chat template, and the choice of turns to learn.
+
+    Args:
+        template: template in Jinja. It sets the special tokens that it uses, so that it needs no tokenizer.
+        learn: "assistant" for the assistant's turns, "all" for all turns.
+    """
+
+    template: str
+    learn: Learn = ASSISTANT
+
+    @classmethod
+    def load(cls, tokenizer: str | Path, learn: Learn = ASSISTANT) -> Chat:
+        """Loads the chat template of a tokenizer's folder, or of the folder of its tokenizer.json.
+
+        Raises:
+            DataError: the tokenizer has no chat template, transformers cannot load it, or is missing.
+        """
+        path = Path(tokenizer).expanduser()
+        folder = path if path.is_dir() else path.parent
+        if str(tokenizer) == BYTES:
+            raise _no_template(BYTES)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            remedy = "Install ringflash[hf]."
+            raise DataError("--chat", expected="the library `transformers`", got="none", remedy=remedy) from error
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises many classes
+            expected, remedy = "a tokenizer that transformers loads", "Name a folder of tokenizer.save_pretrained."
+            raise DataError("--tokenizer", expected=expected, got=f"{folder}: {error}", remedy=remedy) from error
+        try:
+            template = loaded.get_chat_template()
+        except ValueError as error:
+            raise _no_template(str(folder)) from error
+        tokens = {name: token for name, token in loaded.special_tokens_map.items() if name in template}
+        # A newline follows, because Jinja drops one after a block.
+        names = [
+            f"{{% set {name} = {json.dumps(str(token), ensure_ascii=False)} %}}\n" for name, token in tokens.items()
+        ]
+        return cls("".join(names) + template, learn)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that determines a conversation's text and the learnt part of it."""
+        return hashlib.sha256(f"{self.learn}\0{self.template}".encode()).hexdigest()
+
+    def read(self, part: Part) -> Iterator[tuple[str, Spans]]:
+        """Yields the text of each conversation of a part, and the spans of it that are learnt.
+
+        Raises:
+            DataError: a source has no rows; or a row is no conversation, see `messages_of`, or one that the template
+                does not render or shows no turn of the assistant of, or of which it changes earlier text.
+        """
+        if part.source.kind == "text":
+            raise DataError(
+                "--chat",
+                expected="rows: .jsonl, .ndjson or .parquet files, or saved data sets",
+                got=f"{part.source.path}, a file of text",
+                remedy="Leave it out, for instance with a glob: folder/*.jsonl.",
+            )
+        for row, place in read_rows(part, FIELDS):
+            try:
+                yield self._render(row)
+            except _BadRow as bad:
+                raise DataError(
+                    bad.argument, expected=bad.expected, got=f"{bad.got} in {name_row(part, place)}", remedy=bad.remedy
+                ) from bad
+
+    def _render(self, row: Any) -> tuple[str, Spans]:
+        messages, tools = messages_of(row), row.get("tools")
+        if tools and (not isinstance(tools, list) or not re.search(r"\btools\b", self.template)):
+            got = type(tools).__name__ if not isinstance(tools, list) else "a template that ignores them"
+            remedy = "Leave `tools` out, or write them as a list of JSON schemas for a template that shows them."
+            raise _BadRow("--chat", "`tools` as a list, and a template that shows them", got, remedy)
+        if self.learn == "all":
+            text = self._apply([messages], tools)[0][0]
+            spans = [(0, len(text))]
+        elif MARKER.search(self.template):
+            ((text,), (spans,)) = self._apply([messages], tools, return_assistant_tokens_mask=True)
+        else:
+            text, spans = self._spans_between(messages, tools)
+        if not any(begin < end for begin, end in spans):
+            raise _BadRow(
+                "--tokenizer", "a template that shows the assistant's turns", "no text of the assistant", MARK
+            )
+        return text, spans
+
+    def _spans_between(self, messages: list[Any], tools: Any) -> tuple[str, Spans]:
+        """Finds each assistant's turn between the texts up to it and with it, which must begin the whole text."""
+        turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        before = self._apply([messages[:turn] for turn in turns], tools, add_generation_prompt=True)[0]
+        through = self._apply([messages[: turn + 1] for turn in turns], tools)[0]
+        prefixes = [text for pair in zip(before, through, strict=True) for text in pair]
+        for number, (one, following) in enumerate(pairwise(prefixes)):
+            if not following.startswith(one):
+                turn = turns[(number + 1) // 2]
+                expected = "a chat template that only adds text for a further message"
+                raise _BadRow("--tokenizer", expected, f"one that changes the text before message {turn}", MARK)
+        return through[-1], [(len(a), len(b)) for a, b in zip(before, through, strict=True)]
+
+    def _apply(self, conversations: Sequence[Any], tools: Any, **options: bool) -> tuple[list[str], list[Spans]]:
+        """Returns the text of each conversation, and the spans between generation markers if they are asked for."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            result: Any = render_jinja_template(list(conversations), tools or None, None, self.template, **options)
+        except Exception as error:  # a template may raise anything
+            remedy = "Correct the order of roles and the contents, or leave the row out."
+            raise _BadRow("--chat", "messages that the chat template takes", f"{error!s}", remedy) from error
+        return result
+
+
+class _BadRow(Exception):
+    """A row that is no conversation to train on; its reader adds the file and the number of the row."""
+
+    def __init__(self, argument: str, expected: str, got: str, remedy: str) -> None:
+        super().__init__(got)
+        self.argument, self.expected, self.got, self.remedy = argument, expected, got, remedy
+
+
+def messages_of(row: Any) -> list[dict[str, Any]]:
+    """Returns the messages of a row: its "messages", or its "prompt" and its "completion" or "response".
+
+    Raises:
+        _BadRow: neither form, no message, one without a role or content, an assistant's turn first, or another's last.
+    """
+    known = row if isinstance(row, dict) else {}
+    if (messages := known.get("messages")) is None:
+        prompt, answer = known.get("prompt"), known.get("completion", known.get("response"))
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            expected = "`messages` as a list, or `prompt` and `completion` or `response` as text"
+            got, remedy = f"neither, of the fields {field_names(row)}", "Rename or convert the fields of the rows."
+            raise _BadRow("--chat", expected, got, remedy)
+        messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+    if not isinstance(messages, list) or not messages:
+        got = "an empty list" if isinstance(messages, list) else type(messages).__name__
+        raise _BadRow("--chat", "at least one message", got, "Leave the row out.")
+    # Tables write fields that only some messages have as None.
+    messages = [
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
+    for index, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        says = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
+        if not isinstance(fields.get("role"), str) or not says:
+            expected = "messages with a `role`, and `content` or `tool_calls`"
+            raise _BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
+    roles = [message["role"] for message in messages]
+    first = next((role for role in roles if role not in INTRODUCTION), ASSISTANT)
+    if first == ASSISTANT or roles[-1] != ASSISTANT:
+        expected = "a turn of the user first, after any system message, and one of the assistant last"
+        got = f"the roles {', '.join(roles if len(roles) < 9 else [*roles[:4], '...', *roles[-4:]])}"
+        raise _BadRow("--chat", expected, got, "Cut the conversation to end with an answer, or leave it out.")
+    return messages
+
+
+def _no_template(got: str) -> DataError:
+    remedy = f"Name the folder of a chat model's tokenizer, or write a template to its {CHAT_TEMPLATE}."
+    return DataError(
+        "--tokenizer", expected="a tokenizer with a chat template", got=f"{got}, without one", remedy=remedy
+    )
