@@ -113,8 +113,8 @@ PLANTS = (
         "documents-ignored-on-a-ring",
         "axolotl #3608: packed documents see each other under context parallelism, and the loss is 1.83 times as large",
         "train/models/decoder.py",
-        "out = rf.ring_attention(q, k, v, step.context, mask=mask)",
-        "out = rf.ring_attention(q, k, v, step.context, mask=self.mask)",
+        "return rf.ring_attention(q, k, v, step.context, mask=mask)",
+        "return rf.ring_attention(q, k, v, step.context, mask=self.mask)",
         ("tests/train/models/test_decoder.py::test_documents_on_a_ring_do_not_see_each_other",),
     ),
     Plant(

@@ -74,10 +74,22 @@ def set_device_mesh(strategy: ModelParallelStrategy, module: pl.LightningModule,
 
 
 class UntrustingCLI(LightningCLI):
-    """LightningCLI that unpickles no checkpoint, and names its options."""
+    """LightningCLI that unpickles no checkpoint, names its options, and lets subclasses run nothing."""
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing. Lightning would unpickle the file of `ckpt_path` to look for arguments of the module."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Calls `run_subcommand`."""
+        self.run_subcommand(subcommand)
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Runs the method of the Trainer that the command line names, in the end of the constructor."""
+        super()._run_subcommand(subcommand)
+
+    def configured(self, name: str) -> Any:
+        """Returns the part `name` of the configuration of the subcommand, with instances in place of classes."""
+        return self._get(self.config_init, name)
 
     def option_names(self, subcommand: str | None) -> list[str]:
         """Returns the names of the options of `subcommand`, or of all subcommands if there is no such one.

@@ -71,7 +71,7 @@ def test_no_other_file_uses_private_names_of_lightning(path: Path) -> None:
 def test_the_scan_finds_names_of_lightning() -> None:
     tree = ast.parse((ROOT / "train" / "lightning_private.py").read_text())
     found = of_lightning(tree, lightning_private.__name__)
-    assert found == {"_parse_ckpt_path", "_subcommand_parsers"}
+    assert found == {"_get", "_parse_ckpt_path", "_run_subcommand", "_subcommand_parsers"}
     assert private_imports(ast.parse("from lightning.pytorch.strategies._private import x"), "lightning")
     assert private_imports(ast.parse("from lightning.pytorch.cli import _x"), "lightning")
     assert "_device_mesh" in lightning_names(RingAttentionStrategy)
@@ -85,6 +85,7 @@ def test_this_lightning_was_checked() -> None:
 
 
 def test_lightning_calls_what_is_replaced() -> None:
+    assert "self._run_subcommand(" in inspect.getsource(LightningCLI)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)

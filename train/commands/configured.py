@@ -32,12 +32,12 @@ class Configured(RingCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Returns the Trainer's configuration."""
-        return self._get(self.config_init, "trainer")
+        return self.configured("trainer")
 
     def after_instantiate_classes(self) -> None:
         """Does nothing: there is no Trainer to check."""
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    def run_subcommand(self, subcommand: str) -> None:
         """Does nothing."""
 
     def _ranks_of_a_host(self, devices: Any) -> int:
