@@ -200,7 +200,7 @@ class Replay:
         steps: Sequence[tuple[Launch, Sequence[_Place]]],
         regions: int,
     ) -> None:
-        self._results, self._scratch, self._supplies = results, ((scratch,), (1,)), supplies
+        self._results, self._scratch, self._supplies = results, scratch, supplies
         self._inside = sorted({place for _, places in steps for place in places if place.offset})
         numbers = {place: regions + index for index, place in enumerate(self._inside)}
         self._steps = [
@@ -219,9 +219,9 @@ class Replay:
             return None
         allocate = tensors[0].new_empty_strided
         results = tuple([allocate(shape, strides, dtype=dtype) for shape, strides, dtype in self._results])
-        scratch = allocate(*self._scratch, dtype=torch.uint8)
+        scratch = allocate((self._scratch,), (1,), dtype=torch.uint8) if self._scratch else None
         addresses += [x.data_ptr() for x in results]
-        addresses.append(scratch.data_ptr())
+        addresses.append(0 if scratch is None else scratch.data_ptr())
         addresses += [memory.address for memory in supplied if memory is not None]
         for region, offset in self._inside:
             addresses.append(addresses[region] + offset)

@@ -74,6 +74,18 @@ def test_a_replay_allocates_and_launches_the_same(call: _Call) -> None:
     assert two == (scratch + 16 * 8, 4096, out.data_ptr(), lse.data_ptr())
 
 
+def test_a_call_without_scratch_memory_allocates_its_results_alone(call: _Call) -> None:
+    def lean(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        out = x.new_empty_strided((3, 4), (4, 1))
+        call._launch("lean", (x, y, out))
+        return (out,)
+
+    replays, (x, y) = Replays(), _inputs()
+    for _ in range(3):
+        (out,) = replays("key", lean, (x, y))
+    assert call.compiled.launches[-1][-3:] == (x.data_ptr(), y.data_ptr(), out.data_ptr())
+
+
 def test_results_of_two_replays_are_their_own(call: _Call) -> None:
     replays = Replays()
     _is_replayed(replays, call, _inputs())
