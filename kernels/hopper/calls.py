@@ -63,12 +63,6 @@ def _tensors(
     return (q, k, v, out, lse) if state is None else (q, k, v, out, lse, state.m, state.l, state.o)
 
 
-def _forward_key(
-    q: Tensor, k: Tensor, v: Tensor, problem: TileProblem, state: AttentionState | None, first: bool, last: bool
-) -> Hashable:
-    return problem.launch_key(first, last, state is None, *layout(q, k, v))
-
-
 def repeat_forward(
     q: Tensor,
     k: Tensor,
@@ -82,7 +76,7 @@ def repeat_forward(
     last: bool,
 ) -> bool:
     """Repeats an earlier `forward` of the same problem and layouts; returns whether there was one."""
-    launch = _forwards.find(_forward_key(q, k, v, problem, state, first, last))
+    launch = _forwards.find(problem.launch_key(first, last, state is None, *layout(q, k, v)))
     if launch is None:
         return False
     return launch((*_tensors(q, k, v, state, out, lse), new_counter(launch.grid[0], q.device).following))
@@ -127,9 +121,10 @@ def forward(
         PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
         ROWS=ROWS,
     )
-    key, changing, grid = _forward_key(q, k, v, problem, state, first, last), (*tensors, tables.counter), (programs,)
+    layouts, changing, grid = layout(q, k, v), (*tensors, tables.counter), (programs,)
     to_base2, kept = problem.score_config.to_base2, tables[:3]
-    family = kind, to_base2, state is None, *layout(q, k, v)
+    key = problem.launch_key(first, last, state is None, *layouts)
+    family = kind, to_base2, state is None, *layouts
     if _forwards.bind(key, family, grid, changing, kept, sizes):
         return
     arguments = (
