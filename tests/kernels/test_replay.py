@@ -81,8 +81,7 @@ def test_a_call_without_scratch_memory_allocates_its_results_alone(call: _Call) 
         return (out,)
 
     replays, (x, y) = Replays(), _inputs()
-    for _ in range(3):
-        (out,) = replays("key", lean, (x, y))
+    (out,) = [replays("key", lean, (x, y)) for _ in range(3)][-1]
     assert call.compiled.launches[-1][-3:] == (x.data_ptr(), y.data_ptr(), out.data_ptr())
 
 
