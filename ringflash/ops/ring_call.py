@@ -173,8 +173,11 @@ class RingCall:
 
 
 def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> RingCall | OneDevice:
-    """Returns `RingCall.of`, or attention on one device for a context of one rank, which holds the whole sequence."""
-    if context.world_size > 1:
+    """Returns `RingCall.of`, or attention on one device for a context of one rank, which holds the whole sequence.
+
+    CUDA graphs that the context asks for are those of a ring, also of one rank.
+    """
+    if context.world_size > 1 or context.replays is not None:
         return RingCall.of(context, q, k, v, call)
     context_by_name(context.name)
     context.check_alive()

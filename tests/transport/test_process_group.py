@@ -10,6 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.ops.call import AttentionCall
+from ringflash.ops.one_device import OneDevice
+from ringflash.ops.ring_call import RingCall, call_of
+from ringflash.ring.cuda_graphs import GraphCache
 from ringflash.transport.base import Message
 from ringflash.transport.nccl import in_order
 from tests.accuracy import Problem, as_tensor, assert_accurate
@@ -336,3 +340,12 @@ def _alone() -> None:
     context.close()
     with pytest.raises(ArgumentError, match="an open one"):
         rf.ring_attention(q, k, v, context, mask=mask)
+
+
+def test_a_rank_alone_keeps_the_ring_that_graphs_are_made_of() -> None:
+    context = rf.ContextParallel.local(1)
+    q = torch.randn(1, 24, 2, 16)
+    call = AttentionCall(None, None, None, context.name, "causal", [], 0.25, 0.0, 0.0, "auto", False)
+    assert isinstance(call_of(context, q, q, q, call), OneDevice)
+    context.replays = GraphCache()
+    assert isinstance(call_of(context, q, q, q, call), RingCall)
