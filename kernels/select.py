@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
 from ringflash.kernels.eager.backend import EAGER
+
+if TYPE_CHECKING:
+    from ringflash.kernels.replay import Replays
 
 BACKENDS = ("auto", "hopper", "triton", "eager")
 
@@ -26,6 +30,15 @@ def kernels_of(x: Tensor) -> AbstractContextManager[None]:
 def _without_autocast(x: Tensor) -> Generator[None, None, None]:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         yield
+
+
+def new_replays(backend: Backend, q: Tensor) -> Replays | None:
+    """Returns an empty set of recorded calls; None if `backend` makes no launches for tensors like `q`."""
+    if not q.is_cuda or backend.name == "eager":
+        return None
+    from ringflash.kernels.replay import Replays  # here, so that CPU users never import Triton
+
+    return Replays()
 
 
 def choose(name: str, q: Tensor) -> Backend:

@@ -47,12 +47,7 @@ class DecodeCall(NamedTuple):
         sight = sight_of(mask, q.shape[1], k.shape[1])
         step, kernels = Step(config, sight, options.splits, options.tiles), select.choose(options.backend, q)
         step = replace(step, splits=kernels.decode_splits(q, k, v, step), place=object())
-        replays = None
-        if q.is_cuda and kernels.name != "eager":
-            from ringflash.kernels.replay import Replays  # here, since it imports Triton
-
-            replays = Replays()
-        return DecodeCall(kernels, step, with_lse, replays)
+        return DecodeCall(kernels, step, with_lse, select.new_replays(kernels, q))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `decode`."""

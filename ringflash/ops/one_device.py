@@ -44,11 +44,7 @@ class OneDevice:
         """
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
         self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
-        self._replays = None
-        if q.is_cuda and not self._is_eager:
-            from ringflash.kernels.replay import Replays  # here, since it imports Triton
-
-            self._replays = Replays()
+        self._replays = select.new_replays(kernel_run.kernels, q)
         batch, seqlen_q, nheads, _ = q.shape
         self._q, self._k, self._v = map(contiguous, (q.shape, k.shape, v.shape))
         self._out = contiguous((batch, seqlen_q, nheads, v.shape[3]))
