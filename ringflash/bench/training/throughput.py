@@ -91,9 +91,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench training"
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
+        config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
         full: dict[str, int] = {}  # contender: the context at which it ran out of memory
         for number, seqlen in enumerate(sorted(options.contexts)):
-            config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
             training = Training(
                 config,
                 seqlen,
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
     parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
-    choices, text = ("none", "block", "auto"), "what ringflash keeps: all, little, or all of the blocks that fit"
+    choices, text = ("none", "block", "auto"), "what blocks keep: all, little, or all in as many blocks as fit"
     parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")

@@ -60,7 +60,8 @@ class Training:
         compiled: whether blocks are compiled.
         cuda_graphs: whether ringflash replays attention's passes.
         offload: whether ringflash keeps activations in the host's memory.
-        activations: activations that ringflash keeps: "none" or "block", or "auto" for as many as fit.
+        activations: activations that blocks keep: "none" or "block", or "auto" for as many as fit. Under torch's
+            context_parallel blocks keep their inputs alone.
     """
 
     config: ModelConfig
@@ -132,13 +133,13 @@ def _kept_blocks(training: Training) -> int:
 def sdpa(training: Training) -> Generator[Trainee, None, None]:
     """Prepares the same Decoder on scaled_dot_product_attention, for one GPU.
 
-    It is compiled with whole blocks too, and feeds cuDNN's kernels, or those of a CPU. It keeps as many blocks.
+    Whole blocks are compiled, and as many keep all their activations as on the ring. The kernels are cuDNN's on a GPU.
     """
     kept = _kept_blocks(training)
     with torch.device("meta"):
         model = Decoder(training.config)
-    for block in model.layers:
-        cast("Block", block).self_attn.__class__ = SdpaAttention
+        for layer, block in enumerate(model.layers):
+            cast("Block", block).self_attn = SdpaAttention(training.config, layer, seed=0)
     model.keep_activations("block", kept_blocks=kept)
     step = _step(_on_device(model, training), training)
     input_ids, labels = training.tokens()
