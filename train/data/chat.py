@@ -79,8 +79,8 @@ class Chat:
         """Yields the text of each conversation of a part, and the spans of it that are learnt.
 
         Raises:
-            DataError: a source has no rows; or a row is no conversation, see `messages_of`, or one that the template
-                does not render or shows no turn of the assistant of, or of which it changes earlier text.
+            DataError: a source has no rows, or a row is no conversation (see `messages_of`). Or the template does not
+                render it, shows no turn of the assistant, or changes the text before a message.
         """
         if part.source.kind == "text":
             raise DataError(

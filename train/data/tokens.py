@@ -112,7 +112,7 @@ class Header:
 
     @property
     def num_learnt(self) -> int | None:
-        """Number of ids in all shards that training learns; None if the folder does not tell ids apart."""
+        """Number of ids in all shards that training learns; None if no shard says which it learns."""
         learnt = [shard.num_learnt for shard in self.shards if shard.num_learnt is not None]
         return sum(learnt) if learnt else None
 
@@ -404,7 +404,7 @@ class TokenFiles:
             bits = np.unpackbits(self._bits_of(shard), count=header.num_tokens)
             bits[starts[self.lengths[documents] > 0]] = 0
             edges = np.flatnonzero(np.diff(bits, prepend=0, append=0))
-            # Of documents that start at one place, the last is the one that is not empty.
+            # Several documents may start at one place; the last of them is not empty, and the others are.
             inside = np.searchsorted(starts, edges[::2], side="right") - 1
             runs.append(np.stack([inside + documents.start, edges[::2] - starts[inside], edges[1::2] - starts[inside]]))
         document, begin, end = np.concatenate(runs, axis=1)
