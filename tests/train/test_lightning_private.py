@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import signal
+import sys
 import textwrap
 from pathlib import Path
 
@@ -148,6 +149,12 @@ class Module(pl.LightningModule):
         super().__init__()
 
 
+@pytest.fixture
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides pytest's own arguments, because LightningCLI warns about them beside `args`."""
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+
+
 class CLI(lightning_private.UntrustingCLI):
     """Parses its arguments and runs nothing."""
 
@@ -159,6 +166,7 @@ class CLI(lightning_private.UntrustingCLI):
 
 
 @JSONARGPARSE
+@pytest.mark.usefixtures("no_arguments")
 def test_the_cli_reads_no_checkpoint(tmp_path: Path) -> None:
     assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
     path = tmp_path / "file.ckpt"
@@ -168,6 +176,7 @@ def test_the_cli_reads_no_checkpoint(tmp_path: Path) -> None:
 
 
 @JSONARGPARSE
+@pytest.mark.usefixtures("no_arguments")
 def test_the_cli_names_its_options() -> None:
     cli = CLI(Module, args=["fit"], seed_everything_default=0)
     assert {"model.width", "trainer.max_steps", "ckpt_path"} <= set(cli.option_names("fit"))
