@@ -345,7 +345,19 @@ def _alone() -> None:
 def test_a_rank_alone_keeps_the_ring_that_graphs_are_made_of() -> None:
     context = rf.ContextParallel.local(1)
     q = torch.randn(1, 24, 2, 16)
-    call = AttentionCall(None, None, None, context.name, "causal", [], 0.25, 0.0, 0.0, "auto", False)
+    call = AttentionCall(
+        sinks=None,
+        alibi_slopes=None,
+        dropout_seed=None,
+        context=context.name,
+        mask="causal",
+        mask_tensors=[],
+        softmax_scale=0.25,
+        softcap=0.0,
+        dropout_p=0.0,
+        backend="auto",
+        deterministic=False,
+    )
     assert isinstance(call_of(context, q, q, q, call), OneDevice)
     context.replays = GraphCache()
     assert isinstance(call_of(context, q, q, q, call), RingCall)
