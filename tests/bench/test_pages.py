@@ -208,6 +208,15 @@ def test_memory() -> None:
         assert_rounded(torch.replace(" to ", " / "), *(f(found) for f in (min, max) if found))
 
 
+def assert_steps(cells: list[str], ours: dict[str, Any], peer: dict[str, Any]) -> None:
+    """Compares a row of a table of training steps with the records of both contenders."""
+    for texts, row in ((cells[:3], ours), (cells[3:6], peer)):
+        exact = row["tokens_per_second_per_gpu"], 100 * row["mfu"], row["gib"]
+        for text, value in zip(texts, exact, strict=True):
+            assert_rounded(text, value)
+    assert_rounded(cells[6], ours["over_peer"])
+
+
 def test_training() -> None:
     of: dict[tuple[str, int, str], dict[str, Any]] = {}
     for path in sorted((RECORDS / "h200").glob("training-4gpu-[18]b*.json")):
@@ -220,11 +229,15 @@ def test_training() -> None:
         cell = shape.lower(), int(context.partition(",")[0])
         ours, torch = of[*cell, "ringflash"], of[*cell, "torch context_parallel"]
         assert ("offloaded" in context, "graphs" in context) == (ours.get("offload", False), ours["cuda_graphs"])
-        for texts, row in ((cells[:3], ours), (cells[3:6], torch)):
-            exact = row["tokens_per_second_per_gpu"], 100 * row["mfu"], row["gib"]
-            for text, value in zip(texts, exact, strict=True):
-                assert_rounded(text, value)
-        assert_rounded(cells[6], ours["over_peer"])
+        assert_steps(cells, ours, torch)
+
+
+def test_training_on_one_gpu() -> None:
+    of = {(row["context"], row["name"]): row for row in rows("training-1gpu-1b")}
+    listed = table("training", "single")
+    assert len(of) == 2 * len(listed) == 6
+    for context, *cells in listed:
+        assert_steps(cells, of[int(context), "ringflash"], of[int(context), "SDPA"])
 
 
 def test_claims_of_the_readme() -> None:
