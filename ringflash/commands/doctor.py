@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -30,21 +32,25 @@ OPTIONAL = {
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def report(*, as_json: bool = False) -> bool:
+def main(argv: Sequence[str]) -> int:
     """Prints the installed packages, the devices and the self-tests, as a table or as one JSON object.
 
     Returns:
-        True if nothing needed is missing and attention passed its self-test on each device.
+        0 if nothing needed is missing and attention passed its self-test on each device, else 1.
     """
+    text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
+    parser = argparse.ArgumentParser("ringflash doctor", description=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args([arg for arg in argv if arg != "--debug"])
     rows = facts()
     found = problems(rows)
-    if as_json:
+    if options.json:
         print(json.dumps({"ok": not found, "problems": found, "facts": rows}, indent=2))
     elif find_spec("rich") is None:  # rich is missing, and the rows say so
         print("\n".join(f"{name}: {value}" for name, value in rows.items()))
     else:
         _print_table(rows)
-    return not found
+    return 1 if found else 0
 
 
 def problems(rows: dict[str, str]) -> list[str]:

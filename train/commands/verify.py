@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringflash.errors import CheckpointCorrupt
+from ringflash.errors import ArgumentError, CheckpointCorrupt
 from ringflash.train.checkpoint.manifest import complete_in, locate, verify
 
 
@@ -15,15 +15,23 @@ def main(argv: Sequence[str]) -> int:
     """Prints a line a checkpoint; returns 1 when one of them is damaged.
 
     Raises:
+        ArgumentError: the first argument is not "verify".
         CheckpointError: a folder is no complete checkpoint and holds none.
     """
+    if argv and argv[0] in ("-h", "--help"):
+        row = "  verify    compare checkpoints with what was saved, without opening them"
+        print(f"usage: ringflash checkpoint COMMAND [ARGUMENTS]\n\n{row}\n\nIt explains itself with --help.")
+        return 0
+    if argv[:1] != ["verify"]:
+        got, remedy = repr(argv[0]) if argv else "nothing", "Run `ringflash checkpoint verify FOLDER`."
+        raise ArgumentError("checkpoint", expected="verify", got=got, remedy=remedy)
     parser = argparse.ArgumentParser(
         "ringflash checkpoint verify", description="Compares checkpoints with what was saved."
     )
     parser.add_argument("folders", nargs="+", type=Path, help="checkpoints, or folders of them, as runs/x/checkpoints")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     damaged = False
-    for folder in parser.parse_args(argv).folders:
+    for folder in parser.parse_args(argv[1:]).folders:
         for path in complete_in(folder) or [locate(folder)]:
             try:
                 manifest = verify(path)
