@@ -13,22 +13,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
 from ringflash.bench.attention.tiles import HOPPER, auto_kernels
-from ringflash.bench.common import record, timing
+from ringflash.bench.common import timing
 from ringflash.bench.common.problem import AGREEMENT, Problem, add_options, difference, failure
-from ringflash.commands.options import DTYPES, check_at_least, fill_in
+from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.run import Run
+from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import ScoreConfig, TileProblem
@@ -81,22 +80,16 @@ class Rank:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures every cell. Returns 1 if one failed, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fill_in(options, FULL if device.type == "cuda" else CPU)
-    _check(options, device)
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    command = record.command("ringflash bench hops", arguments)
+    run = Run.begin(_parser(), argv, FULL, CPU)
+    _check(run.options, run.device)
     rows: list[dict[str, Any]] = []
-    for headdim in options.headdims:
-        for seqlen, causal in itertools.product(options.seqlens, (False, True)):
-            rows.append(_measure(seqlen, headdim, causal, options, device))
-            if options.json is not None:
-                record.write(options.json, command, device_name, rows)
-        _print([row for row in rows if row["headdim"] == headdim], device_name)
+    for headdim in run.options.headdims:
+        for seqlen, causal in itertools.product(run.options.seqlens, (False, True)):
+            rows.append(_measure(seqlen, headdim, causal, run.options, run.device))
+            run.write(rows)
+        _print([row for row in rows if row["headdim"] == headdim], run.device_name)
     return 1 if any("failed" in row for row in rows) else 0
 
 
@@ -194,25 +187,9 @@ def _figures(times: dict[str, list[float]]) -> dict[str, float]:
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
-    table = Table(title=f"A hop's forward, {heads}, {first['dtype']}, backend {first['backend']}, {device}")
-    for column in ("seqlen", "batch", "mask", "only\nms"):
-        table.add_column(column, justify="left" if column == "mask" else "right")
-    shown = ["only_ms"]
+    title = f"A hop's forward, {heads}, {first['dtype']}, backend {first['backend']}, {device}"
+    columns: list[Column] = [("seqlen", "seqlen", "d"), ("batch", "batch", "d"), ("mask", "mask", "")]
+    columns.append(("only\nms", "only_ms", ".3f"))
     for role in list(ROLES)[1:]:
-        for what in ("ms", "cost"):
-            table.add_column(f"{role}\n{what}", justify="right")
-            shown.append(f"{role}_{what}")
-    for row in rows:
-        cells = [str(row["seqlen"]), str(row["batch"]), row["mask"]]
-        for key in shown:
-            cells.append("-" if key not in row else f"{row[key]:.2f}" if key.endswith("cost") else f"{row[key]:.3f}")
-        table.add_row(*cells)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    for row in rows:
-        if "failed" in row:
-            console.print(f"  seqlen {row['seqlen']}, {row['mask']}: {row['failed']}", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        columns += [(f"{role}\nms", f"{role}_ms", ".3f"), (f"{role}\ncost", f"{role}_cost", ".2f")]
+    print_table(title, columns, rows, "seqlen {seqlen}, {mask}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringflash as rf
 from ringflash.bench.attention.single import Unavailable, cute
-from ringflash.bench.common import record, timing
-from ringflash.commands.options import DTYPES, fill_in
+from ringflash.bench.common import timing
+from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.run import Run
+from ringflash.commands.options import DTYPES
 
 CALLS = 40  # of a sample: few enough that their launches fit into the GPU's queue
 WARM_CALLS = 5
@@ -40,32 +39,24 @@ CPU = {"seqlens": [64], "headdims": [32], "nheads": 2, "rounds": 2}  # shows tha
 _Calls = dict[tuple[str, str], Callable[[], object]]  # by the names of the contender and of the call
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures and prints the host time of every call."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fill_in(options, GPU if device.type == "cuda" else CPU)
+    run = Run.begin(_parser(), argv, GPU, CPU)
+    options, device = run.options, run.device
     rows: list[dict[str, Any]] = []
     masks = {seqlen: _new_documents(seqlen) for seqlen in options.seqlens}  # no headdim meets those of another
+    heads = options.nheads, options.nheads_kv
     for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
-        shape = {
-            "seqlen": seqlen,
-            "headdim": headdim,
-            "nheads": options.nheads,
-            "nheads_kv": options.nheads_kv,
-            "dtype": options.dtype,
-        }
-        heads = options.nheads, options.nheads_kv
+        shape = {"seqlen": seqlen, "headdim": headdim, "nheads": heads[0], "nheads_kv": heads[1]}
         calls = _calls(
             seqlen, heads, headdim, device, DTYPES[options.dtype], masks[seqlen], with_compiled=options.compiled
         )
         for (name, call), microseconds in _measure(calls, options.rounds, device).items():
-            rows.append({"name": name, "call": call, **shape, "host_us": round(microseconds, 1)})
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    _print(rows, name)
-    if options.json is not None:
-        record.write(options.json, record.command("ringflash bench host", arguments), name, rows)
+            rows.append(
+                {"name": name, "call": call, **shape, "dtype": options.dtype, "host_us": round(microseconds, 1)}
+            )
+    _print(rows, run.device_name)
+    run.write(rows)
     return 0
 
 
@@ -162,15 +153,10 @@ def _measure(calls: _Calls, rounds: int, device: torch.device) -> dict[tuple[str
 
 
 def _print(rows: list[dict[str, Any]], device: str) -> None:
-    sizes = list(dict.fromkeys((row["seqlen"], row["headdim"]) for row in rows))
-    table = Table(title=f"host time of a warm call, us, {device}")
-    for column in ("contender", "call", *(f"{seqlen} tokens, d{headdim}" for seqlen, headdim in sizes)):
-        table.add_column(column)
-    for name, call in dict.fromkeys((row["name"], row["call"]) for row in rows):
-        cells = {(x["seqlen"], x["headdim"]): x["host_us"] for x in rows if (x["name"], x["call"]) == (name, call)}
-        table.add_row(name, call, *(f"{cells[size]:.1f}" for size in sizes))
-    Console(width=200).print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    columns: dict[str, Column] = {key: (title, key, "") for title, key in (("contender", "name"), ("call", "call"))}
+    for row in rows:
+        size = f"{row['seqlen']} tokens, d{row['headdim']}"
+        lines.setdefault((row["name"], row["call"]), dict(row))[size] = row["host_us"]
+        columns[size] = size, size, ".1f"
+    print_table(f"host time of a warm call, us, {device}", list(columns.values()), list(lines.values()))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -30,9 +31,10 @@ from ringflash.bench.attention import traffic
 from ringflash.bench.attention.single import Unavailable, contenders
 from ringflash.bench.attention.tiles import auto_kernels, pass_bytes
 from ringflash.bench.attention.traffic import Shape, Traffic
-from ringflash.bench.common import memory, plot, profiler, record, timing
+from ringflash.bench.common import memory, plot, profiler, timing
 from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, Setup, difference, failure
-from ringflash.bench.common.report import print_cells, print_traffic
+from ringflash.bench.common.report import Column, Row, print_table
+from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
 from ringflash.commands.options import DTYPES, fill_in
 from ringflash.errors import ArgumentError
@@ -46,36 +48,32 @@ QUICK = {"seqlens": [1024, 8192], "headdims": [128], "nheads": 16, "tokens": 163
 CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "rounds": 2}  # shows that it runs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures or computes the requested figures. Returns 1 if a contender of ours failed or broke a bound, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = Run.begin(_parser(), argv, {}, {})
+    options, device = run.options, run.device
     computes = options.traffic or options.profile
-    usual = QUICK if options.quick else CPU if device.type == "cpu" and not computes else FULL
     _check(options, computes)
-    fill_in(options, usual)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    command = record.command("ringflash bench kernels", arguments)
+    fill_in(options, QUICK if options.quick else CPU if device.type == "cpu" and not computes else FULL)
     if options.memory is not None:
         rows = memory.check(options.memory, DTYPES[options.dtype], nheads=8, nheads_kv=1, headdim=128)
-        if options.json is not None:
-            record.write(options.json, command, name, rows)
+        run.write(rows)
         return 0 if all(row["within"] for row in rows) else 1
     shapes, about = _shapes(options), dict[str, Any]()
     if computes:
-        return _traffic(shapes, options, device, command, name)
+        return _traffic(shapes, run)
     if options.merge:
         earlier = [json.loads(path.read_text()) for path in options.merge]
-        rows, missing = [row for run in earlier for row in run["rows"]], []
-        name, command = earlier[0]["device"], "; ".join(run["command"] for run in earlier)
-        about = {"date": max(run["date"] for run in earlier), "versions": earlier[0]["versions"]}
+        rows, missing = [row for each in earlier for row in each["rows"]], []
+        command = "; ".join(each["command"] for each in earlier)
+        run = dataclasses.replace(run, device_name=earlier[0]["device"], command=command)
+        about = {"date": max(each["date"] for each in earlier), "versions": earlier[0]["versions"]}
     else:
-        rows, missing = _run(shapes, options, device, lambda *of: _write(options.json, command, name, *of))
-    print_cells(rows, missing, name)
-    _write(options.json, command, name, rows, missing, **about)
+        rows, missing = _run(shapes, run)
+    _print(rows, missing, run.device_name)
+    run.write(rows, missing=missing, **about)
     if options.png is not None and rows:
-        plot.draw(options.png, rows, name)
+        plot.draw(options.png, rows, run.device_name)
     return 1 if any("failed" in row and row["name"].startswith("ringflash") for row in rows) else 0
 
 
@@ -136,23 +134,18 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
-def _run(
-    shapes: list[Shape],
-    options: argparse.Namespace,
-    device: torch.device,
-    keep: Callable[[list[dict[str, Any]], list[str]], None],
-) -> tuple[list[dict[str, Any]], list[str]]:
+def _run(shapes: list[Shape], run: Run) -> tuple[list[dict[str, Any]], list[str]]:
     """Measures the cells that the budget allows. Returns their rows, and the names of the other cells."""
-    begin, rows = time.monotonic(), []
-    named = contenders(device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
+    begin, rows, options = time.monotonic(), [], run.options
+    named = contenders(run.device, DTYPES[options.dtype], with_peers=options.peers, only=options.only)
     for number, shape in enumerate(shapes):
         if number > 0 and options.budget_s is not None and time.monotonic() - begin > options.budget_s:
             return rows, [_name(shape) for shape in shapes[number:]]
-        rows += _measure(shape, named, options, device)
-        keep(rows, [_name(shape) for shape in shapes[number + 1 :]])
+        rows += _measure(shape, named, options, run.device)
+        run.write(rows, missing=[_name(shape) for shape in shapes[number + 1 :]])
         print(f"{_name(shape)}: {time.monotonic() - begin:.0f} s so far", file=sys.stderr, flush=True)
         gc.collect()
-        if device.type == "cuda":
+        if run.device.type == "cuda":
             torch.cuda.empty_cache()
     return rows, []
 
@@ -297,12 +290,10 @@ def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops:
     return figures
 
 
-def _traffic(
-    shapes: list[Shape], options: argparse.Namespace, device: torch.device, command: str, device_name: str
-) -> int:
+def _traffic(shapes: list[Shape], run: Run) -> int:
     """Prints and writes HBM bytes: computed for the kernels that "auto" chooses here, and measured with --profile."""
-    rows, why = [], ""
-    kernels = auto_kernels(device, DTYPES[options.dtype])
+    rows, why, options = [], "", run.options
+    kernels = auto_kernels(run.device, DTYPES[options.dtype])
     for shape in shapes:
         must, materialised = traffic.compulsory(shape), traffic.standard(shape)
         measured: dict[str, float] = {}
@@ -311,11 +302,10 @@ def _traffic(
         row = {"compulsory": dataclasses.asdict(must), "tiled": pass_bytes(shape, kernels)}
         row |= {"standard": dataclasses.asdict(materialised), "measured": measured}
         rows.append(dataclasses.asdict(shape) | row)
-    print_traffic(rows, kernels)
+    _print_traffic(rows, kernels)
     if options.profile:
         print(f"measured with {why}" if rows[0]["measured"] else why)
-    if options.json is not None:
-        record.write(options.json, command, device_name, rows, profiler=why, kernels=kernels)
+    run.write(rows, profiler=why, kernels=kernels)
     return 0
 
 
@@ -323,12 +313,59 @@ def _name(shape: Shape) -> str:
     return f"{'causal' if shape.causal else 'full'} headdim {shape.headdim} seqlen {shape.seqlen}"
 
 
-def _write(
-    path: Path | None, command: str, device: str, rows: list[dict[str, Any]], missing: list[str], **about: Any
-) -> None:
-    if path is not None:
-        record.write(path, command, device, rows, missing=missing, **about)
+def _print(rows: Sequence[Row], missing: Sequence[str], device: str) -> None:
+    """Prints one table a cell: the rates, memory and errors of every contender, or the reason for a failure."""
+    columns: list[Column] = [("contender", "name", "")]
+    for part in ("forward", "backward"):
+        columns += [
+            (f"{part}\nms", f"{part}_ms", ".3f"),
+            (f"{part}\nTFLOP/s", lambda row, key=f"{part}_tflops": _rate(row[key]), ">"),
+            (f"{part}\nof matmul", f"{part}_share", ".0%"),
+        ]
+    columns += [
+        ("peak\nMiB", lambda row: row["peak_bytes"] / 2**20, ",.0f"),
+        ("bytes\na token", "peak_bytes_per_token", ",.0f"),
+        ("RMS error\nout dq dk dv", lambda row: " ".join(f"{row['errors'][x]['rms']:.1e}" for x in TENSORS), ">"),
+        ("of plain\nout dq dk dv", lambda row: " ".join(f"{row['errors'][x]['rms_ratio']:.2f}" for x in TENSORS), ">"),
+    ]
+
+    def cell_of(row: Row) -> tuple[Any, ...]:
+        return row["headdim"], not row["causal"], row["seqlen"]
+
+    for _, cell in itertools.groupby(sorted(rows, key=cell_of), cell_of):
+        shown = list(cell)
+        first = shown[0]
+        title = (
+            f"seqlen {first['seqlen']}, headdim {first['headdim']}, {'causal' if first['causal'] else 'full'}: "
+            f"batch {first['batch']}, {first['nheads']}:{first['nheads_kv']} heads, {first['dtype']}, {device}, "
+            f"matmul {_rate(first['matmul_tflops'])} TFLOP/s"
+        )
+        print_table(title, columns, shown, "{name}")
+    if missing:
+        print(f"Not measured, out of time: {'; '.join(missing)}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _rate(tflops: float) -> str:
+    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
+def _print_traffic(rows: Sequence[Row], kernels: str) -> None:
+    """Prints HBM bytes in MiB: compulsory, computed for the tiles of `kernels`, measured, and of standard attention.
+
+    The bytes of the tiles are computed without a cache.
+    """
+    lines: list[dict[str, Any]] = []
+    for row in rows:
+        mask = "causal" if row["causal"] else "full"
+        for what, tiled in row["tiled"].items():
+            part = what.split()[0]
+            line = {"cell": f"{mask} headdim {row['headdim']} seqlen {row['seqlen']} batch {row['batch']}"}
+            sizes = {"compulsory": row["compulsory"][part], "tiled": tiled, "standard": row["standard"][part]}
+            sizes |= {"measured": row["measured"][what]} if what in row["measured"] else {}
+            lines.append(line | {"pass": what} | {name: size / 2**20 for name, size in sizes.items()})
+    columns: list[Column] = [("cell", "cell", ""), ("pass", "pass", "")]
+    for title, key in (("compulsory", "compulsory"), ("tiled, no cache", "tiled"), ("measured", "measured")):
+        columns.append((title, key, ",.1f"))
+    columns.append(("standard attention", "standard", ",.1f"))
+    title = f"HBM traffic of the {kernels} kernels in MiB; computed, but for the columns that say measured"
+    print_table(title, columns, lines)

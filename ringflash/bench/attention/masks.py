@@ -15,24 +15,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ringflash.bench.attention.mask_cases import cases, triangle
 from ringflash.bench.attention.mask_peers import MaskContender, compiling, flash_attention_4, flex, ours
 from ringflash.bench.attention.single import Unavailable
-from ringflash.bench.common import record, timing
+from ringflash.bench.common import timing
 from ringflash.bench.common.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
+from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS
-from ringflash.commands.options import DTYPES, check_at_least, fill_in
+from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
 FAST = "backward_fast"
@@ -44,23 +43,17 @@ CPU = {"seqlens": [256], "headdims": [32], "nheads": 2, "window": 32, "documents
 Key = tuple[str, str]  # a contender and a case
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures every cell. Returns 1 if a case failed, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fill_in(options, FULL if device.type == "cuda" else CPU)
-    _check(options, device)
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    command = record.command("ringflash bench masks", arguments)
+    run = Run.begin(_parser(), argv, FULL, CPU)
+    _check(run.options, run.device)
     rows: list[dict[str, Any]] = []
-    for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
-        with compiling() if options.peers else nullcontext():
-            cell = _measure(seqlen, headdim, options, device)
-        _print(cell, device_name)
+    for seqlen, headdim in itertools.product(run.options.seqlens, run.options.headdims):
+        with compiling() if run.options.peers else nullcontext():
+            cell = _measure(seqlen, headdim, run.options, run.device)
+        _print(cell, run.device_name)
         rows += cell
-        if options.json is not None:
-            record.write(options.json, command, device_name, rows)
+        run.write(rows)
     return 1 if any("failed" in row for row in rows) else 0
 
 
@@ -185,24 +178,10 @@ def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[Key, Mapping[str
 def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
-    table = Table(title=f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}")
-    table.add_column("mask", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    table.add_column("share of\ncausal", justify="right")
+    title = f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}"
+    columns: list[Column] = [("mask", "name", ""), ("by", "by", ""), ("share of\ncausal", "share", ".1%")]
     for part in PARTS:
-        for what in ("expected ms", "ms", "cost"):
-            table.add_column("\n".join([*part.split("_"), what]), justify="right")
-    for row in rows:
-        cells = [row["name"], row["by"], f"{row['share']:.1%}"]
-        for key in (f"{part}_{what}" for part in PARTS for what in ("expected_ms", "ms", "cost")):
-            cells.append("-" if key not in row else f"{row[key]:.2f}" if key.endswith("cost") else f"{row[key]:.3f}")
-        table.add_row(*cells)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table)
-    for row in rows:
-        for why in {"failed", "unavailable"} & row.keys():
-            console.print(f"  {row['name']}, {row['by']}: {row[why]}", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        head = part.replace("_", "\n")
+        for what, form in (("expected_ms", ".3f"), ("ms", ".3f"), ("cost", ".2f")):
+            columns.append((f"{head}\n{what.replace('_', ' ')}", f"{part}_{what}", form))
+    print_table(title, columns, rows, "{name}, {by}")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ringflash.bench.common import record
 from ringflash.bench.common.problem import Contender, Problem
 from ringflash.commands.options import DTYPES
 from ringflash.errors import ArgumentError
@@ -48,23 +51,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
 
 
-def join(program: str, arguments: Sequence[str]) -> DeviceMesh:
-    """Joins the process group of all ranks, on GPUs if there are any, and returns its mesh.
+@contextmanager
+def joined(name: str, arguments: Sequence[str]) -> Generator[DeviceMesh, None, None]:
+    """Joins the process group of all ranks, on GPUs if there are any, and yields its mesh.
 
     Raises:
         ArgumentError: the process was not started by torchrun.
     """
     if "RANK" not in os.environ:
-        remedy = " ".join(["Start it with torchrun --nproc-per-node N -m", program, *arguments])
+        remedy = " ".join(["Start it with torchrun --nproc-per-node N -m ringflash.bench", name, *arguments])
         raise ArgumentError("ranks", expected="processes started by torchrun", got="one process", remedy=remedy)
-    world_size = int(os.environ["WORLD_SIZE"])
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return init_device_mesh("cpu", (world_size,))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return init_device_mesh("cuda", (world_size,))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "nccl", device_id=device)
+    try:
+        yield init_device_mesh("cpu" if device is None else "cuda", (int(os.environ["WORLD_SIZE"]),))
+    finally:
+        dist.destroy_process_group()
+
+
+def write(path: Path | None, name: str, arguments: Sequence[str], mesh: DeviceMesh, rows: Sequence[Any]) -> None:
+    """Writes the rows of the benchmark `name` to `path`, on rank 0 and if there is a path."""
+    if dist.get_rank() == 0 and path is not None:
+        program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench {name}"
+        record.write(path, record.command(program, arguments), f"{mesh.size()} x {device_name(mesh)}", rows)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

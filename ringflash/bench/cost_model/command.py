@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ringflash.bench.attention.traffic import Shape
 from ringflash.bench.common import record
+from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.cost_model.model import FAR, NEAR, Link, Machine, Prediction, Split, predict
 from ringflash.commands.options import DTYPES, check_at_least, check_heads, check_positive
 from ringflash.errors import ArgumentError
@@ -28,30 +25,26 @@ LAYOUTS = ("zigzag", "striped", "contiguous")  # candidates, the even ones first
 MEASURED = ("nheads", "nheads_kv", "headdim", "dtype", "forward_ms")  # further keys of a measured row
 FLOPS = 2 * 3.5  # of both passes, for each seqlen^2 headdim and query head; causal counts as half
 FAMILIES = {"ring": "ring", "heads": "heads x ring", "rings": "ring of rings"}
-WIDTH = 150  # columns, if the output is not a terminal
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Prints the tables, and writes JSON if asked. Returns 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(argv)
     _check(options)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     rings = [] if options.measured is None else _read(options.measured)
     rows = [_row(seqlen, world, options) for world in options.world_sizes for seqlen in options.seqlens]
-    console.print(_predictions(rows, options))
+    _print_predictions(rows, options)
     measured = [_measured(row, options) for row in rings]
     if measured:
-        console.print(_beside(measured, options))
+        _print_beside(measured, options)
     choices = [_choose(seqlen, world, options) for world in options.world_sizes for seqlen in options.choose_at]
     if choices:
-        console.print(_choices(choices))
+        _print_choices(choices)
     if options.json is not None:
         more = {"machine": asdict(_machine(options, "symmetric")), "measured": measured, "choices": choices}
         more["machine"]["near"] = {name: asdict(_near(options, name)) for name in NEAR}
-        record.write(
-            options.json, record.command("ringflash bench model", arguments), "none: predictions", rows, **more
-        )
+        command = record.command("ringflash bench model", argv)
+        record.write(options.json, command, "none: predictions", rows, **more)
     return 0
 
 
@@ -241,59 +234,40 @@ def _is_grouped(row: dict[str, Any]) -> bool:
     return row.get("schedule") == "grouped"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("layout", "transport", "split") else "right")
-    return table
+PLACE: list[Column] = [("GPUs", "world_size", "d"), ("tokens", "seqlen", "d")]  # of a table's rows
+RATES: list[Column] = [
+    ("forward +\nbackward ms", "forward_backward_ms", ",.2f"),
+    ("TFLOP/s\na GPU", "tflops_per_gpu", ".0f"),
+    ("of one\nkernel", "efficiency", ".1%"),
+]
+WHERE = "{world_size} GPUs, {seqlen} tokens"
 
 
-def _predictions(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
+def _print_predictions(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     heads = f"{options.nheads}:{options.nheads_kv} heads of {options.headdim}, {options.dtype}, batch {options.batch}"
-    pairs = ("compute", "message", "exposed")
-    hop = [f"{what}\nus a hop" for what in pairs]
-    first = ["GPUs", "tokens", "transport", "split", "forward\nms", "forward +\nbackward ms", "TFLOP/s\na GPU"]
-    table = _table(f"Predicted, {options.layout}, causal: {heads}", [*first, "of one\nkernel", *hop])
-    for row in rows:
-        cells = [str(row[name]) for name in ("world_size", "seqlen", "transport", "split")]
-        if "failed" in row:
-            table.add_row(*cells, row["failed"])
-            continue
-        table.add_row(
-            *cells,
-            *(f"{row[name]:,.2f}" for name in ("forward_ms", "forward_backward_ms")),
-            f"{row['tflops_per_gpu']:.0f}",
-            f"{row['efficiency']:.1%}",
-            *(f"{row[f'forward_{what}_us']:,.0f} / {row[f'backward_{what}_us']:,.0f}" for what in pairs),
-        )
-    return table
+    columns: list[Column] = [*PLACE, ("transport", "transport", ""), ("split", "split", "")]
+    columns += [("forward\nms", "forward_ms", ",.2f"), *RATES]
+    for what in ("compute", "message", "exposed"):
+        columns.append((f"{what}\nus a hop", lambda row, what=what: _both(row, what), ">"))
+    print_table(f"Predicted, {options.layout}, causal: {heads}", columns, rows, WHERE)
 
 
-def _beside(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
-    columns = ["GPUs", "tokens", "layout", "transport"]
-    for part in ("forward", "forward + backward"):
-        columns += [f"{part}\nms", "predicted", "off by"]
-    table = _table(f"Measured, {options.measured.name}", columns)
-    for row in rows:
-        cells = [str(row[name]) for name in ("world_size", "seqlen", "layout", "transport")]
-        for part in ("forward", "forward_backward"):
-            measured, predicted = row[f"{part}_ms"], row[f"{part}_predicted_ms"]
-            cells += [f"{measured:,.2f}", f"{predicted:,.2f}", f"{predicted / measured - 1:+.1%}"]
-        table.add_row(*cells)
-    return table
+def _both(row: Row, what: str) -> str:
+    return f"{row[f'forward_{what}_us']:,.0f} / {row[f'backward_{what}_us']:,.0f}"
 
 
-def _choices(rows: Sequence[dict[str, Any]]) -> Table:
-    first = ["GPUs", "tokens", "layout", "transport", "split", "forward +\nbackward ms", "TFLOP/s\na GPU"]
-    families = [f"best {family}\nms" for family in FAMILIES.values()]
-    table = _table("The fastest predicted", [*first, "of one\nkernel", *families])
-    for row in rows:
-        cells = [str(row["world_size"]), str(row["seqlen"])]
-        if "failed" in row:
-            table.add_row(*cells, "-", "-", row["failed"])
-            continue
-        cells += [row["layout"], row["transport"], row["split"], f"{row['forward_backward_ms']:,.2f}"]
-        cells += [f"{row['tflops_per_gpu']:.0f}", f"{row['efficiency']:.1%}"]
-        cells += [f"{row[key]:,.2f}" if (key := f"{family}_ms") in row else "-" for family in FAMILIES]
-        table.add_row(*cells)
-    return table
+def _print_beside(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    columns: list[Column] = [*PLACE, ("layout", "layout", ""), ("transport", "transport", "")]
+    for part, title in (("forward", "forward"), ("forward_backward", "forward + backward")):
+        columns += [
+            (f"{title}\nms", f"{part}_ms", ",.2f"),
+            (f"{title}\npredicted", f"{part}_predicted_ms", ",.2f"),
+            (f"{title}\noff by", lambda row, part=part: row[f"{part}_predicted_ms"] / row[f"{part}_ms"] - 1, "+.1%"),
+        ]
+    print_table(f"Measured, {options.measured.name}", columns, rows)
+
+
+def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
+    columns: list[Column] = [*PLACE, *((name, name, "") for name in ("layout", "transport", "split")), *RATES]
+    columns += [(f"best {title}\nms", f"{family}_ms", ",.2f") for family, title in FAMILIES.items()]
+    print_table("The fastest predicted", columns, rows, WHERE)

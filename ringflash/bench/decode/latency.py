@@ -1,7 +1,7 @@
 """The decoding benchmark: flash_decode and its peers over cache lengths, in one run with interleaved rounds.
 
-    python -m ringflash.bench.decode.latency --json decode.json
-    python -m ringflash.bench.decode.latency --sweep --lengths 4096 131072
+    ringflash bench decode --json decode.json
+    ringflash bench decode --sweep --lengths 4096 131072
 
 Figures are medians over rounds in a changing order. Bandwidth counts keys, values, queries and outputs once. It is
 compared with the bandwidth of a copying kernel, bytes read and written, which is timed in every round. The calls cycle
@@ -15,22 +15,21 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.bench.common import record, timing
+from ringflash.bench.common import timing
 from ringflash.bench.common.problem import AGREEMENT, difference, failure
+from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.run import Run
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
-from ringflash.commands.options import DTYPES, fill_in
+from ringflash.commands.options import DTYPES
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
@@ -43,32 +42,26 @@ SWEPT = {"block_n": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 
 SWEPT_SPLITS = (None, 4, 6, 8, 12, 16, 24)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures the requested figures. Returns 1 if flash_decode failed, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fill_in(options, GPU if device.type == "cuda" else CPU)
-    if options.sweep and device.type == "cpu":
+    run = Run.begin(_parser(), argv, GPU, CPU)
+    options = run.options
+    if options.sweep and run.device.type == "cpu":
         remedy = "Run it where the tiles are to be used."
         raise ArgumentError("--sweep", expected="a GPU", got="the CPU", remedy=remedy)
+    measure = _sweep if options.sweep else _measure
     rows: list[dict[str, Any]] = []
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    command = record.command("python -m ringflash.bench.decode.latency", arguments)
     for length in options.lengths:
         heads = (options.nheads, options.nheads_kv, options.headdim)
         shape = CacheShape(length, options.batch, *heads, options.seqlen_q, DTYPES[options.dtype])
-        rows += _sweep(shape, device, options.rounds) if options.sweep else _measure(shape, device, options.rounds)
-        if options.json is not None:
-            record.write(options.json, command, device_name, rows)
-    _print(rows, device_name)
+        rows += measure(shape, run.device, options.rounds)
+        run.write(rows)
+    _print(rows, run.device_name)
     return 1 if any("failed" in row and row["name"] == "ringflash" for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash.bench.decode.latency", description="Measures flash_decode beside its peers."
-    )
+    parser = argparse.ArgumentParser("ringflash bench decode", description="Measures flash_decode beside its peers.")
     parser.add_argument("--lengths", type=int, nargs="+", help="keys in the cache (default: 4096 to 131072, doubling)")
     parser.add_argument("--batch", type=int, help="default: 8")
     parser.add_argument("--nheads", type=int, help="default: 32")
@@ -246,27 +239,16 @@ def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
     title = f"Decoding {first['seqlen_q']} tokens, batch {first['batch']}, {heads}, {first['dtype']}, {device}"
-    swept = any("tiles" in row for row in rows)
-    table = Table(title=title)
-    names = ["keys", "tiles and splits" if swept else "contender"]
-    names += ["graph us", "queued us", "host us", "GB/s", "of a copy", "RMS error", "of plain"]
-    for name in names:
-        table.add_column(name, justify="left" if name in names[1] else "right")
-    for row in rows:
-        name = f"{row['tiles']} {row['splits']}" if swept else row["name"]
-        if "failed" in row:
-            table.add_row(str(row["length"]), name, "-")
-            continue
-        times = [f"{row[key]:.1f}" if key in row else "" for key in ("graph_us", "queued_us", "host_us")]
-        errors = row.get("errors")
-        accuracy = ["", ""] if errors is None else [f"{errors['rms']:.1e}", f"{errors['rms_over_plain']:.2f}"]
-        table.add_row(str(row["length"]), name, *times, f"{row['gb_s']:.0f}", f"{row['share_of_copy']:.0%}", *accuracy)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for row in rows:
-        if "failed" in row:
-            console.print(f"  {row['length']} {row['name']}: {row['failed']}", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    of: Column = ("contender", "name", "")
+    if "tiles" in first:
+        of = ("tiles and splits", lambda row: f"{row['tiles']} {row['splits']}", "")
+    columns: list[Column] = [
+        ("keys", "length", "d"),
+        of,
+        *((key.replace("_", " "), key, ".1f") for key in ("graph_us", "queued_us", "host_us")),
+        ("GB/s", "gb_s", ".0f"),
+        ("of a copy", "share_of_copy", ".0%"),
+        ("RMS error", lambda row: row["errors"]["rms"], ".1e"),
+        ("of plain", lambda row: row["errors"]["rms_over_plain"], ".2f"),
+    ]
+    print_table(title, columns, rows, "{length} {name}")

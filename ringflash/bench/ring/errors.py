@@ -11,22 +11,20 @@ only the errors of attention add up. `merging.py` describes the ways.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from ringflash.bench.common import record
 from ringflash.bench.common.problem import Problem
+from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, plain_by_rows
 from ringflash.bench.ring.merging import Attention, ways
-from ringflash.commands.options import DTYPES, check_at_least, fill_in
+from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
 GPU = {"seqlen": 8192, "world_sizes": [1, 2, 4, 8, 16, 32, 64], "layers": [1, 2, 4, 8, 16, 32], "depth_seqlen": 2048}
@@ -36,12 +34,10 @@ DEPTH_RANKS = 8
 GRADIENT = "gradient of the input"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Computes and prints the errors."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fill_in(options, GPU if device.type == "cuda" else CPU)
+    run = Run.begin(_parser(), argv, GPU, CPU)
+    options, device = run.options, run.device
     check_at_least(options, ["seqlen", "depth_seqlen"])
     for name, seqlen, sizes in (
         ("--world-sizes", options.seqlen, options.world_sizes),
@@ -54,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = DTYPES[options.dtype]
     rows = [*_over_ring_size(options.seqlen, options.world_sizes, device, dtype)]
     rows += _over_depth(options.depth_seqlen, options.layers, device, dtype)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    _print(rows, name)
-    if options.json is not None:
-        record.write(options.json, record.command("ringflash bench accuracy", arguments), name, rows)
+    _print(rows, run.device_name)
+    run.write(rows)
     if options.png is not None:
         draw(options.png, rows)
     return 0
@@ -142,18 +136,14 @@ def _relative(result: Tensor, exact: Tensor) -> float:
 
 def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     """Prints a table over ring size and one over depth."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
     for key, title in (("world_size", "ranks"), ("layers", "layers")):
         shown = [row for row in rows if ("layers" in row) == (key == "layers")]
         if not shown:
             continue
         first = shown[0]
-        table = Table(title=f"relative RMS error, {first['seqlen']} tokens, {first['dtype']}, {device}")
-        for column in (title, "way", *first["errors"]):
-            table.add_column(column, justify="left" if column == "way" else "right")
-        for row in shown:
-            table.add_row(str(row[key]), row["name"], *(f"{error:.2e}" for error in row["errors"].values()))
-        console.print(table)
+        columns: list[Column] = [(title, key, "d"), ("way", "name", "")]
+        columns += [(name, lambda row, name=name: row["errors"][name], ".2e") for name in first["errors"]]
+        print_table(f"relative RMS error, {first['seqlen']} tokens, {first['dtype']}, {device}", columns, shown)
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

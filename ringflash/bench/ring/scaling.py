@@ -14,36 +14,30 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
-from ringflash.bench.common import peers, ranks, record
+from ringflash.bench.common import peers, ranks
 from ringflash.bench.common.problem import Contender, Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
+from ringflash.bench.common.report import Column, print_table
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
 Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, with this rank in them
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row failed, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
     names = ["seqlens", "gpus", "most_tokens", "rounds", "repeats"]
-    check_at_least(_parser().parse_args(arguments), names)
-    mesh = ranks.join("ringflash.bench scaling", arguments)
-    try:
-        rows = run(arguments, mesh)
-    finally:
-        dist.destroy_process_group()
+    check_at_least(_parser().parse_args(argv), names)
+    with ranks.joined("scaling", argv) as mesh:
+        rows = run(argv, mesh)
     return 1 if any("failed" in row for row in rows) else 0
 
 
@@ -67,13 +61,12 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         expected = f"a length of at most {options.most_tokens} tokens a GPU and a token at least"
         raise ArgumentError("--seqlens", expected=expected, got=options.seqlens, remedy=remedy)
     rings = _rings(counts, options)
-    device, program = ranks.device_name(mesh), f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench scaling"
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
         rows = with_efficiency(rows + _measure_length(seqlen, counts, rings, options, mesh))
-        if dist.get_rank() == 0 and options.json is not None:
-            record.write(options.json, record.command(program, arguments), f"{mesh.size()} x {device}", rows)
+        ranks.write(options.json, "scaling", arguments, mesh, rows)
     if dist.get_rank() == 0:
+        device = ranks.device_name(mesh)
         _print(rows, device)
         if options.png is not None:
             from ringflash.bench.ring.plot_scaling import draw
@@ -182,26 +175,13 @@ def with_efficiency(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
-    table = Table(title=f"Scaling, causal, {first['layout']}: {heads}, {device}")
-    for column in ("seqlen", "GPUs"):
-        table.add_column(column, justify="right")
-    for part in ("forward", "both passes"):
-        for what in ("ms", "TFLOP/s\na GPU", "strong\nscaling", "weak\nscaling"):
-            table.add_column(f"{part}\n{what}", justify="right")
-    table.add_column("GiB", justify="right")
-    for row in rows:
-        cells = [str(row["seqlen"]), str(row["gpus"])]
-        for part in PARTS if "failed" not in row else ():
-            cells += [f"{row[f'{part}_ms']:.2f}", f"{row[f'{part}_tflops_per_gpu']:.0f}"]
-            shares = (row.get(f"{part}_{name}") for name in ("strong", "weak"))
-            cells += ["" if share is None else f"{share:.1%}" for share in shares]
-        table.add_row(*cells, *([] if "failed" in row else [f"{row['gib']:.2f}"]))
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for row in rows:
-        if "failed" in row:
-            console.print(f"  {row['seqlen']} tokens on {row['gpus']}: {row['failed']}", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    columns: list[Column] = [("seqlen", "seqlen", "d"), ("GPUs", "gpus", "d")]
+    for part, title in (("forward", "forward"), ("forward_backward", "both passes")):
+        columns += [
+            (f"{title}\nms", f"{part}_ms", ".2f"),
+            (f"{title}\nTFLOP/s\na GPU", f"{part}_tflops_per_gpu", ".0f"),
+            (f"{title}\nstrong\nscaling", f"{part}_strong", ".1%"),
+            (f"{title}\nweak\nscaling", f"{part}_weak", ".1%"),
+        ]
+    columns.append(("GiB", "gib", ".2f"))
+    print_table(f"Scaling, causal, {first['layout']}: {heads}, {device}", columns, rows, "{seqlen} tokens on {gpus}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -31,9 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.bench.attention.masks import triangle
-from ringflash.bench.common import peers, ranks, record, report
+from ringflash.bench.common import peers, ranks
 from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, difference, failure
 from ringflash.bench.common.ranks import PARTS, Samples
+from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.ring import seen
 from ringflash.bench.ring.accuracy import Yardstick
 from ringflash.bench.ring.variants import VARIANTS, variant
@@ -77,15 +77,11 @@ class Work:
         return Work(problem.forward_flops, len(plan.hops), tokens, share, plan.balance, plan.grouped)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    _check(_parser().parse_args(arguments))
-    mesh = ranks.join("ringflash.bench ring", arguments)
-    try:
-        run(arguments, mesh)
-    finally:
-        dist.destroy_process_group()
+    _check(_parser().parse_args(argv))
+    with ranks.joined("ring", argv) as mesh:
+        run(argv, mesh)
     return 0
 
 
@@ -96,15 +92,12 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     named = peers.contenders(context, mesh, with_peers=options.peers)
     for name in options.variants:
         named[f"ringflash {context.layout}, {name}"] = variant(name, mesh, context, options.transport)
-    device = f"{mesh.size()} x {ranks.device_name(mesh)}"
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
         rows += _measure_length(seqlen, options, context, named, ranks.device_of(mesh))
-        if dist.get_rank() == 0 and options.json is not None:
-            program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench ring"
-            record.write(options.json, record.command(program, arguments), device, rows)
+        ranks.write(options.json, "ring", arguments, mesh, rows)
     if dist.get_rank() == 0:
-        report.print_ring(rows, device)
+        _print(rows, f"{mesh.size()} x {ranks.device_name(mesh)}")
     return rows
 
 
@@ -239,5 +232,26 @@ def _yardsticks(medians: dict[str, dict[str, float]], ours: str, work: Work) -> 
     return figures
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _print(rows: Sequence[Row], device: str) -> None:
+    """Prints the times, rates and memory of every contender, and the errors if they were measured."""
+    first = rows[0]
+    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
+    columns: list[Column] = [("seqlen", "seqlen", "d"), ("contender", "name", "")]
+    for part, title in (("forward", "forward"), ("forward_backward", "both passes")):
+        columns.append((f"{title}\nms", f"{part}_ms", ".2f"))
+        columns.append((f"{title}\nTFLOP/s\na GPU", f"{part}_tflops_per_gpu", ".0f"))
+        if first["mask"] == "causal":
+            columns.append((f"{title}\nof one\nkernel", f"{part}_of_one_kernel", ".1%"))
+        else:
+            columns.append((f"{title}\nover its\nFLOPs", f"{part}_over_flops", ".2f"))
+    columns.append(("exposed us a hop\nforward / backward", _exposed, ">"))
+    columns.append(("GiB", "gib", ".2f"))
+    title = f"Ring attention, {first['mask']}: {heads}, {device}"
+    print_table(title, columns, rows, "{seqlen}, {name}")
+    for row in rows:
+        if "errors_over_plain" in row:
+            print(f"{row['seqlen']}: errors over plain {row['dtype']} attention's: {row['errors_over_plain']}")
+
+
+def _exposed(row: Row) -> str:
+    return f"{row['forward_exposed_us_a_hop']:.0f} / {row['backward_exposed_us_a_hop']:.0f}"

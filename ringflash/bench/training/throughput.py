@@ -22,7 +22,6 @@ import argparse
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,13 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.bench.common import ranks, record
+from ringflash.bench.common import ranks
 from ringflash.bench.common.problem import failure
+from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.timing import turns
 from ringflash.bench.training.trainees import (
     SHAPES,
@@ -55,21 +53,16 @@ from ringflash.train.models.flops import peak_flops, training_flops
 
 OURS, PEER, PEER_OF_ONE = "ringflash", "torch context_parallel", "SDPA"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
-FORMS = {"over_peer": ".2f", "mfu": ".1%", "gib": ".1f", "outside_gib": ".1f"}  # columns that a row may lack
 # Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
 # same place, and none waits for another.
 MEMORY_FRACTION = 0.95
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    check_at_least(_parser().parse_args(arguments), ["contexts", "steps", "warmup", "layers"])
-    mesh = ranks.join("ringflash.bench training", arguments)
-    try:
-        rows = run(arguments, mesh)
-    finally:
-        dist.destroy_process_group()
+    check_at_least(_parser().parse_args(argv), ["contexts", "steps", "warmup", "layers"])
+    with ranks.joined("training", argv) as mesh:
+        rows = run(argv, mesh)
     return 1 if any("failed" in row for row in rows if row["name"] == OURS) else 0
 
 
@@ -88,7 +81,6 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     ring = DeviceMesh.from_group(group, mesh.device_type)
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     machine = f"{mesh.size()} x {ranks.device_name(mesh)}"
-    program = f"torchrun --nproc-per-node {mesh.size()} -m ringflash.bench training"
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
@@ -116,8 +108,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 if row.get("failed", "").startswith("OutOfMemoryError"):
                     full[contender] = seqlen
                 rows = [*before, *_compared([cell[each] for each in contenders if each in cell])]
-                if dist.get_rank() == 0 and options.json is not None:
-                    record.write(options.json, record.command(program, arguments), machine, rows)
+                ranks.write(options.json, "training", arguments, mesh, rows)
     if dist.get_rank() == 0:
         _print(rows, machine)
         if options.png is not None:
@@ -245,25 +236,17 @@ def _compared(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     first = rows[0]
     how = "blocks compiled" if first["compiled"] else "blocks as they are"
-    table = Table(title=f"Training steps of one sequence: {first['dtype']}, {how}, {device}")
-    table.add_column("shape")
-    table.add_column("context", justify="right")
-    table.add_column("contender", no_wrap=True)
-    for column in ("s/step", "tokens/s\na GPU", "over\npeer", "MFU", "peak\nGiB", "outside\nGiB", "loss\nfirst, last"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [row["shape"], str(row["context"]), row["name"]]
-        if "failed" not in row:
-            cells += [f"{row['seconds']:.3f}", f"{row['tokens_per_second_per_gpu']:,.0f}"]
-            cells += [f"{row[name]:{form}}" if name in row else "" for name, form in FORMS.items()]
-            cells.append(", ".join(f"{loss:.3f}" for loss in row["loss"]))
-        table.add_row(*cells)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for row in rows:
-        if "failed" in row:
-            console.print(f"  {row['shape']}, {row['context']}, {row['name']}: {row['failed']}", markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    columns: list[Column] = [
+        ("shape", "shape", ""),
+        ("context", "context", "d"),
+        ("contender", "name", ""),
+        ("s/step", "seconds", ".3f"),
+        ("tokens/s\na GPU", "tokens_per_second_per_gpu", ",.0f"),
+        ("over\npeer", "over_peer", ".2f"),
+        ("MFU", "mfu", ".1%"),
+        ("peak\nGiB", "gib", ".1f"),
+        ("outside\nGiB", "outside_gib", ".1f"),
+        ("loss\nfirst, last", lambda row: ", ".join(f"{loss:.3f}" for loss in row["loss"]), ">"),
+    ]
+    title = f"Training steps of one sequence: {first['dtype']}, {how}, {device}"
+    print_table(title, columns, rows, "{shape}, {context}, {name}")
