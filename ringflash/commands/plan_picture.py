@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ringflash.commands.picture import picture
 from ringflash.layouts.layout import Layout
 from ringflash.ring.plan import Plan
 
@@ -18,51 +19,46 @@ MOST_LABELS = 16  # hops that the legend names
 def draw(path: Path, plans: Sequence[Plan]) -> None:
     """Draws `plans`, one of each rank, to the file `path`."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     first, world = plans[0], len(plans)
     hops = [hop.index for hop in first.hops]
     colours = colormaps["viridis"].resampled(max(len(hops), 2))
-    figure = Figure(figsize=(11, 7 + 0.12 * world), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplot_mosaic([["held", "held"], ["map", "shares"]], height_ratios=[1 + 0.12 * world, 5])
-    held, pairs, shares = axes["held"], axes["map"], axes["shares"]
+    with picture(path, (11, 7 + 0.12 * world)) as figure:
+        axes = figure.subplot_mosaic([["held", "held"], ["map", "shares"]], height_ratios=[1 + 0.12 * world, 5])
+        held, pairs, shares = axes["held"], axes["map"], axes["shares"]
 
-    for rank, chunks in enumerate(first.layout.chunks):
-        spans = [(chunk.start, chunk.length) for chunk in chunks]
-        held.broken_barh(spans, (rank - 0.4, 0.8), facecolors=f"C{rank % 10}", edgecolors="white", linewidth=0.3)
-    held.set_title("tokens that each rank holds", fontsize=10)
-    held.set(xlim=(0, first.layout.seqlen), ylim=(world - 0.4, -0.6), yticks=range(0, world, -(-world // 16)))
-    held.set_ylabel("rank")
+        for rank, chunks in enumerate(first.layout.chunks):
+            spans = [(chunk.start, chunk.length) for chunk in chunks]
+            held.broken_barh(spans, (rank - 0.4, 0.8), facecolors=f"C{rank % 10}", edgecolors="white", linewidth=0.3)
+        held.set_title("tokens that each rank holds", fontsize=10)
+        held.set(xlim=(0, first.layout.seqlen), ylim=(world - 0.4, -0.6), yticks=range(0, world, -(-world // 16)))
+        held.set_ylabel("rank")
 
-    pairs.imshow(
-        _map(plans, [colours(hop) for hop in hops]),
-        extent=(0, first.layout.seqlen, first.layout.seqlen, 0),
-        interpolation="nearest",
-    )
-    pairs.set_title("at which hop queries meet keys; white: never", fontsize=10)
-    pairs.set(xlabel="key", ylabel="query")
-    pairs.locator_params(nbins=5)
+        pairs.imshow(
+            _map(plans, [colours(hop) for hop in hops]),
+            extent=(0, first.layout.seqlen, first.layout.seqlen, 0),
+            interpolation="nearest",
+        )
+        pairs.set_title("at which hop queries meet keys; white: never", fontsize=10)
+        pairs.set(xlabel="key", ylabel="query")
+        pairs.locator_params(nbins=5)
 
-    total = max(sum(map(sum, first.pairs)), 1)
-    below = [0.0] * world
-    for hop in hops:
-        heights = [plan.hops[hop].pairs / total * 100 for plan in plans]
-        shares.bar(range(world), heights, bottom=below, color=colours(hop), width=0.8)
-        below = [a + b for a, b in zip(below, heights, strict=True)]
-    shares.axhline(100 / world, color="gray", ls=":", lw=1)
-    shares.set_title(f"share of FLOPs; the busiest rank has {first.balance:.3f} of the mean (dotted)", fontsize=10)
-    shares.set(xlabel="rank", ylabel="percent", xticks=range(0, world, -(-world // 16)))
+        total = max(sum(map(sum, first.pairs)), 1)
+        below = [0.0] * world
+        for hop in hops:
+            heights = [plan.hops[hop].pairs / total * 100 for plan in plans]
+            shares.bar(range(world), heights, bottom=below, color=colours(hop), width=0.8)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        shares.axhline(100 / world, color="gray", ls=":", lw=1)
+        shares.set_title(f"share of FLOPs; the busiest rank has {first.balance:.3f} of the mean (dotted)", fontsize=10)
+        shares.set(xlabel="rank", ylabel="percent", xticks=range(0, world, -(-world // 16)))
 
-    title = f"{first.layout.name}, {first.mask!r}: {first.layout.seqlen} tokens over {world} ranks"
-    figure.suptitle(title, fontsize=11)
-    named = hops[:: -(-len(hops) // MOST_LABELS)]
-    patches = [Patch(color=colours(hop), label=f"hop {hop}") for hop in named]
-    figure.legend(handles=patches, loc="outside lower center", ncols=8, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+        title = f"{first.layout.name}, {first.mask!r}: {first.layout.seqlen} tokens over {world} ranks"
+        figure.suptitle(title, fontsize=11)
+        named = hops[:: -(-len(hops) // MOST_LABELS)]
+        patches = [Patch(color=colours(hop), label=f"hop {hop}") for hop in named]
+        figure.legend(handles=patches, loc="outside lower center", ncols=8, fontsize=9)
 
 
 def _map(plans: Sequence[Plan], colours: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:

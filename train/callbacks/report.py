@@ -29,7 +29,6 @@ def write_report(folder: Path, page: Path) -> None:
         DataError: as in `read_run`.
     """
     run, picture = read_run(folder), picture_of(page)
-    page.parent.mkdir(parents=True, exist_ok=True)
     draw(run, picture)
     page.write_text(markdown(run, picture.name))
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ringflash.commands.picture import picture
 from ringflash.train.callbacks.loss_by_position import PREFIX
 from ringflash.train.callbacks.run_log import Points, RunLog
 
@@ -16,10 +17,6 @@ TRAIN, HELD_OUT, OTHER = "#4c78a8", "#e45756", "#54a24b"
 
 def draw(run: RunLog, path: Path) -> None:
     """Draws a panel for each kind of logged metric; an empty log gives an empty loss panel."""
-    # Avoids pyplot, which keeps figures and picks a window system. Imported here because fonts take a second to load.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels: list[tuple[bool, Callable[[Any, RunLog], None]]] = [
         (True, _losses),
         (bool(run.by_position()), _by_position),
@@ -31,34 +28,26 @@ def draw(run: RunLog, path: Path) -> None:
     shown = [panel for there, panel in panels if there]
     columns = min(COLUMNS, len(shown))
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(4.8 * columns, 3.4 * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for ax, panel in zip(axes, shown, strict=False):
-        ax.set_xlabel("optimizer step")
-        ax.grid(alpha=0.25)
-        panel(ax, run)
-        ax.spines[["top", "right"]].set_visible(False)
-    for ax in axes[len(shown) :]:
-        ax.set_visible(False)
-    figure.suptitle(run.name)
-    figure.savefig(path)
+    with picture(path, (4.8 * columns, 3.4 * rows), 120) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for ax, panel in zip(axes, shown, strict=False):
+            ax.set_xlabel("optimizer step")
+            ax.grid(alpha=0.25)
+            panel(ax, run)
+            ax.spines[["top", "right"]].set_visible(False)
+        for ax in axes[len(shown) :]:
+            ax.set_visible(False)
+        figure.suptitle(run.name)
 
 
 def draw_by_position(curves: Sequence[tuple[str, Sequence[tuple[int, int, float]]]], path: Path) -> None:
     """Draws loss by position alone: a curve for each (label, [(first position, last position, loss in nats), ...])."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
-    for index, (label, rows) in enumerate(curves):
-        _curve(ax, rows, color=f"C{index}", label=label)
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with picture(path, (7, 4.5), 120) as figure:
+        ax = figure.subplots()
+        for index, (label, rows) in enumerate(curves):
+            _curve(ax, rows, color=f"C{index}", label=label)
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

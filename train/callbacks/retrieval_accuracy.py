@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from ringflash.commands.picture import picture
 from ringflash.train.data.retrieval import Grid, RetrievalDataModule
 from ringflash.train.models.loss import IGNORE_INDEX
 
@@ -139,26 +140,19 @@ def write(file: Path, cells: Sequence[Cell], **facts: Any) -> None:
 
 def draw(file: Path, cells: Sequence[Cell]) -> None:
     """Draws the cells as a picture: depth from left to right, one row a length."""
-    # Avoids pyplot, which keeps figures and picks a window system. Imported here because fonts take a second to load.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lengths = list(dict.fromkeys(cell.length for cell in cells))
     depths = len(cells) // len(lengths)
     table = [[cell.accuracy for cell in cells[i : i + depths]] for i in range(0, len(cells), depths)]
-    figure = Figure(figsize=(2.5 + 0.6 * depths, 1.6 + 0.5 * len(lengths)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    image = axes.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    for y, row in enumerate(table):
-        for x, accuracy in enumerate(row):
-            color = "white" if accuracy > 0.6 else "black"
-            axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8, color=color)
-    ends = [f"{cell.begin:.0%}" for cell in cells[:depths]]
-    axes.set_xticks(range(depths), ends)
-    axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set(xlabel="depth of the fact in the context, from", ylabel="tokens", title="answers that are right")
-    axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, format="{x:.0%}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    with picture(file, (2.5 + 0.6 * depths, 1.6 + 0.5 * len(lengths)), 150) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        for y, row in enumerate(table):
+            for x, accuracy in enumerate(row):
+                color = "white" if accuracy > 0.6 else "black"
+                axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8, color=color)
+        ends = [f"{cell.begin:.0%}" for cell in cells[:depths]]
+        axes.set_xticks(range(depths), ends)
+        axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set(xlabel="depth of the fact in the context, from", ylabel="tokens", title="answers that are right")
+        axes.spines[:].set_visible(False)
+        figure.colorbar(image, ax=axes, format="{x:.0%}")

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ringflash.bench.attention.traffic import Shape
-from ringflash.bench.common.plot import short
+from ringflash.bench.common.plot import length_axis, short
 from ringflash.bench.cost_model.model import Machine, Split, predict
+from ringflash.commands.picture import picture
 
 Row = dict[str, Any]
 Curve = list[tuple[int, float]]
@@ -62,9 +63,7 @@ def _curves(ax: Any, curves: dict[str, Curve], title: str, unit: str) -> None:
         xs, ys = zip(*points, strict=True)
         ax.plot(xs, ys, "o-", ms=3.5, lw=width, zorder=order, color=COLOURS[name], label=name)
     lengths = sorted({length for points in curves.values() for length, _ in points})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
-    ax.set_xlabel("tokens over all GPUs")
+    length_axis(ax, lengths, "tokens over all GPUs")
     ax.set_ylabel(unit)
     ax.set_title(title, fontsize=10)
     ax.grid(alpha=0.3)
@@ -158,9 +157,7 @@ def cost_model(axes: Sequence[Any], records: Records) -> None:
             found |= {row["seqlen"]: row for row in records.rows(*RINGS[1:]) if row["name"] == "ringflash zigzag"}
         values = [row["forward_backward_tflops_per_gpu"] for row in found.values()]
         axes[0].plot(list(found), values, "o", color=colour, label=name)
-    axes[0].set_xscale("log", base=2)
-    axes[0].set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
-    axes[0].set_xlabel("tokens over all GPUs")
+    length_axis(axes[0], lengths, "tokens over all GPUs")
     axes[0].set_ylabel("TFLOP/s a GPU")
     axes[0].set_ylim(bottom=0)
     axes[0].grid(alpha=0.3)
@@ -196,21 +193,15 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Any], Records], None], int, str, bo
 
 def draw(name: str, records: Path, to: Path) -> Path:
     """Draws the picture `name` from the records in a folder, and returns the path of the file in `to`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     function, panels, title, has_legend = PICTURES[name]
-    figure = Figure(figsize=(2.2 + 3.8 * panels, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    function(axes, Records(records))
-    figure.suptitle(title, fontsize=11)
-    if has_legend:
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * panels), fontsize=9)
-    to.mkdir(parents=True, exist_ok=True)
     path = to / f"{name}.png"
-    figure.savefig(path, dpi=110)
+    with picture(path, (2.2 + 3.8 * panels, 3.8)) as figure:
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        function(axes, Records(records))
+        figure.suptitle(title, fontsize=11)
+        if has_legend:
+            handles, labels = axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * panels), fontsize=9)
     return path
 
 

@@ -25,6 +25,7 @@ from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, plain_by_rows
 from ringflash.bench.ring.merging import Attention, ways
 from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.commands.picture import picture
 from ringflash.errors import ArgumentError
 
 GPU = {"seqlen": 8192, "world_sizes": [1, 2, 4, 8, 16, 32, 64], "layers": [1, 2, 4, 8, 16, 32], "depth_seqlen": 2048}
@@ -148,24 +149,18 @@ def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draws the errors over ring size and over depth to `path`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = [("world_size", name) for name in TENSORS] + [("layers", GRADIENT)]
-    figure = Figure(figsize=(3.0 * len(panels), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    handles: dict[str, Any] = {}
-    for ax, (key, tensor) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for name in dict.fromkeys(row["name"] for row in rows):
-            of = [row for row in rows if row["name"] == name and ("layers" in row) == (key == "layers")]
-            xs, ys = [row[key] for row in of], [row["errors"][tensor] for row in of]
-            handles[name] = ax.plot(xs, ys, "o-", ms=3.5)[0]
-        ax.set_title(tensor, fontsize=10)
-        ax.set_xlabel("ranks" if key == "world_size" else f"layers, {DEPTH_RANKS} ranks")
-        ax.set_xscale("log", base=2)
-        ax.set_ylim(bottom=0)
-        ax.grid(alpha=0.3)
-    figure.suptitle("Relative RMS error against float64", fontsize=11)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with picture(path, (3.0 * len(panels), 3.4)) as figure:
+        handles: dict[str, Any] = {}
+        for ax, (key, tensor) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            for name in dict.fromkeys(row["name"] for row in rows):
+                of = [row for row in rows if row["name"] == name and ("layers" in row) == (key == "layers")]
+                xs, ys = [row[key] for row in of], [row["errors"][tensor] for row in of]
+                handles[name] = ax.plot(xs, ys, "o-", ms=3.5)[0]
+            ax.set_title(tensor, fontsize=10)
+            ax.set_xlabel("ranks" if key == "world_size" else f"layers, {DEPTH_RANKS} ranks")
+            ax.set_xscale("log", base=2)
+            ax.set_ylim(bottom=0)
+            ax.grid(alpha=0.3)
+        figure.suptitle("Relative RMS error against float64", fontsize=11)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9)
