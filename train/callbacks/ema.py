@@ -85,13 +85,7 @@ class ExponentialMovingAverage(Callback):
         """Restores the weights."""
         self._swap_out(pl_module)
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replaces the weights with the averages."""
-        self._swap_in(pl_module)
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restores the weights."""
-        self._swap_out(pl_module)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restores the weights."""

@@ -65,6 +65,7 @@ TEXT_KEYS = frozenset(
         "version",
     }
 )
+OWN_NAME = "RingAttentionStrategy"  # a short name that the parser finds among the imported subclasses
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 MAX_CONFIG_BYTES = 4 << 20
 REMEDY = "Build the Trainer in a program of your own to use other classes or functions; docs/security.md lists these."
@@ -92,7 +93,7 @@ def is_allowed(class_path: str) -> bool:
     """Returns whether a class path is allowed; imports modules of ringflash only."""
     module, _, name = class_path.rpartition(".")
     if not module:
-        return any(name in names for names in LIGHTNING_CLASSES.values()) or _is_own_name(name)
+        return any(name in names for names in LIGHTNING_CLASSES.values()) or name == OWN_NAME
     if module.split(".")[0] == "ringflash":
         try:
             found = getattr(importlib.import_module(module), name, None)
@@ -104,11 +105,6 @@ def is_allowed(class_path: str) -> bool:
         re.fullmatch(rf"lightning\.pytorch\.{group}(\.[a-z]\w*)*", module) is not None and name in names
         for group, names in LIGHTNING_CLASSES.items()
     )
-
-
-def _is_own_name(name: str) -> bool:
-    """Returns whether `name` is a short name that the parser finds among the imported subclasses."""
-    return name == "RingAttentionStrategy"
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -227,7 +223,7 @@ def _is_importable(dotted: str) -> bool:
 
 def _refused(key: str, got: str) -> ConfigError:
     names = {name: f"lightning.pytorch.{group}.{name}" for group, names in LIGHTNING_CLASSES.items() for name in names}
-    names["RingAttentionStrategy"] = "ringflash.train.lightning.strategy.RingAttentionStrategy"
+    names[OWN_NAME] = "ringflash.train.lightning.strategy.RingAttentionStrategy"
     near = difflib.get_close_matches(got.rpartition(".")[2], names, n=1, cutoff=0.7)
     return ConfigError(
         key or "configuration",

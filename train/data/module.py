@@ -143,11 +143,17 @@ class TextDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that give a position in an epoch its meaning."""
-        return self._identity()
+        return {
+            "corpus": self.tokens.header.digest,
+            "context_length": self.context_length,
+            "documents": self.documents,
+            "val_fraction": self._val_fraction(self.tokens),
+            "seed": self.seed,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises DataError when the checkpoint's position refers to other samples."""
-        now = self._identity()
+        now = self.state_dict()
         differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
         if differing:
             raise DataError(
@@ -179,15 +185,6 @@ class TextDataModule(pl.LightningDataModule):
         if self._asked_val_fraction is not None:
             return self._asked_val_fraction
         return VAL_FRACTION if tokens.header.val_fraction is None else tokens.header.val_fraction
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "corpus": self.tokens.header.digest,
-            "context_length": self.context_length,
-            "documents": self.documents,
-            "val_fraction": self._val_fraction(self.tokens),
-            "seed": self.seed,
-        }
 
     def _loader(self, samples: TokenSamples, *, shuffle: bool) -> ResumableLoader:
         ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}

@@ -29,7 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ringflash.errors import ArgumentError, ConfigError, DataError
+from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
 from ringflash.train.data.sources import Part, divide, find_sources, read
 from ringflash.train.data.tokenizer import Tokenizer
@@ -201,17 +201,14 @@ def _in_processes(
     # Spawns, because a fork would copy the locks of torch and of tokenizers without the threads that hold them.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(shards)), context, initializer=_enter_worker)
-    waiting: dict[Future[tuple[ShardHeader, bool] | dict[str, Any]], int] = {}
+    waiting: dict[Future[tuple[ShardHeader, bool]], int] = {}
     try:
         for index, parts in enumerate(shards):
-            waiting[pool.submit(_make_shard_in_worker, shard_path(folder, index), parts, recipe)] = index
+            waiting[pool.submit(make_shard, shard_path(folder, index), parts, recipe)] = index
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
-                made = future.result()
-                if isinstance(made, dict):
-                    raise DataError(**made)
-                yield waiting.pop(future), made
+                yield waiting.pop(future), future.result()
     except BrokenProcessPool as error:
         raise DataError(
             "processes",
@@ -273,16 +270,6 @@ def _enter_worker() -> None:
             os._exit(1)
 
     threading.Thread(target=leave, daemon=True).start()
-
-
-def _make_shard_in_worker(
-    path: Path, parts: Sequence[Part], recipe: Recipe
-) -> tuple[ShardHeader, bool] | dict[str, Any]:
-    """Runs `make_shard`; returns an error as plain arguments, from which the first process raises a DataError."""
-    try:
-        return make_shard(path, parts, recipe)
-    except ArgumentError as error:
-        return {"argument": error.argument, "expected": error.expected, "got": str(error.got), "remedy": error.remedy}
 
 
 def _progress(console: Console | None) -> Progress:

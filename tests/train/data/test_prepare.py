@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import prepare as preparing
 from ringflash.train.data.corpus import load_corpus
 from ringflash.train.data.prepare import Recipe, prepare
-from ringflash.train.data.sources import divide, find_sources
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import HEADER_BYTES, TokenFiles, dtype_of, shard_path
 from tests.train.data.corpora import documents, prepared, write, write_lines, write_tokenizer
@@ -67,12 +65,10 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_what_a_process_raises_comes_back(tmp_path: Path) -> None:
-    lines = write_lines(tmp_path / "lines.jsonl", ["a"], "body")
-    (parts,) = divide(find_sources(str(lines)), 100)
-    fields = preparing._make_shard_in_worker(tmp_path / "tokens-00000.bin", parts, Recipe(Tokenizer()))
-    assert isinstance(fields, dict)
-    assert "text_field: expected text in the field 'text'" in str(DataError(**pickle.loads(pickle.dumps(fields))))
-    assert not list(tmp_path.glob("*tokens*"))
+    lines = write_lines(tmp_path / "lines.jsonl", ["a"] * 9, "body")
+    with pytest.raises(DataError, match="text_field: expected text in the field 'text' of every row, got none in"):
+        prepared(tmp_path / "two", lines, shard_bytes=30, processes=2)
+    assert not list((tmp_path / "two").glob("*tokens*"))
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
