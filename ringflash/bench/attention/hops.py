@@ -24,7 +24,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.bench.attention.tiles import HOPPER, auto_kernels
 from ringflash.bench.common import timing
-from ringflash.bench.common.problem import AGREEMENT, Problem, add_options, difference, failure
+from ringflash.bench.common.problem import Problem, add_options, check_agreement, failure
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.run import Run
 from ringflash.commands.options import DTYPES, check_at_least
@@ -96,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench hops", description="Measures the forward of a hop by its role.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 4096 to 32768, doubling")
-    add_options(parser)
+    add_options(parser, FULL)
+    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
     parser.add_argument("--rounds", type=int, help="over all roles (default: 7)")
     return parser
@@ -155,11 +156,7 @@ def _agree(rank: Rank, expected: tuple[Tensor, Tensor]) -> None:
     for roles, chunks in ((("only",), (Chunk(0, seqlen),)), (("first", "middle", "last"), three)):
         for role, keys in zip(roles, chunks, strict=True):
             rank.hop(role, keys)
-        for name, got, wanted in zip(("out", "lse"), (rank.out, rank.lse), expected, strict=True):
-            apart = difference(got, wanted)
-            if not apart < AGREEMENT:
-                hops = ", ".join(roles)
-                raise ValueError(f"another result: {name} of {hops} differs by {apart:.2g} of the largest value")
+        check_agreement(("out", "lse"), (rank.out, rank.lse), expected, f" of {', '.join(roles)}")
 
 
 def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[float]]:

@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringflash as rf
 from ringflash.bench.attention.single import Unavailable, cute
 from ringflash.bench.common import timing
+from ringflash.bench.common.problem import add_options
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.run import Run
 from ringflash.commands.options import DTYPES
@@ -55,21 +55,17 @@ def main(argv: Sequence[str]) -> int:
             rows.append(
                 {"name": name, "call": call, **shape, "dtype": options.dtype, "host_us": round(microseconds, 1)}
             )
+        run.write(rows)
     _print(rows, run.device_name)
-    run.write(rows)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench host", description="Measures the host time of warm calls.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 128 512 1024 2048")
-    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--nheads", type=int, help="default: 8")
-    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    add_options(parser, GPU)
     parser.add_argument("--rounds", type=int, help="over all calls (default: 15)")
     parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
 

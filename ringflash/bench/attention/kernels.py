@@ -32,7 +32,7 @@ from ringflash.bench.attention.single import Unavailable, contenders
 from ringflash.bench.attention.tiles import auto_kernels, pass_bytes
 from ringflash.bench.attention.traffic import Shape, Traffic
 from ringflash.bench.common import memory, plot, profiler, timing
-from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, Setup, difference, failure
+from ringflash.bench.common.problem import Contender, Problem, Setup, add_options, check_agreement, failure
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
@@ -80,12 +80,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench kernels", description="Measures flash_attention on one device.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 131072, doubling")
-    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128 256")
+    add_options(parser, FULL)
     parser.add_argument("--causal", choices=("both", "yes", "no"), default="both")
-    parser.add_argument("--nheads", type=int, help="default: 16")
-    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
     parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, help="over all contenders (default: 5)")
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, help="no further cell after this many seconds")
@@ -95,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, as the tables name them; peers too")
     parser.add_argument("--quick", action="store_true", help="1k and 8k tokens, headdim 128, three rounds")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
     parser.add_argument("--png", type=Path, help="where to draw them")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: join the JSON of earlier runs")
     parser.add_argument("--traffic", action="store_true", help="measure nothing: compute HBM bytes")
@@ -169,7 +165,10 @@ def _measure(
                 setup = stack.enter_context(contender(problem))
                 results = [setup.whole(x.detach()) for x in setup.forward_backward()]
                 expected = expected or results
-                rows[name] |= _agreement(results, expected, yardstick)
+                check_agreement(TENSORS, results, expected)
+                if yardstick is not None:
+                    errors = yardstick.errors(results)
+                    rows[name]["errors"] = {tensor: dataclasses.asdict(error) for tensor, error in errors.items()}
                 del results
                 rows[name] |= _peak_memory(setup, shape.batch * shape.seqlen, device)
                 setups[name] = setup
@@ -182,21 +181,6 @@ def _measure(
     for name, row in rows.items():
         row |= _figures(times.get(name, {}), problem.forward_flops, matmul_tflops) | _bytes(name, shape, kernels)
     return list(rows.values())
-
-
-def _agreement(results: list[Tensor], expected: list[Tensor], yardstick: Yardstick | None) -> dict[str, Any]:
-    """Returns the errors against float64, if there is a yardstick.
-
-    Raises:
-        ValueError: the results differ from `expected`, the first contender's, by more than rounding explains.
-    """
-    apart = {name: difference(*pair) for name, *pair in zip(TENSORS, results, expected, strict=True)}
-    worst = max(apart, key=lambda name: apart[name])
-    if not all(x < AGREEMENT for x in apart.values()):
-        raise ValueError(f"another result: {worst} differs by {apart[worst]:.2g} of the largest value")
-    if yardstick is None:
-        return {}
-    return {"errors": {name: dataclasses.asdict(error) for name, error in yardstick.errors(results).items()}}
 
 
 def _bytes(name: str, shape: Shape, kernels: str) -> dict[str, Any]:

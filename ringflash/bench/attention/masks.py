@@ -27,7 +27,7 @@ from ringflash.bench.attention.mask_cases import cases, triangle
 from ringflash.bench.attention.mask_peers import MaskContender, compiling, flash_attention_4, flex, ours
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common import timing
-from ringflash.bench.common.problem import AGREEMENT, Problem, Setup, add_options, difference, failure
+from ringflash.bench.common.problem import Problem, Setup, add_options, check_agreement, failure
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS
@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench masks", description="Measures flash_attention under masks.")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
-    add_options(parser)
+    add_options(parser, FULL)
+    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
     parser.add_argument("--documents", type=int, help="in a sequence, of mixed and of equal lengths (default: 16)")
     parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
@@ -105,7 +106,7 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
                 for part, prepare in parts.items():
                     modes[part] = prepare(case, problem)
                     results = [modes[part].whole(x.detach()) for x in modes[part].forward_backward()]
-                    _agree(results, expected or results)
+                    check_agreement(TENSORS, results, expected or results)
                     expected = expected or results
                     del results
                 setups[by, case.name] = modes
@@ -120,14 +121,6 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
     for by in contenders:
         _add_figures([row for row in rows.values() if row["by"] == by], times)
     return list(rows.values())
-
-
-def _agree(results: list[Tensor], expected: list[Tensor]) -> None:
-    """Raises ValueError if the results differ from `expected`, results of the same documents or another mode."""
-    for name, got, wanted in zip(TENSORS, results, expected, strict=True):
-        apart = difference(got, wanted)
-        if not apart < AGREEMENT:
-            raise ValueError(f"another result: {name} differs by {apart:.2g} of the largest value")
 
 
 def _take_turns(

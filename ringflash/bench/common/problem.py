@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,14 +132,29 @@ class Setup:
 Contender = Callable[[Problem], AbstractContextManager[Setup]]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that the benchmarks of hops and of masks share."""
-    parser.add_argument("--headdims", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--nheads", type=int, help="default: 16")
+def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Adds the options that the benchmarks on one device share; `defaults` on a GPU are for their help."""
+    headdims = " ".join(map(str, defaults["headdims"]))
+    parser.add_argument("--headdims", type=int, nargs="+", help=f"default: {headdims}")
+    parser.add_argument("--nheads", type=int, help=f"default: {defaults['nheads']}")
     parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
+
+
+def check_agreement(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor], of: str = "") -> None:
+    """Raises ValueError if a result differs from another contender's by more than rounding explains.
+
+    Args:
+        names: name of each result.
+        got: results of a contender.
+        expected: results of another one.
+        of: text after the name of a result.
+    """
+    for name, result, other in zip(names, got, expected, strict=True):
+        apart = difference(result, other)
+        if not apart < AGREEMENT:
+            raise ValueError(f"another result: {name}{of} differs by {apart:.2g} of the largest value")
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
