@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args([arg for arg in argv if arg != "--debug"])
     rows = facts()
-    found = problems(rows)
+    found = [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
     if options.json:
         print(json.dumps({"ok": not found, "problems": found, "facts": rows}, indent=2))
     elif find_spec("rich") is None:  # rich is missing, and the rows say so
@@ -51,11 +51,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         _print_table(rows)
     return 1 if found else 0
-
-
-def problems(rows: dict[str, str]) -> list[str]:
-    """Returns the names of the rows that report a missing package or a failure."""
-    return [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
 
 
 def _print_table(rows: dict[str, str]) -> None:

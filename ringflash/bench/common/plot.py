@@ -25,8 +25,9 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
                 ax = axes[line][column]
                 ax.set_title(f"{part}, {'causal' if causal else 'full'}, headdim {headdim}", fontsize=10)
                 cell = [row for row in rows if row["headdim"] == headdim and row["causal"] == causal]
+                key = f"{part}_tflops"
                 for name in names:
-                    points = sorted((row["seqlen"], row[f"{part}_tflops"]) for row in cell if _has(row, name, part))
+                    points = sorted((row["seqlen"], row[key]) for row in cell if row["name"] == name and key in row)
                     twin = name.replace("deterministic", "fast")
                     if not points or (part == "forward" and name != twin and twin in names):
                         continue  # both modes have the same forward
@@ -48,10 +49,6 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], device: str) -> None:
         figure.suptitle(f"{title}; causal counted as half, backward as 2.5 forwards", fontsize=11)
         ordered = [name for name in (*names, "large matmul, same run") if name in handles]
         figure.legend([handles[name] for name in ordered], ordered, loc="outside lower center", ncols=4, fontsize=9)
-
-
-def _has(row: Mapping[str, Any], name: str, part: str) -> bool:
-    return row["name"] == name and f"{part}_tflops" in row
 
 
 def _mode(name: str) -> str:

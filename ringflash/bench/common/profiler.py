@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ringflash.bench.attention.single import ours
 from ringflash.bench.attention.traffic import Shape
-from ringflash.bench.common.problem import Problem, Setup
+from ringflash.bench.common.problem import Problem
 from ringflash.commands.options import DTYPES
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -105,11 +106,6 @@ def trace_bytes(trace: str) -> float:
     return sum(found)
 
 
-def _run_pass(setup: Setup, what: str) -> Callable[[], object]:
-    out = setup.forward()
-    return setup.forward if what == "forward" else lambda: setup.backward(out)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one pass once under a profiler. `measure` starts it in a process of its own."""
     parser = argparse.ArgumentParser("ringflash.bench.common.profiler")
@@ -122,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, dtype = torch.device("cuda"), DTYPES[options.dtype]
     problem = Problem.random(seqlen, nheads, nheads_kv, headdim, device, dtype, batch=batch, causal=bool(causal))
     with ours("deterministic" in options.what)(problem) as setup:
-        call = _run_pass(setup, options.what)
+        out = setup.forward()
+        call = setup.forward if options.what == "forward" else partial(setup.backward, out)
         call()
         torch.cuda.synchronize()
         if options.under == "ncu":

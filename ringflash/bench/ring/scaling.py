@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.bench.common import peers, ranks
-from ringflash.bench.common.problem import Contender, Problem, failure
+from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, print_table
 from ringflash.commands.options import DTYPES, check_at_least
@@ -126,8 +126,9 @@ def _measure_length(
         for count in counts:
             if count in rings and count not in failed:
                 group, context = rings[count]
+                contender = peers.alone(seqlen) if context is None else peers.ours(context)
                 try:
-                    ranks.take_round(_contender(seqlen, context), problem, samples[count], options.repeats, group)
+                    ranks.take_round(contender, problem, samples[count], options.repeats, group)
                 except ArgumentError:
                     raise  # attention does not take the heads
                 except RuntimeError as error:  # out of memory, on all ranks of the ring alike
@@ -148,10 +149,6 @@ def _measure_length(
             row[f"{part}_tflops_per_gpu"] = round(problem.forward_flops * passes / seconds / count / 1e12, 1)
         rows.append(row)
     return rows
-
-
-def _contender(seqlen: int, context: rf.ContextParallel | None) -> Contender:
-    return peers.alone(seqlen) if context is None else peers.ours(context)
 
 
 def with_efficiency(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
