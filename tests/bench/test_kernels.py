@@ -13,7 +13,7 @@ import torch
 from ringflash.bench.attention import kernels, single, tiles, traffic
 from ringflash.bench.attention.traffic import Shape, Tile
 from ringflash.bench.common import memory, plot, profiler, timing
-from ringflash.bench.common.problem import Problem, Setup
+from ringflash.bench.common.problem import Problem, Setup, check_agreement
 from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 from ringflash.kernels import fallback
@@ -67,6 +67,17 @@ def test_contenders_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert all(row["errors"][tensor]["rms"] < 1e-2 for tensor in ("out", "dq", "dk", "dv")), row
     assert main(["bench", "kernels", *cell, "--only", "SDPA math"]) == 2
     assert "'SDPA flash (FA2)', 'SDPA cuDNN', 'FlexAttention', 'FlashAttention-4', " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "dq", "message"),
+    [(1.1, 3.0, "dq of hops differs by 2"), (3.0, 1.1, "out of hops differs by 2"), (3.0, torch.nan, "dq .* by nan")],
+)
+def test_the_worst_of_the_results_that_differ_is_named(out: float, dq: float, message: str) -> None:
+    ones = [torch.ones(2), torch.ones(2)]
+    check_agreement(("out", "dq"), ones, [1.01 * one for one in ones])
+    with pytest.raises(ValueError, match=f"another result: {message} of the largest value"):
+        check_agreement(("out", "dq"), [out * ones[0], dq * ones[1]], ones, " of hops")
 
 
 def test_a_contender_that_cannot_is_said_in_its_row(

@@ -79,7 +79,9 @@ def test_a_case_that_fails_is_said_in_its_row(
     path = tmp_path / "masks.json"
     assert masks.main([*CELL.split(), "--json", str(path)]) == 1
     failed = {row["name"]: row["failed"] for row in json.loads(path.read_text())["rows"] if "failed" in row}
-    assert failed.pop("batch of 4").startswith("ValueError: another result: out differs by 0.17 of the largest value")
+    wrong = failed.pop("batch of 4")  # every tensor by the same share, but for rounding
+    assert wrong.startswith("ValueError: another result: ")
+    assert wrong.endswith(" differs by 0.17 of the largest value")
     assert failed == {
         "window of 40": "OutOfMemoryError: tried to allocate 9 TiB",
         "25% of blocks of 128": "ArgumentError: mask: expected an interval, got blocks. Use another backend.",

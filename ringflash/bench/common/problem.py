@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) ->
 
 
 def check_agreement(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor], of: str = "") -> None:
-    """Raises ValueError if a result differs from another contender's by more than rounding explains.
+    """Raises ValueError if a result differs from another contender's by more than rounding explains; names the worst.
 
     Args:
         names: name of each result.
@@ -151,10 +152,10 @@ def check_agreement(names: Sequence[str], got: Sequence[Tensor], expected: Seque
         expected: results of another one.
         of: text after the name of a result.
     """
-    for name, result, other in zip(names, got, expected, strict=True):
-        apart = difference(result, other)
-        if not apart < AGREEMENT:
-            raise ValueError(f"another result: {name}{of} differs by {apart:.2g} of the largest value")
+    apart = {name: difference(*pair) for name, *pair in zip(names, got, expected, strict=True)}
+    worst = max(apart, key=lambda name: inf if isnan(apart[name]) else apart[name])
+    if not apart[worst] < AGREEMENT:
+        raise ValueError(f"another result: {worst}{of} differs by {apart[worst]:.2g} of the largest value")
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
