@@ -172,7 +172,7 @@ def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
     title = f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}"
-    columns: list[Column] = [("mask", "name", ""), ("by", "by", ""), ("share of\ncausal", "share", ".1%")]
+    columns: list[Column] = [("mask", "name", "<"), ("by", "by", "<"), ("share of\ncausal", "share", ".1%")]
     for part in PARTS:
         head = part.replace("_", "\n")
         for what, form in (("expected_ms", ".3f"), ("ms", ".3f"), ("cost", ".2f")):

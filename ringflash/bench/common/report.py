@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 Row = Mapping[str, Any]
-# A header, the key of a figure or a function of the row, and the format of the cell. Text on the left has no format.
+# A header, the key of a figure or a function of the row, and the format of the cell. Text on the left has no format, or
+# "<" if it never wraps: in a narrow terminal the other columns then become narrower.
 Column = tuple[str, str | Callable[[Row], Any], str]
 
 WIDTH = 170  # columns, if the output is not a terminal
@@ -27,7 +28,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Row], fail
     """
     table = Table(title=title)
     for header, _, form in columns:
-        table.add_column(header, justify="right" if form else "left", no_wrap=not form)
+        table.add_column(header, justify="left" if form in ("", "<") else "right", no_wrap=form == "<")
     for row in rows:
         table.add_row(*(_cell(row, key, form) for _, key, form in columns))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)

@@ -236,7 +236,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
     """Prints the times, rates and memory of every contender, and the errors if they were measured."""
     first = rows[0]
     heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
-    columns: list[Column] = [("seqlen", "seqlen", "d"), ("contender", "name", "")]
+    columns: list[Column] = [("seqlen", "seqlen", "d"), ("contender", "name", "<")]
     for part, title in (("forward", "forward"), ("forward_backward", "both passes")):
         columns.append((f"{title}\nms", f"{part}_ms", ".2f"))
         columns.append((f"{title}\nTFLOP/s\na GPU", f"{part}_tflops_per_gpu", ".0f"))

@@ -239,7 +239,7 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     columns: list[Column] = [
         ("shape", "shape", ""),
         ("context", "context", "d"),
-        ("contender", "name", ""),
+        ("contender", "name", "<"),
         ("s/step", "seconds", ".3f"),
         ("tokens/s\na GPU", "tokens_per_second_per_gpu", ",.0f"),
         ("over\npeer", "over_peer", ".2f"),
