@@ -1,25 +1,26 @@
 """Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added tile by tile to a float32 sum.
 
 A hop is the attention of this rank's queries over the keys of one rank. A program owns 128 keys of one KV head at a
-time, 64 for each of two consumer warpgroups. It streams the queries of all heads of the group that see these keys. With
-`DESCENDING`, tiles of queries run from the last to the first. Otherwise those that need a mask come first. Tiles of dQ
-are added in any order, or in a fixed order that gives the same bits in every run (`ORDERED`). `pipeline.py` explains
-rings, their uses and the tile queue.
+time, 64 for each of two consumer warpgroups. A group is the query heads that share a KV head. The program streams the
+queries of all heads of the group that see its keys. With `DESCENDING`, tiles of queries run from the last to the first.
+Otherwise those that need a mask come first. Tiles of dQ are added in any order, or in a fixed order that gives the same
+bits in every run (`ORDERED`). `pipeline.py` explains rings, their uses and the tile queue.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
 (batch, nheads, seqlen_q). lse is in natural logarithms, and delta is the sum of dout * out over headdim, less the
 gradient of lse. `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are computed
 transposed, with 64 keys as rows and BLOCK_M queries as columns. The variables s, p, dp, ds hold S^T, P^T, dP^T, dS^T.
+Unlike in the paper, dP here includes the subtraction of delta.
 
-    S^T = k q^T, P = 2^((softmax_scale S - lse) log2 e), dP^T = v dout^T - delta, dS = P * dP
+    S^T = k q^T, P^T = 2^((softmax_scale S^T - lse) log2 e), dP^T = v dout^T - delta, dS^T = P^T * dP^T
     dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
 
 With `PRELOADED`, `minus_lse` is -lse / softmax_scale; it and -delta initialise the accumulators of S^T and dP^T.
 Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -delta to the result of v dout^T.
 
-P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups: dS passes through shared
-memory, and dq is multiplied one tile late, one half by each consumer. Two more warps add dq to global memory, each
-every other tile.
+P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups, which passes through
+shared memory. dq of a tile is computed during the next tile, and each consumer computes one half. Two more warps add dq
+to global memory, each every other tile.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with tiles and an order of matmuls measured best on an H200.
 """
 
@@ -79,7 +80,7 @@ from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of the inputs. `minus_lse` and `minus_delta` hold `padded` numbers a head: whole tiles."""
+    """TMA descriptors of the inputs, and `padded`: the rows of a head in `minus_lse` and `minus_delta`, whole tiles."""
 
     q: Any
     dout: Any
@@ -94,7 +95,7 @@ class Shared(NamedTuple):
     """Shared memory: rings of the inputs, of dS, of dq and of tiles.
 
     `numbers` holds -lse for each stage of q, then -delta for each stage of dout. A stage of `ds` has two halves, one
-    from each consumer. Its empty barriers are not used. Before a consumer writes dS(i + 3), both have written
+    from each consumer. The empty barriers of `ds` are not used. Before a consumer writes dS(i + 3), both have written
     dS(i + 2), and so have finished dq(i), which reads dS(i). So `BackwardConfig` asks for three stages or more.
     `parts` is the memory of `ds` again, as buffers for dk and dv on their way to global memory.
     """
@@ -114,10 +115,11 @@ class BackwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     MASKED, BELOW and ABOVE are as in `Intervals` (`mask_tables.py`): whether tiles need a mask, and on which side.
-    BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig` (`config.py`). CHECKED looks for keys with NaN
-    or Inf (`isolation.py`) although lse and delta are finite. ORDERED adds dq in a fixed order. With DESCENDING, a tile
-    of queries is processed for all heads before the next tile; with BY_HEADS too, all tiles of a head come first.
-    ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer.
+    BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig` (`config.py`). With CHECKED, keys are searched
+    for NaN and Inf (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the first
+    addition to a tile is then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for all
+    heads before the next tile. With BY_HEADS too, all tiles of a head come before those of the next head. ACCUMULATE
+    adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer.
     """
 
     MASKED: Any
@@ -136,14 +138,17 @@ class BackwardConstants(NamedTuple):
     ROWS: Any
 
 
-STAGES = gl.constexpr(2)  # stages of q, and of dout
-ADDERS = gl.constexpr(2)  # warps that add dq to memory
-AHEAD = gl.constexpr(3)  # tiles of queries left to copy when the producer asks for the next tile
+STAGES = gl.constexpr(2)  # stages of q, and of dout; shared memory has no room for a third
+ADDERS = gl.constexpr(2)  # warps that add dq to memory; the barriers of the dq ring are made for two
+AHEAD = gl.constexpr(3)  # tiles of queries still to copy when the producer requests the next tile of keys
 
 
 @gluon.jit
 def _fill_with(ring, i, descriptor, at, numbers, vector, number):
-    """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from index `number` on."""
+    """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from index `number` on.
+
+    A stage of `numbers` has the index of its buffer in `ring.buffers`, which holds the stages of q, then of dout.
+    """
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
     mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
@@ -189,7 +194,7 @@ def load_warp(inputs, shared, prefetch, heads, kind):
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         signal_prefetch(prefetch, taken, 0, total, AHEAD)
-        if total > 0:  # before k and v, since their buffers are free only when the consumers finish the previous tile
+        if total > 0:  # before k and v, whose buffers become free only when the previous tile of keys is finished
             _copy_queries(inputs, shared, place, 0, queries, heads, kind)
         for c in gl.static_range(2):
             at = [place.batch, (place.tile * 2 + c) * kind.ROWS, place.head, 0]
@@ -214,7 +219,7 @@ def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
         total = (place.end - place.begin) * kind.GROUP
         for i in range((C + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
-            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the same row of the sum
+            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum is padded like -lse
             add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
         queries += total
         release(shared.tile_queue, taken)
@@ -240,7 +245,10 @@ def _start_dq(C: gl.constexpr, i, shared, kind):
 
 @gluon.jit
 def _numbers_of(shared, i, FIRST: gl.constexpr, S: gl.constexpr):
-    """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of tile `i`. An `i` from `opaque_index` delays the load."""
+    """Loads -lse (FIRST = 0) or -delta (FIRST = STAGES) of tile `i`.
+
+    With an `i` from `opaque_index`, the compiler cannot load early and hold the numbers in registers.
+    """
     return shared.numbers.index(FIRST + slot_of(i, STAGES)).load(gl.SliceLayout(0, S))
 
 
@@ -251,14 +259,16 @@ def _step(
     """Adds tile `i` of queries to (dk, dv), and computes half `C` of dq of tile i - 1. `i` is a use of q, dout and ds.
 
     dk and dv are float32 (ROWS, BLOCK_D), in registers. `first` and `stop` (ROWS,) bound the queries that see each key,
-    and `row` is the tile's first query; these are read only if MASKED. `gradients.lost` is negative if any lse or delta
-    is not finite. `BEGINS` marks the first tile of queries for these keys: a tile i - 1 belongs to earlier keys, and
-    `mma_warpgroup` has computed its dq. Otherwise both halves of dS(i - 1) must be written before its dq is computed.
+    and `row` is the tile's first query; these are read only if MASKED, which is about this tile. `gradients.lost` is
+    negative if any lse or delta is not finite. `BEGINS` marks the first tile of queries for these keys: a tile i - 1
+    belongs to earlier keys, and `mma_warpgroup` has computed its dq. Otherwise both halves of dS(i - 1) must be written
+    before its dq is computed. Matmuls are issued as early as their operands allow, so that they overlap the arithmetic.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
+    # The opaque index keeps the descriptors of k and v out of registers between steps.
     k = buffer_of(shared.k, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
     v = buffer_of(shared.v, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
@@ -292,7 +302,7 @@ def _step(
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
     if BEGINS:
-        tma.store_wait(0)  # the stores of the previous dk and dv may still read this buffer
+        tma.store_wait(0)  # stores of the previous dk and dv may still read this stage, whose memory `parts` shares
     else:
         wait_full(shared.ds, i - 1)
     shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * 2 + C).store(ds)
@@ -316,7 +326,10 @@ def _step(
 
 @gluon.jit
 def _leave_keys(ring):
-    """Releases both buffers of k or v. Each consumer reads both buffers of k, for dq; v is released in the same way."""
+    """Releases both buffers of k or v. Each consumer reads both buffers of k, for dq; v is released in the same way.
+
+    Every consumer therefore waits for both buffers of v too, although it reads only one.
+    """
     for c in gl.static_range(2):
         release(ring, c)  # all uses taken * 2 + c have stage c
 
@@ -349,10 +362,11 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
         if place.end > place.begin:
-            n, _ = _visit(place, 0, kind)  # masked even if all its rows see all keys
+            n, _ = _visit(place, 0, kind)
             row = n * kind.BLOCK_M
+            # One copy of the first step: it applies the mask even to a tile that needs none.
             dk, dv = _step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
-            HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads processed at each tile
+            HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads whose tiles one pass of this loop covers
             end, next_visit = begin, begin + 1
             for _ in range(kind.GROUP // HEADS):  # uses [begin_full, end_full) of each pass need no mask
                 begin_full = end
@@ -385,7 +399,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         else:
             _leave_keys(shared.v)
             _leave_keys(shared.k)
-            tma.store_wait(0)  # its gradients use the buffers of the previous ones
+            tma.store_wait(0)  # the zero gradients reuse buffers that stores of the previous ones may still read
         done = pop_tile(shared.tile_queue, taken)  # the same tile again, instead of keeping it in registers
         release(shared.tile_queue, taken)
         taken += 1
@@ -418,8 +432,8 @@ def _backward_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [2 * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
     parts = make_parts(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
-    # Each half of dq has one buffer but two pairs of barriers, one pair for each warp that adds. A warp waits for every
-    # other tile only, and a barrier's parity is the same for completions two apart.
+    # Each half of dq has one buffer but two pairs of barriers, one pair for each warp that adds. One pair would not do:
+    # a warp waits for every second completion only, and these have equal parity. `buffer_of` does not fit this ring.
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
     tile_queue = make_tile_queue(barriers, 4 * STAGES + 12, 3 + ADDERS)
