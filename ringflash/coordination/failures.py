@@ -240,10 +240,7 @@ class Faults:
                 verdict, cause = "late" if time.monotonic() - start >= 0.9 * self.deadline else "closed", error
             else:
                 verdict = self.judge(time.monotonic() - start, peers)
-        named = self.broken(verdict, hop, peers)
-        self.claim()
-        self.release()
-        raise named from cause
+        raise self.give_up(verdict, hop, peers) from cause
 
     def wait_for(self, work: dist.Work) -> None:
         """Waits for a gloo collective, as `wait` does."""
@@ -281,10 +278,7 @@ class Faults:
             PeerFailed, PeerLost, RingTimeout: another rank has reported that the ring is broken.
         """
         if time.monotonic() - started >= PATIENCE and self.was_reported():
-            named = self.broken("behind", None)
-            self.claim()
-            self.release()
-            raise named
+            raise self.give_up("behind", None)
 
     def raised(self, error: BaseException) -> None:
         """Reports that this rank raised `error` in a ring, so that the other ranks raise too."""
@@ -297,6 +291,13 @@ class Faults:
     def broken(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
         """Ends the ring after this rank waited for `peers` in vain, and returns the error to raise."""
         return self._end(FailureReport(self._rank, kind, hop, tuple(peers), str(self.plan)))
+
+    def give_up(self, kind: Verdict, hop: int | None, peers: Sequence[int] = ()) -> RingflashError:
+        """Ends the ring as `broken` does, and all waits of this rank's GPU; the caller raises the returned error."""
+        error = self.broken(kind, hop, peers)
+        self.claim()
+        self.release()
+        return error
 
     def was_reported(self) -> bool:
         """Returns whether any rank has reported that the ring is broken."""

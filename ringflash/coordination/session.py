@@ -232,7 +232,7 @@ class ControlPlane:
         ahead = any(row[0] == _AHEAD for row in table)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
-            raise self.faults.broken("closed", None, failed)
+            raise self.faults.give_up("closed", None, failed)
         if failed:
             raise PeerFailed(failed, [texts for texts in self._gather_texts("") if texts], rank=self.rank)
         for column, (name, value) in enumerate(call.fields.items(), start=1):

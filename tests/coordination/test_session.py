@@ -92,6 +92,27 @@ def test_known_calls_do_not_wait_and_differences_come_out() -> None:
     assert first[5:] == second[5:] == ["[5, 6]", "[5, 5]"]
 
 
+def _fails_ahead() -> tuple[str, bool, bool]:
+    """Returns the error of a rank whose peer failed, and whether its GPU's waits ended and the error was delivered."""
+    rank, control, released, error = dist.get_rank(), control_of_all(), list[bool](), "none"
+    control.faults.on_release(lambda: released.append(True))
+    for _ in range(2):
+        control.agree({**CALL, "rank": rank}, free="rank")
+    if rank == 1:
+        control.fail(ValueError("of rank 1"))
+        return "ValueError", bool(released), control.faults.delivered
+    try:
+        for _ in range(2):  # the first one continues without waiting
+            control.agree({**CALL, "rank": rank}, free="rank")
+    except RingflashError as raised:
+        error = type(raised).__name__
+    return error, bool(released), control.faults.delivered
+
+
+def test_a_failure_beside_a_call_ahead_ends_the_waits_of_both_gpus() -> None:
+    assert run_ranks(2, _fails_ahead) == [("PeerFailed", True, True), ("ValueError", True, True)]
+
+
 def _between_calls() -> list[str]:
     """Runs calls that continue without waiting, with other kinds of exchanges before their results are checked."""
     rank, control = dist.get_rank(), control_of_all()
