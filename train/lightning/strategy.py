@@ -232,7 +232,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
-        # `token_mean` then accepts a micro-batch's `num_valid_tokens` alone, because `backward` weights the window.
+        # `token_mean` then refuses `num_valid_tokens`, because `backward` weights each micro-batch already.
         self.context.weighs_windows = self.lightning_module.automatic_optimization
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
@@ -313,10 +313,12 @@ class RingAttentionStrategy(ShardedStrategy):
             ConfigError: there are several ranks, and the step neither calls `context.token_mean` nor reads
                 `num_valid_tokens`. Such a loss does not give the gradient of the mean over all ranks.
         """
-        batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        batch = args[0]
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
-        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # Lightning zeroes gradients here
+        trainer = self.lightning_module.trainer
+        # Not an argument, since a module's step need not take the number of the batch. Lightning zeroes gradients here.
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
         watched, made = WatchedBatch(batch), self.context.token_means_made
@@ -347,9 +349,9 @@ class RingAttentionStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         micro_batches = self.lightning_module.trainer.accumulate_grad_batches
         if micro_batches > 1 and self.lightning_module.automatic_optimization:
-            valid = self._window_tokens[-1].to(closure_loss.dtype)
             # Undoes the division by the number of micro-batches in Lightning: the mean is over tokens.
-            closure_loss = closure_loss * (micro_batches * valid / self._first_count().to(closure_loss.dtype))
+            factor = micro_batches * self._window_tokens[-1].double() / self._first_count()
+            closure_loss = closure_loss * factor.to(closure_loss.dtype)  # bfloat16 would round the counts themselves
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -392,14 +394,14 @@ class RingAttentionStrategy(ShardedStrategy):
     def _rescale_gradients(self, optimizer: Optimizer) -> None:
         # The last window of an epoch may hold fewer micro-batches than `accumulate_grad_batches`.
         total = torch.stack(self._window_tokens).sum().clamp(min=1)
+        share = self._first_count().double() / total
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in alike.items():
-            factor = self._first_count().to(dtype) / total.to(dtype)
-            multiply_each(gradients, factor.to(device, non_blocking=True))
+            multiply_each(gradients, share.to(device, dtype, non_blocking=True))
 
 
 def resolve_sizes(

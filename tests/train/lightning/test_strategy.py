@@ -193,3 +193,12 @@ def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
 def test_keys_that_cannot_be_cut(keys: Any) -> None:
     with pytest.raises(ConfigError, match="shard_keys: expected a sequence of names of batch entries other than"):
         RingAttentionStrategy(shard_keys=keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_beyond_the_dtype_of_the_gradients(dtype: torch.dtype) -> None:
+    strategy, parameter = RingAttentionStrategy(), torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    parameter.grad = torch.ones(3, dtype=dtype)
+    strategy._window_tokens = [torch.tensor(count) for count in (70_001, 69_999)]  # float16 ends at 65,504
+    strategy._rescale_gradients(torch.optim.SGD([parameter]))
+    assert parameter.grad.tolist() == [0.5] * 3

@@ -74,6 +74,13 @@ class UserModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+class OneArgument(UserModule):
+    """A module whose step does not take the number of the batch, which Lightning allows."""
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().training_step(batch, 0)
+
+
 def quiet() -> None:
     """Ignores warnings about these toy models."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -91,7 +98,7 @@ def _fit(way: str, data_parallel: int = 1, accumulate: int = 2) -> dict[str, Any
         for tokens, labels in make_batches(6)
         for row in range(tokens.shape[0])
     ]
-    callbacks: list[Any] = [EarlyStopping("val_loss")] if way in ("value", "share monitored") else []
+    callbacks: list[Any] = [EarlyStopping("val_loss")] if way in ("value", "one argument", "share monitored") else []
     callbacks += [StochasticWeightAveraging(1e-2)] if way == "swa" else []
     callbacks += [EMAWeightAveraging()] if way == "ema" else []
     trainer = pl.Trainer(
@@ -108,7 +115,7 @@ def _fit(way: str, data_parallel: int = 1, accumulate: int = 2) -> dict[str, Any
         use_distributed_sampler=data_parallel > 1 and way != "unsharded data",  # it would shuffle
         callbacks=callbacks,
     )
-    module = UserModule(way)
+    module = OneArgument("value") if way == "one argument" else UserModule(way)
     size = 6 // data_parallel
     training = DataLoader(cast("Any", rows[:24]), batch_size=size, shuffle=way == "shuffled")
     held_out = DataLoader(cast("Any", rows[24:]), batch_size=size)
@@ -128,7 +135,7 @@ def _fit(way: str, data_parallel: int = 1, accumulate: int = 2) -> dict[str, Any
 
 def _ways() -> dict[str, dict[str, Any]]:
     world_size = dist.get_world_size()
-    outcomes = {"value": _fit("value")}
+    outcomes = {way: _fit(way) for way in ("value", "one argument")}
     if world_size == 2:
         outcomes |= {way: _fit(way) for way in ("mean", "share", "share synced", "share monitored", "swa", "ema")}
         outcomes["data parallel"] = _fit("value", data_parallel=2)
@@ -150,12 +157,12 @@ def test_the_model_of_the_plain_loop() -> None:
 def test_gradients_and_monitored_loss_are_one_process_s(outcomes: Any, world_size: int) -> None:
     gradients, _, validation = alone()
     for rank in outcomes[world_size]:
-        for name in {"value", "data parallel"} & rank.keys():
+        for name in {"value", "one argument", "data parallel"} & rank.keys():
             outcome = rank[name]
             assert outcome["error"] is None
             assert outcome["metrics"]["val_loss"] == pytest.approx(validation, rel=1e-6)
             assert outcome["metrics"]["val_loss_synced"] == pytest.approx(validation, rel=1e-6)
-            if name == "value":  # data-parallel ranks take every other sequence, not the first half
+            if name != "data parallel":  # data-parallel ranks take every other sequence, not the first half
                 for actual, expected in zip(outcome["gradients"], gradients, strict=True):
                     for parameter, gradient in expected.items():
                         torch.testing.assert_close(actual[parameter], gradient, atol=1e-12, rtol=0)
