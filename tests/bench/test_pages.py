@@ -240,6 +240,23 @@ def test_training_on_one_gpu() -> None:
         assert_steps(cells, of[int(context), "ringflash"], of[int(context), "SDPA"])
 
 
+def test_memory_budget_on_one_gpu() -> None:
+    records = {"1b-auto": "auto", "8b-auto": "auto", "8b-block": "block"}
+    of = {
+        (row["shape"].upper(), str(row["context"]), kept): row
+        for name, kept in records.items()
+        for row in rows(f"training-1gpu-{name}")
+    }
+    listed = table("training", "budget")
+    assert {tuple(cells[:3]) for cells in listed} == of.keys()
+    for *cell, rate, mfu, gib in listed:
+        row = of[cell[0], cell[1], cell[2]]
+        for text, value in ((rate, row["tokens_per_second_per_gpu"]), (mfu, 100 * row["mfu"]), (gib, row["gib"])):
+            assert_rounded(text, value)
+        assert row["kept_blocks"] == (row["layers"] if cell[2] == "auto" else 0)
+    assert of["8B", "32768", "auto"]["loss"][0] == of["8B", "32768", "block"]["loss"][0]
+
+
 def test_claims_of_the_readme() -> None:
     of: dict[int, dict[str, float]] = {}
     memory: dict[str, list[float]] = {}
