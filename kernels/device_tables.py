@@ -82,7 +82,12 @@ class _Chunk:
     """Device memory of many tables; it retires when all of them have left the caches."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = outside_pools(lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+        def allocate() -> Tensor:
+            # On the stream of the uploads: the memory of another stream may belong to work that is still queued there.
+            with torch.cuda.stream(_stream(device)):
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+        self.memory = outside_pools(allocate, device)
         self.used = 0
         self._typed: dict[np.dtype[Any], Tensor] = {}
         weakref.finalize(self, _retire, self.memory).atexit = False
@@ -137,6 +142,12 @@ def readers(device: torch.device) -> set[int]:
     return set()
 
 
+def add_reader(device: torch.device) -> None:
+    """Adds the current stream to the `readers` of `device`: operators of torch are about to read a table there."""
+    if device.type == "cuda":
+        readers(device).add(torch.cuda.current_stream(device).cuda_stream)
+
+
 def _retire(memory: Tensor) -> None:
     """Keeps memory of tables that left the caches until kernels that read them have finished, on every stream."""
     device = memory.device
@@ -144,11 +155,19 @@ def _retire(memory: Tensor) -> None:
     retired.append(_Retired(memory))
     if is_capturing():  # the events would become part of the graph
         return
-    for last in retired:
-        if last.read is None:
-            last.read = [_recorded(stream) for stream in _streams(device)]
-    while retired and retired[0].read is not None and all(event.query() for event in retired[0].read):
-        retired.popleft()
+    if not _retiring.acquire(blocking=False):  # another thread or, in garbage collection, this one does it already
+        return
+    try:
+        for last in tuple(retired):
+            if last.read is None:
+                last.read = [_recorded(stream) for stream in _streams(device)]
+        while retired and retired[0].read is not None and all(event.query() for event in retired[0].read):
+            retired.popleft()
+    finally:
+        _retiring.release()
+
+
+_retiring = Lock()
 
 
 def _streams(device: torch.device) -> Iterator[torch.cuda.Stream]:

@@ -56,9 +56,8 @@ def statistics() -> Statistics:
 
 
 def layout(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """Returns the shapes and strides of tensors, and the dtype and the device of the first, as a part of a key."""
-    first = tensors[0]
-    return first.dtype, first.device, *[(x.shape, x.stride()) for x in tensors]
+    """Returns the shapes, strides and dtypes of tensors, and the device of the first, as a part of a key."""
+    return tensors[0].device, *[(x.dtype, x.shape, x.stride()) for x in tensors]
 
 
 def current_stream(device: torch.device) -> int:
@@ -146,6 +145,8 @@ class Launches:
         settle(kernel)
         if observers:
             _observe(None, ())
+        if tensors[0].is_cuda:
+            readers(tensors[0].device).add(current_stream(tensors[0].device))
         compiled = kernel[grid](*arguments, **options)
         launch = None
         if key is not None and _is_checked() and not is_capturing() and _was_launched(compiled):

@@ -132,7 +132,7 @@ def prepared_vectors(
     given = () if dlse is None else (dlse,)
     cleared = total if counters is None else counters
     tensors = (out, dout, lse, minus_lse, minus_delta, lost, cleared, *given)
-    key = (factor, counters is None, columns, *(x.dtype for x in given), *layout(out, dout, *given))
+    key = factor, counters is None, columns, *layout(out, dout, lse, *given)
     if not _preparations.repeat(key, tensors):
         dlse_rows = None if dlse is None else Strided(dlse, dlse.stride(0), dlse.stride(2), dlse.stride(1))
         ntiles = padded // PREPARED

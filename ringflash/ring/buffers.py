@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.device_tables import add_reader, device_tables, uploaded
 from ringflash.layouts.layout import positions
 from ringflash.ring.plan import Hop, Kind, Plan
 from ringflash.transport.base import Transport
@@ -174,6 +174,7 @@ class GatheredBuffers(_Buffers):
         """Returns the keys and values that this rank sees, sorted by position."""
         assert hop.kv_slot is not None
         order, _ = _orders(hop, self._own[0].device)
+        add_reader(order.device)
         seen = self.message(hop.kv_slot, hop.rows).view(-1, self._width)
         if self._width * seen.itemsize % 8 == 0:  # copies move at most 8 bytes at a time
             seen = seen.view(torch.int64)
@@ -190,6 +191,7 @@ class GatheredBuffers(_Buffers):
         seen = self.message(hop.gradient_slot, hop.rows)  # all ranks allocate the slot here
         if share is not None:
             _, inverse = _orders(hop, seen.device)
+            add_reader(inverse.device)
             for target, source in zip(self._pair(seen), share, strict=True):
                 torch.index_select(source, 1, inverse, out=target)
         if hop.rows.start:

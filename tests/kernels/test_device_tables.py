@@ -88,6 +88,55 @@ def test_dropped_tables_stay_until_every_stream_has_read_them(monkeypatch: pytes
     assert (known, synchronized) == ({0, 5, 7}, [device])
 
 
+def test_a_table_that_is_dropped_while_others_retire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drops a table in garbage collection during the check of another: each one stays until its own events are over."""
+    finished, within = set[int](), list[torch.Tensor]()
+
+    class Event:
+        made = 0
+
+        def __init__(self) -> None:
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self, stream: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            if within:
+                tables._retire(within.pop())
+            return self.number in finished
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(tables, "_streams", lambda device: [None])
+    monkeypatch.setattr(tables, "is_capturing", lambda: False)
+    retired: deque[tables._Retired] = deque()
+    monkeypatch.setattr(tables, "_retired", lambda device: retired)
+    first, second = torch.zeros(1), torch.zeros(1)
+    tables._retire(first)
+    tables._retire(second)
+    finished.add(1)
+    within.append(torch.zeros(1))
+    tables._retire(torch.zeros(1))
+    assert [kept.memory is second for kept in retired] == [True, False, False]
+
+
+@pytest.mark.skipif(not GPU, reason="streams of a GPU")
+@pytest.mark.parametrize("nbytes", [4000, 2 * tables.CHUNK])
+def test_tables_take_no_memory_of_work_that_is_still_queued(nbytes: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tables.uploaded([np.zeros(1, np.int32)], device)  # the stream of uploads exists
+    tables._current.clear()  # the next table begins a chunk
+    x = torch.empty(max(nbytes, tables.CHUNK), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    x.fill_(255)  # half a second from now
+    del x
+    (table,) = tables.uploaded([np.arange(nbytes // 4, dtype=np.int32)], device)
+    torch.cuda.synchronize()
+    assert torch.equal(table.cpu(), torch.arange(nbytes // 4, dtype=torch.int32))
+
+
 def test_tables_travel_together_and_begin_where_kernels_load_vectors() -> None:
     narrow = [np.arange(5, dtype=np.int32), np.empty((0, 2), np.int32)]
     given = [*narrow, np.arange(21).reshape(3, 7), np.arange(2**40, 2**40 + 3)]

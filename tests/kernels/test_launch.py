@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import ringflash as rf
 from ringflash.kernels import c_launcher, launch
+from ringflash.kernels.device_tables import readers
 from ringflash.kernels.launch import Launches, layout, statistics
 from tests.accuracy import Problem, as_tensor
 from tests.kernels.conftest import Compiled
@@ -128,6 +129,16 @@ def test_no_launch_is_kept_of_a_kernel_that_was_only_compiled(compiled: Compiled
     assert not launches.repeat("key", (x,))
 
 
+def test_a_launch_that_is_not_kept_names_its_stream(compiled: Compiled) -> None:
+    """Checks that tables stay until such a launch, of a call with dropout for instance, has read them."""
+    device = torch.device("cuda", 0)
+    readers(device).discard(7)
+    x: Any = SimpleNamespace(is_cuda=True, device=device)
+    _first(compiled, Launches(), None, (1,), (x,))
+    assert 7 in readers(device)
+    readers(device).discard(7)  # a stream of the fixture
+
+
 def test_another_alignment_needs_a_launch_of_its_own(compiled: Compiled) -> None:
     launches, x = Launches(), torch.zeros(32)
     _first(compiled, launches, "key", (x,), (x,))
@@ -196,6 +207,7 @@ def test_a_layout_tells_shapes_strides_and_dtypes_apart() -> None:
     x = torch.zeros(2, 3)
     assert layout(x, x) == layout(x.clone(), x.clone())
     others = [layout(x.half(), x), layout(x.T, x), layout(x, x[:, :2]), layout(x, torch.zeros(3, 2).T), layout(x)]
+    others.append(layout(x, x.half()))
     assert layout(x, x) not in others
 
 
