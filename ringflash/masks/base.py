@@ -53,7 +53,10 @@ class Mask(ABC):
     @property
     @abstractmethod
     def spec(self) -> tuple[str, list[Tensor]]:
-        """Returns the mask as a string and CPU tensors, from which `mask_from_spec` makes an equal mask."""
+        """Returns the mask as a string and CPU tensors, from which `mask_from_spec` makes an equal mask.
+
+        The tensors are the mask's own. Do not write to them: calls that know the mask would go on with the old values.
+        """
 
     @property
     def sequences(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.ops.autograd import attention, attention_backward, gradients, save
 from ringflash.ops.call import AttentionCall
@@ -70,6 +71,15 @@ def _differentiable_backward(*inputs: Any) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", _Gradients.apply(*inputs[:10], _Values(inputs[10:])))
 
 
+def _check_alive(context: ContextParallel | None) -> None:
+    """Raises ArgumentError if the context of the forward has ended.
+
+    The operator finds a context by name, and another one may have the name by now.
+    """
+    if context is not None:
+        context.check_alive()
+
+
 class _Eager(torch.autograd.Function):
     """The operator and its gradient for eager calls: the differentiable inputs, and the others in one piece.
 
@@ -92,6 +102,7 @@ class _Eager(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return *gradients(attention_backward, ctx.call, ctx.saved_tensors, *grads), None
         with Guard(ctx.context):  # autograd raises here for an input that changed after the forward, maybe on one rank
+            _check_alive(ctx.context)
             saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
             if torch.is_grad_enabled():
                 return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
@@ -144,6 +155,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with Guard(ctx.context):
+            _check_alive(ctx.context)
             return *gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
 
 

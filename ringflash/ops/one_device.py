@@ -120,7 +120,7 @@ class OneDevice:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         kernels, problem = self._kernel_run.kernels, self._problem
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
-        lse = lse.contiguous()  # kernels read lse and delta as one vector a head
+        lse = lse.to(self._lse_dtype).contiguous()  # kernels read one vector a head; a saved tensor's hook may round it
         dk, dv = k.new_empty_strided(*self._k), v.new_empty_strided(*self._v)
         sinks = self._kernel_run.score_config.sinks
         if problem is None:

@@ -21,6 +21,7 @@ from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan
 from ringflash.ring.tiles import KernelRun
 from ringflash.ring.ulysses import Group
+from ringflash.state import lse_dtype
 from ringflash.transport.all_to_all import LocalHeads
 from ringflash.transport.base import Transport
 from ringflash.transport.local import LocalNetwork, run_alone, run_lockstep
@@ -109,6 +110,7 @@ class RingCall:
             def compute(
                 kernel_run: KernelRun, dlse: Tensor | None, lse: Tensor, *rows: Tensor
             ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                lse = lse.to(lse_dtype(q.dtype))  # a hook of saved tensors may return it rounded
                 dlses = [None] * len(ranks.plans) if dlse is None else ranks.shards(dlse, 2)
                 shards = zip(*map(ranks.shards, rows), dlses, ranks.shards(lse, 2), strict=True)
                 dqs, dks, dvs, dsinks = ranks.run(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash as rf
+from ringflash.errors import ArgumentError
 from tests.accuracy import Problem, as_tensor
 from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
@@ -57,6 +58,27 @@ def _broken_ring() -> None:
     with planted(0, raise_out_of_memory):
         assert outcome_of(call_ring, context).kind in ("PeerFailed", "OutOfMemoryError")
     dist.barrier()
+
+
+def _backwards_after_close() -> list[str]:
+    """Returns the errors of backwards whose context was closed, while another context has its name."""
+    errors = list[str]()
+    for options in (rf.AttentionOptions(), rf.AttentionOptions(sinks=torch.zeros(2))):
+        q, k, v = (torch.randn(1, 8, 2, 16).requires_grad_() for _ in range(3))
+        with rf.ContextParallel(dist.group.WORLD, timeout=20.0) as context:
+            out = as_tensor(rf.ring_attention(q, k, v, context, options=options))
+        other = rf.ContextParallel(dist.group.WORLD, timeout=20.0)
+        assert other.name == context.name
+        with pytest.raises(ArgumentError) as error:
+            out.sum().backward()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_backward_after_close_does_not_run_on_another_context_of_the_name() -> None:
+    for errors in run_ranks(2, _backwards_after_close):
+        assert len(errors) == 2
+        assert all("an open one" in error for error in errors)
 
 
 def _soak() -> list[tuple[Counts, Counts]]:

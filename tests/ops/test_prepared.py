@@ -304,3 +304,27 @@ def test_threads_may_prepare_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         list(pool.map(prepare, range(0, 800, 200)))
     assert calls.info().size == 2
     assert pickle.loads(pickle.dumps(calls)).info() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_may_round_saved_tensors(world_size: int) -> None:
+    """Checks that a rounded lse has the dtype that kernels of earlier calls read and write."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    context = rf.ContextParallel.local(world_size)
+    leaves = [torch.randn(1, 256, 2, 64, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    dout = torch.randn(1, 256, 2, 64, device=device, dtype=dtype)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.bfloat16() if x.ndim == 3 else x  # lse alone
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = as_tensor(rf.ring_attention(*leaves, context, mask=rf.Causal()))
+        return torch.autograd.grad(out, leaves, dout)
+
+    expected = gradients()
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(rounded, lambda x: x):
+            actual = gradients()
+        for x, y in zip(actual, expected, strict=True):
+            assert (x - y).norm() < 0.03 * y.norm()
