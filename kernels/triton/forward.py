@@ -1,4 +1,4 @@
-"""Forward of one hop in Triton: continues the online softmax of a state over the keys of the hop.
+"""Forward of one hop in Triton: it folds the hop's keys into the running softmax state (m, l, o).
 
 A hop computes the queries of a rank against the keys that the rank holds at one step of a ring. The first hop that
 computes begins with an empty state (`FIRST`), and the last one writes out and lse instead of the state (`LAST`). A call
@@ -15,13 +15,14 @@ Arguments that the kernel and `_attend` share:
     k_tiles, v_tiles     TMA descriptors of k and v, None unless kind.ACCELERATED
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
-    kind                 compile-time constants (`tiles.py`); MASK is FULL (0), CAUSAL, TABLE or LISTED (3)
+    kind                 compile-time constants (`tiles.py`); MASK is FULL (0), CAUSAL (1), TABLE (2) or LISTED (3)
 
 Rows are counted in the storage of a sequence on this rank, positions in the whole sequence. A tile of keys is given by
 its first key `n`, counted from the first row of its chunk.
 
-With s the scores times log2(e): m' = max(m, rowmax s), l' = l 2^(m-m') + rowsum 2^(s-m'),
-O' = O 2^(m-m') + 2^(s-m') v. Source: FlashAttention-2 (Dao 2023), algorithm 1, in base 2.
+With x the scores times log2(e): m' = max(m, rowmax x), l' = l 2^(m-m') + rowsum 2^(x-m'),
+O' = O 2^(m-m') + 2^(x-m') v. The code holds x as a product s * unit, because a multiply-add can then scale s and
+subtract m' at once. Source: FlashAttention-2 (Dao 2023), algorithm 1, in base 2.
 """
 
 # Triton's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -96,11 +97,13 @@ def _attend(
     """Returns (acc, m, l) after the keys of all chunks: the unnormalised output, and each row's maximum and sum.
 
     acc is (BLOCK_M, BLOCK_DV), m and l are (BLOCK_M,), and m is in base 2. `queries` (BLOCK_M, 1) holds the positions
-    of the queries. `bounds` holds lo, hi and bit row (BLOCK_M,). A query sees the positions lo <= key < hi that its row
-    of bits in `visible` shows too. `tile` is the number of the tile of queries, `slope` the head's ALiBi slope.
+    of the queries, `bounds` lo, hi and bit row (BLOCK_M,). If MASK is TABLE, a query sees the positions lo <= key < hi.
+    If it is LISTED, the query's row of bits in `visible` must show them too. FULL and CAUSAL read no bounds. `tile` is
+    the number of the tile of queries, `slope` the head's ALiBi slope.
 
-    A masked key has weight 0, but 0 times NaN is NaN. With `ISOLATE`, tiles that need a mask take zeros in place of
-    values that are not finite. The scores of such keys become NaN before they are masked (`isolation.py`).
+    A masked key has weight 0, but 0 times NaN is NaN. With `ISOLATE`, tiles that need a mask therefore take zeros in
+    place of NaN and Inf in v. Queries that see such a key must still get NaN. So all scores of the key become NaN, and
+    the mask then hides them from the other queries (`isolation.py`).
     """
     STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
     lo, hi, bit_row = bounds
@@ -109,15 +112,16 @@ def _attend(
         span = span_of(schedule, batch, tile, c, nchunks)  # the part of chunk c that this tile of queries processes
         k_chunk = stream_at(k, batch, head_kv, span.row)
         v_chunk = stream_at(v, batch, head_kv, span.row)
-        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
+        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):  # rare, so not pipelined
             n, masked = tile_at(i, span, schedule, kind.MASK)
             columns = n + tl.arange(0, kind.BLOCK_N)
             inside = columns < span.met_end  # no query of the hop sees a key from there on
             k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+            # With a softcap, s is the tanh alone: `unit` includes the cap.
             s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
             keys = (span.start + columns)[None, :]
             s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
-            if ISOLATE:
+            if ISOLATE:  # the scores depend on v then
                 v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
             if masked:
                 if ISOLATE:
@@ -182,7 +186,8 @@ def _forward_kernel(
     LAST: tl.constexpr,
     kind,
 ):
-    # Programs of one head are consecutive. `ntiles` counts the tiles of queries of a head, `nchunks` chunks of keys.
+    # Programs of one head are consecutive, so that its keys stay in L2. `ntiles` counts the tiles of queries of a head,
+    # `nchunks` chunks of keys. `tile` is an index in tables in which the tiles with the most work come first.
     seed = Seed(seed_low, seed_high)
     program = tl.program_id(0)
     tile = program % ntiles
@@ -205,7 +210,9 @@ def _forward_kernel(
         acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
         head, tile, nchunks, False, kind,
     )  # fmt: skip
-    if kind.MASK != 0 and has_not_finite(acc):  # a masked key may have caused it: again, with `ISOLATE`
+    # 0 * NaN of a masked key may have spoiled acc. The tile is then computed again with ISOLATE: finite inputs pay for
+    # this check alone. FULL hides no key.
+    if kind.MASK != 0 and has_not_finite(acc):
         acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
@@ -214,8 +221,9 @@ def _forward_kernel(
 
     if LAST:
         fully_masked = l == 0.0
-        if kind.SINKS:  # a sink is one more key, without a value; a fully masked row does not see it either
-            sink = tl.load(scores.sinks + head) * 1.4426950408889634
+        # A sink is one more key, without a value. It counts once: at the last hop. Fully masked rows do not see it.
+        if kind.SINKS:
+            sink = tl.load(scores.sinks + head) * 1.4426950408889634  # log2(e)
             origin = tl.maximum(m, sink)
             origin = tl.where(origin == float("-inf"), 0.0, origin)
             rescale = tl.exp2(m - origin)
@@ -251,6 +259,7 @@ def forward(
     last: bool,
 ) -> None:
     """Launches one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
+    # The key stands for all arguments but addresses. It is None with dropout, whose seed changes from call to call.
     carried = () if state is None else (state.m, state.l, state.o)
     tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
     key = problem.launch_key(first, last, state is None, lse.dtype, *layout(q, k, v))
@@ -261,7 +270,7 @@ def forward(
     programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
     accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    m, l, o = carried or (lse, lse, out)  # noqa: E741 - not used then
+    m, l, o = carried or (lse, lse, out)  # noqa: E741 - FIRST and LAST never touch these, but a kernel needs tensors
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
         operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
