@@ -1,12 +1,16 @@
 """The executor of a plan on one rank: it runs the plan's steps forward and backward.
 
-`ring.ulysses` calls `forward` and `backward_from_delta`, after it has exchanged rows for heads where heads are split
-over ranks. Each pass (a whole forward or backward) is a generator that yields before it waits for messages, so that
-every rank can send before any rank waits. `transport.local.run_alone` runs the generator of one rank to its end, and
-`run_lockstep` runs those of all virtual ranks from yield to yield. All ranks have the same number of steps.
+`ring.ulysses` calls `forward` and `backward_from_delta`. Where heads are split over ranks, an all-to-all (Ulysses) has
+then given each rank all rows of its group for some heads. Each pass (a whole forward or backward) is a generator that
+yields before it waits for messages, so that every rank can send before any rank waits. `transport.local.run_alone` runs
+the generator of one rank to its end, and `run_lockstep` runs those of all virtual ranks from yield to yield. So all
+ranks must yield equally often. Their plans have equally many steps, and a rank also yields where it waits for nothing.
 
-A step starts transfers and computes with the KV of at most one hop; the last step only returns gradients. Transfers of
-one step that are awaited together are a batch. A slot is one buffer of KV or of gradients. `plan.py` has the fields.
+A step starts transfers and computes with the KV of at most one hop; the last step only returns gradients. A `Batch` is
+transfers that start together and are awaited together; `batch` in shapes is the usual one. A slot is one buffer of KV
+or of gradients. The planners choose slots and due steps so that no step writes a slot that is still being sent.
+Comments here describe a ring. Double rings and grouped hops run the same code, with other transfers in their steps.
+`plan.py` has the fields.
 
 Pictures of both passes, step by step, are in docs/internals/schedule.md.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
@@ -42,7 +46,7 @@ class _Moves:
 
     def _message(self, transfer: Transfer, hop: int) -> Message:
         kind, rows, message, mirror = transfer.kind, transfer.rows, self._buffers.message, None
-        if transfer.mirror is not None:
+        if transfer.mirror is not None:  # where the data lies in the sender's memory, for transports that pull it
             slot, first = transfer.mirror
             mirror = message(slot, range(first, first + len(rows)))
         return Message(transfer.peer, message(transfer.slot, rows), kind, transfer.sends, hop, mirror)
@@ -84,7 +88,7 @@ def forward(
     kernels = kernel_run.kernels
     out, lse = empty_results(q, v)
     computed = [hop.index for hop in plan.hops if hop.pairs]
-    if not computed:
+    if not computed:  # no kernel would write the results
         out.zero_()
         lse.fill_(-torch.inf)
     state = None  # the kernel of a single hop writes out and lse at once
@@ -94,7 +98,8 @@ def forward(
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
     kv_moves = _Moves(kv, transport)
     if plan.own_slot is not None:
-        kv.load(plan.own_slot)
+        kv.load(plan.own_slot)  # peers may read slots, but not the caller's tensors
+    # The last step has no KV to wait for: no rank sends any at the last hop.
     for index, step in enumerate(plan.steps[:-1]):
         # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
         if index > 0:
@@ -105,6 +110,7 @@ def forward(
         # 3. Meanwhile continue the online softmax over this KV. The last hop that computes writes out and lse.
         hop = step.hop
         if hop is not None and hop.pairs:
+            # In a grouped plan `keys_and_values` frees the slot.
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
             first, last = hop.index == computed[0], hop.index == computed[-1]
             kernels.forward(q, *keys_and_values, problem, state=state, out=out, lse=lse, first=first, last=last)
@@ -141,7 +147,7 @@ def backward_from_delta(
     Returns:
         dq in the dtype of q, then dk and dv in the dtype of k unless `wide_kv`. Sums over hops are in `state_dtype`.
     """
-    alone = plan.world_size == 1  # with one rank every kernel rounds its result once
+    alone = plan.world_size == 1  # nothing is summed over hops then, so kernels write gradients in the inputs' dtype
     wide = kernel_run.kernels.state_dtype(q.dtype)
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
     gradients = buffers_of((k, v), q.dtype if alone and not wide_kv else wide, Kind.GRADIENT, plan, transport)
@@ -159,10 +165,10 @@ def backward_from_delta(
         gradient_moves.start(step.gradients)
         # 3. Send KV on, and start to receive the next KV, as in the forward.
         kv_moves.start(step.kv)
-        # 4. Meanwhile compute what does not need the received gradient.
+        # 4. Meanwhile compute dQ. A kernel that computes all gradients at once also computes this rank's dK and dV.
         if step.hop is not None:
             tiles.before_arrival(step.hop, kv)
-        # 5. Wait for the gradient, and add to it.
+        # 5. Wait for the gradient, and add this rank's share to it.
         yield
         gradient_moves.finish(index)
         if step.hop is not None:
