@@ -27,14 +27,16 @@ from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashE
 
 Field = int | float | str
 T = TypeVar("T")
-# The first integer that a rank posts: it waits for the other ranks, has raised, or continues without waiting. A row is
-# (_OK, *fields), (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length.
+# The first integer of a call's row: the rank waits for the other ranks, has raised, or continues without waiting. A row
+# is (_OK, *fields), (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Rows
+# with the length of a text (`_gather_texts`) hold that alone.
 _OK, _FAILED, _AHEAD = range(3)
 _MAX_CALLS = 256  # calls that are cached
 
 
 def _as_int(value: Field) -> int:
-    # The integer that stands for a field in a row: the checksum of a text, or the bits of a float.
+    # The integer that stands for a field in a row: the checksum of a text, or the bits of a float. `hash` would not do:
+    # it differs between processes.
     if isinstance(value, str):
         return zlib.crc32(value.encode())
     if isinstance(value, float):
@@ -103,13 +105,14 @@ class ControlPlane:
     """Agreement between the ranks of `group`.
 
     Args:
-        group: the group of the ranks; device tensors travel over it, and all tensors of `sum`.
+        group: the data group of the ranks: it carries device tensors, and all tensors of `sum`.
         gloo: a gloo group of the same ranks in the same order, which the ring owns. Texts and the CPU tensors of
             `stack` and `gather` always travel over it, and integers until `share_words`.
         faults: ends a wait with an error if a rank does not answer.
         optimistic: a repeated call returns its earlier result at once, and does not wait for the other ranks. It
             assumes that they pass the same values as before, and this rank's next call checks that. Otherwise the
-            launches of a GPU would wait for the network. `ContextParallel(fixed_lengths=True)` asks for it.
+            CPU would wait for the network before it launches kernels. `ContextParallel(fixed_lengths=True)` asks for
+            it.
     """
 
     def __init__(
@@ -126,8 +129,8 @@ class ControlPlane:
     def share_words(self) -> None:
         """Exchanges integers through shared memory from now on, if all ranks are on one host; a collective.
 
-        `faults.identities` must be set before. Each process must be able to see the end of the others, because shared
-        memory has no connection that closes.
+        `faults.identities` must be set before. Each process must be able to detect that another one has exited, because
+        shared memory has no connection that closes.
         """
         if self.world_size > 1 and processes.together(self.faults.identities):
             self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
@@ -172,14 +175,14 @@ class ControlPlane:
         """Like `agree`, but cached: calls of one `kind` reuse `then(values)` while the ranks' values are unchanged.
 
         Args:
-            kind: key of the call; `fields` and `then` depend on nothing else.
+            kind: key of the call. Calls with equal keys must have equal fields and an equivalent `then`.
             fields: returns the fields.
             free: name of the free field, as in `agree`.
             then: computes the result from each rank's value of the free field. It may run again for the same values.
                 Its errors are not cached: every later call with these values raises again.
 
         Returns:
-            The result of `then`.
+            The result of `then`. Later calls return the same object, so callers must not change it.
 
         Raises:
             RankMismatch, PeerFailed, PeerLost, RingTimeout: as `agree`.
@@ -229,6 +232,8 @@ class ControlPlane:
         """Compares the integers of all ranks and returns the result of `agree`."""
         # If a rank continued without waiting, no rank exchanges texts: errors go through `faults`, which ends the ring.
         # That rank learns of an error in its next call, or from the thread that watches its GPU (`coordination.watch`).
+        # A rank that raised breaks the ring too (`fail`). This rank then concludes as after a wait for a connection
+        # that closed, and the report of the failed rank makes the error a PeerFailed.
         ahead = any(row[0] == _AHEAD for row in table)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
@@ -260,10 +265,10 @@ class ControlPlane:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Announces to ranks that are about to agree that this rank raised `error`, so that they raise too.
+        """Announces to the other ranks that this rank raised `error`, so that they raise too.
 
-        This takes the place of the rank's own post in their agreement. If a rank has continued without waiting, the
-        ring breaks.
+        Call it only where the next exchange of the other ranks is an agreement: this post takes the place of the rank's
+        own post there. If a rank has continued without waiting, the ring breaks.
         """
         with suppress(RingflashError):  # `error` takes precedence over failures of other ranks
             self.check_alive()
@@ -287,7 +292,7 @@ class ControlPlane:
             raise RankMismatch(field, self._gather_texts(own), outlier_ranks(digests), rank=self.rank)
 
     def tell(self, text: str) -> list[str]:
-        """Exchanges texts: returns the texts of all ranks, in rank order; a collective."""
+        """Exchanges texts without NUL characters: returns those of all ranks, in rank order; a collective."""
         self.check_alive()
         return self._gather_texts(text)
 
@@ -322,6 +327,7 @@ class ControlPlane:
         return total
 
     def _exchange(self, words: Sequence[int]) -> Rows:
+        # The exchange of an unchecked call may still be pending; each `post` has its own function that waits.
         return self._words.post(words)()
 
     def _gather_texts(self, text: str) -> list[str]:
