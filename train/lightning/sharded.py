@@ -51,7 +51,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """Process group of all ranks for CPU tensors. Its first use is a collective of all ranks."""
+        """Gloo process group of all ranks, for CPU tensors. Its first use is a collective of all ranks."""
         if self._control is None:
             shared = dist.get_backend() == "gloo"
             group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)

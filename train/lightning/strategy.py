@@ -1,4 +1,4 @@
-"""Lightning strategy that runs the sequence over a ring of ranks and shards the weights over all ranks."""
+"""Lightning strategy: it runs the sequence over a ring, and shards the weights over all ranks or within replicas."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ class RingAttentionStrategy(ShardedStrategy):
         sum of the window's token losses / number of the window's valid tokens.
 
     The number of a window's tokens is known only after its last micro-batch. `backward` therefore weights micro-batch i
-    by valid_i / valid_0, and `optimizer_step` multiplies the sum of gradients by valid_0 / sum(valid_i). valid_0 counts
-    as 1 if the first micro-batch has no valid token. With manual optimization nothing is weighted: the module divides
-    by the window's count.
+    by valid_i / valid_0, and `optimizer_step` multiplies the sum of gradients by valid_0 / sum(valid_i). Division by
+    valid_0 keeps gradients at the size of a mean's, because 16-bit gradients of a sum could overflow. valid_0 counts as
+    1 if the first micro-batch has no valid token. With manual optimization nothing is weighted: the module divides by
+    the window's count.
 
     The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
     sharded. With several micro-batches the gradients are reduced after each micro-batch, which keeps them sharded.
@@ -86,7 +87,8 @@ class RingAttentionStrategy(ShardedStrategy):
         replicate_size: number of copies of the weights. Neighbouring ranks form a group that holds one copy, sharded
             within the group (HSDP). With one group a host, FSDP sends only gradients between hosts. 1 shards over all
             ranks.
-        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: for short sequences.
+        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`. It helps where sequences are so short that
+            launches take most of the time.
         shard_keys: further batch entries to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
     """
 
@@ -119,7 +121,7 @@ class RingAttentionStrategy(ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
         )
-        self._sizes = data_parallel_size, context_parallel_size
+        self._sizes = data_parallel_size, context_parallel_size  # in the order of the mesh
         self._layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
         self._cuda_graphs = cuda_graphs
@@ -144,7 +146,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def hops(self) -> str:
-        """The `hops` with which a warmup makes the run's context: "ring" under `cuda_graphs`, which groups no hops."""
+        """The `hops` of a context that groups hops as this run does: `cuda_graphs` groups none. For a warmup."""
         return "ring" if self._cuda_graphs else "auto"
 
     @property
@@ -228,7 +230,7 @@ class RingAttentionStrategy(ShardedStrategy):
         set_device_mesh(self, self.lightning_module, mesh)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Materialises the weights, makes the optimizer, and gives each rank its own random numbers."""
+        """Materialises the weights, makes the optimizer, and then seeds each rank differently."""
         self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
@@ -239,11 +241,14 @@ class RingAttentionStrategy(ShardedStrategy):
             callbacks.insert(0, MetricGuard())
         if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             exchange_sigterm(trainer, lambda received: any(flags[0] for flags in self.exchange(received)))
+        # A forward without a backward may have left weights gathered. Those are plain tensors: `sum_gradients` would
+        # refuse them, and the optimizer would keep them.
         reshard(self.model)
         sum_gradients(self.model)
         super().setup(trainer)
-        # Lightning seeds all ranks alike, but dropout must differ between the shards of a sequence. The order of the
-        # data must not differ; samplers take it from their own seed. The constant spreads neighbouring ranks' seeds.
+        # Lightning seeds all ranks alike, and the weights were initialised from that seed. But dropout must differ
+        # between the shards of a sequence. The order of the data must not differ; samplers take it from their own seed.
+        # The constant spreads neighbouring ranks' seeds.
         torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
 
     def teardown(self) -> None:
@@ -334,6 +339,7 @@ class RingAttentionStrategy(ShardedStrategy):
         Raises:
             ConfigError: a mean of values that differ between ranks; it would weight ranks, not tokens.
         """
+        # `self.log` takes single numbers only; larger tensors are reductions of the user's own.
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
             local = tensor.detach().reshape(1).to(self.root_device, torch.float64)
@@ -392,7 +398,7 @@ class RingAttentionStrategy(ShardedStrategy):
         return self._window_tokens[0].clamp(min=1)
 
     def _rescale_gradients(self, optimizer: Optimizer) -> None:
-        # The last window of an epoch may hold fewer micro-batches than `accumulate_grad_batches`.
+        # A sum of the recorded counts, because an epoch's last window may hold fewer than `accumulate_grad_batches`.
         total = torch.stack(self._window_tokens).sum().clamp(min=1)
         share = self._first_count().double() / total
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
