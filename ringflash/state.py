@@ -83,8 +83,8 @@ class AttentionState:
         m = max(m1, m2), l = l1 2^(m1-m) + l2 2^(m2-m), O likewise. Rows fully masked on both sides remain the identity.
         """
         m = torch.maximum(self.m, other.m)
-        origin = m.masked_fill(m == -math.inf, 0.0)  # -inf minus -inf would be NaN
-        weight1, weight2 = torch.exp2(self.m - origin), torch.exp2(other.m - origin)
+        shift = m.masked_fill(m == -math.inf, 0.0)  # -inf minus -inf would be NaN
+        weight1, weight2 = torch.exp2(self.m - shift), torch.exp2(other.m - shift)
         row_sum = self.l * weight1 + other.l * weight2
         o = self.o * weight1.transpose(1, 2)[..., None] + other.o * weight2.transpose(1, 2)[..., None]
         return AttentionState(m, row_sum, o)

@@ -126,9 +126,9 @@ def forward(
             if is_masked:
                 scores = sees.hide(scores, keys, -math.inf)
             m_new = torch.maximum(m, scores.amax(dim=-1))
-            origin = m_new.masked_fill(m_new == -math.inf, 0.0)
-            weights = scores.sub_(origin[..., None]).exp2_()
-            rescale = torch.exp2(m - origin)
+            shift = m_new.masked_fill(m_new == -math.inf, 0.0)
+            weights = scores.sub_(shift[..., None]).exp2_()
+            rescale = torch.exp2(m - shift)
             row_sum = row_sum * rescale + weights.sum(dim=-1)
             kept_weights = scorer.drop(weights, keys) if scorer else weights
             product = sees.over_keys(kept_weights, values, keys) if is_masked else kept_weights @ values

@@ -182,11 +182,11 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
         s = where_seen(s, keys, first, stop, float("-inf"), kind.BELOW, kind.ABOVE)
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    origin = m_new
+    shift = m_new
     if MASKED:  # for rows that saw no key yet: -inf minus -inf is NaN
-        origin = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale - origin[:, None])
-    rescale = gl.exp2(m - origin)
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale - shift[:, None])
+    rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1)  # noqa: E741
     return p, m_new, l, gl.convert_layout(rescale, gl.SliceLayout(1, A))
 

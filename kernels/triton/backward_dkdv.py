@@ -66,8 +66,8 @@ def _over_queries(
     v_tile,
     q,
     dout,
-    q_tiles,
-    dout_tiles,
+    q_descriptor,
+    dout_descriptor,
     dq_base,
     lse,
     delta,
@@ -107,8 +107,8 @@ def _over_queries(
                 inside &= span.start + rows >= 0
             elif kind.MASK >= 2:
                 inside &= lse2 != float("inf")
-        q_tile = load_tile(q, q_tiles, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
-        dout_tile = load_tile(dout, dout_tiles, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
+        q_tile = load_tile(q, q_descriptor, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
+        dout_tile = load_tile(dout, dout_descriptor, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
         if ISOLATE:
             row_of_delta = tl.load(delta + number + rows, mask=inside, other=0.0)
             if masked:
@@ -117,8 +117,8 @@ def _over_queries(
                 row_of_delta = finite_or_zero(row_of_delta)
         queries = (span.start + rows)[None, :]
         t = apply_softcap(tl.dot(k_tile, tl.trans(q_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-        s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
-        p = tl.exp2(s * unit - lse2[None, :] - lse2_low[None, :])
+        s, to_base2 = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
+        p = tl.exp2(s * to_base2 - lse2[None, :] - lse2_low[None, :])
         if not kind.EVEN:
             masked = masked | short
         if (kind.MASK != 0 or not kind.EVEN) and masked:
@@ -185,8 +185,8 @@ def _over_heads(
     owned,
     q,
     dout,
-    q_tiles,
-    dout_tiles,
+    q_descriptor,
+    dout_descriptor,
     heads,
     lse,
     delta,
@@ -219,8 +219,8 @@ def _over_heads(
             if WITH_DQ == 1:
                 dq_chunk = dq_base + wide(span.row) * stride_dqs
             dk_acc, dv_acc = _over_queries(
-                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_tiles, dout_tiles, dq_chunk, lse, delta,
-                stride_dqs, span, number, keys, position, read, short, schedule, visible, scores,
+                dk_acc, dv_acc, k_tile, v_tile, q_chunk, dout_chunk, q_descriptor, dout_descriptor, dq_chunk, lse,
+                delta, stride_dqs, span, number, keys, position, read, short, schedule, visible, scores,
                 slope, seed, batch, head, WITH_DQ, ISOLATE, kind,
             )  # fmt: skip
     return dk_acc, dv_acc
@@ -230,8 +230,8 @@ def _over_heads(
 def _dkdv_kernel(
     q,
     dout,
-    q_tiles,
-    dout_tiles,
+    q_descriptor,
+    dout_descriptor,
     k,
     v,
     lse,
@@ -259,10 +259,10 @@ def _dkdv_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads_kv).to(tl.int64)
     head_kv = (batch_head % nheads_kv).to(tl.int64)
-    row, left, position = load_tile_info(schedule, tile)
+    row, rows_left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_N)
-    read = keys_read(visible, batch, position + rows, rows < left, kind.MASK)
+    read = keys_read(visible, batch, position + rows, rows < rows_left, kind.MASK)
     k_pointers = row_pointers(head_of(k, batch, head_kv), row, k.row, kind.BLOCK_N, kind.BLOCK_D)
     k_tile = load_where(k_pointers, read, kind.LOADED, kind.BLOCK_D, False)
     v_pointers = row_pointers(head_of(v, batch, head_kv), row, v.row, kind.BLOCK_N, kind.BLOCK_DV)
@@ -271,23 +271,25 @@ def _dkdv_kernel(
         k_tile = finite_or_zero(k_tile)
 
     heads = Heads(batch, head_kv, nheads, seqlen_q, nchunks, tile, dq)
-    keys = Keys(k_tile, v_tile, read, position, left < kind.BLOCK_N)
+    keys = Keys(k_tile, v_tile, read, position, rows_left < kind.BLOCK_N)
     dk_acc, dv_acc = _over_heads(
-        keys, q, dout, q_tiles, dout_tiles, heads, lse, delta, schedule, visible, scores, seed, WITH_DQ, False, kind
-    )
+        keys, q, dout, q_descriptor, dout_descriptor, heads, lse, delta, schedule, visible, scores, seed, WITH_DQ,
+        False, kind,
+    )  # fmt: skip
     if kind.MASK != 0 and (has_not_finite(dk_acc) | has_not_finite(dv_acc)):  # not dq: k is finite
         dk_acc, dv_acc = _over_heads(
-            keys, q, dout, q_tiles, dout_tiles, heads, lse, delta, schedule, visible, scores, seed, 0, True, kind
-        )
+            keys, q, dout, q_descriptor, dout_descriptor, heads, lse, delta, schedule, visible, scores, seed, 0, True,
+            kind,
+        )  # fmt: skip
 
     dk_acc *= scores.softmax_scale
     dk_pointers = row_pointers(head_of(dk, batch, head_kv), row, dk.row, kind.BLOCK_N, kind.BLOCK_D)
     dv_pointers = row_pointers(head_of(dv, batch, head_kv), row, dv.row, kind.BLOCK_N, kind.BLOCK_DV)
     if ACCUMULATE:
-        dk_acc += load_rows(dk_pointers, left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
-        dv_acc += load_rows(dv_pointers, left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
-    store_rows(dk_pointers, dk_acc, left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
-    store_rows(dv_pointers, dv_acc, left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
+        dk_acc += load_rows(dk_pointers, rows_left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
+        dv_acc += load_rows(dv_pointers, rows_left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
+    store_rows(dk_pointers, dk_acc, rows_left, kind.HEADDIM, kind.BLOCK_N, kind.BLOCK_D)
+    store_rows(dv_pointers, dv_acc, rows_left, kind.HEADDIM_V, kind.BLOCK_N, kind.BLOCK_DV)
 
 
 def _dq_argument(given: DqSum | None, config: TileConfig) -> tuple[int, object]:
@@ -326,15 +328,15 @@ def backward_dkdv(
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
     config = choose(call_of(q, v, problem))
-    programs, tiles, visible = schedule(problem, config, q.device, by_keys=True)
-    accelerated, streams, views = streamed((q, dout), config.block_m, config, programs)
+    programs, tables, visible = schedule(problem, config, q.device, by_keys=True)
+    accelerated, streams, descriptors = streamed((q, dout), config.block_m, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     with_dq, dq_argument = _dq_argument(dq, config)
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
-        *streams, *views, operand(k), operand(v), lse, delta, dq_argument, strided(dk), strided(dv),
-        tiles, visible, scores,
+        *streams, *descriptors, operand(k), operand(v), lse, delta, dq_argument, strided(dk), strided(dv),
+        tables, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, with_dq, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * k.shape[2],)
-    _launches.first(key, _dkdv_kernel, grid, arguments, config.launch, tensors, (tiles, visible))
+    _launches.first(key, _dkdv_kernel, grid, arguments, config.launch, tensors, (tables, visible))

@@ -45,8 +45,8 @@ def _over_keys(
     delta_row,
     k,
     v,
-    k_tiles,
-    v_tiles,
+    k_descriptor,
+    v_descriptor,
     queries,
     bounds,
     schedule,
@@ -73,15 +73,15 @@ def _over_keys(
         for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
             n, masked = tile_at(i, span, schedule, kind.MASK)
             columns = n + tl.arange(0, kind.BLOCK_N)
-            inside = columns < span.met_end
-            k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-            v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+            inside = columns < span.visible_end
+            k_tile = load_tile(k_chunk, k_descriptor, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+            v_tile = load_tile(v_chunk, v_descriptor, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
             if ISOLATE and masked:
                 k_tile = finite_or_zero(k_tile)
             keys = (span.start + columns)[None, :]
             t = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
-            s, unit = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
-            p = tl.exp2(s * unit - lse2[:, None] - lse2_low[:, None])
+            s, to_base2 = apply_alibi(t, queries, keys, scores, slope, kind.ALIBI)
+            p = tl.exp2(s * to_base2 - lse2[:, None] - lse2_low[:, None])
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=kind.PRECISION)
             _, dp = weighed(p, dp, queries, keys, batch, head, scores, seed, kind.DROPOUT)
             ds = p * (dp - delta_row[:, None])
@@ -102,8 +102,8 @@ def _dq_kernel(
     q,
     k,
     v,
-    k_tiles,
-    v_tiles,
+    k_descriptor,
+    v_descriptor,
     lse,
     delta,
     dq,
@@ -125,38 +125,38 @@ def _dq_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    row, left, position = load_tile_info(schedule, tile)
+    row, rows_left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_M)
     number = (batch * nheads + head) * seqlen_q + row + rows
-    lse2 = load_lse(lse, number, rows < left)  # (high, low)
-    delta_row = tl.load(delta + number, mask=rows < left, other=0.0)
+    lse2 = load_lse(lse, number, rows < rows_left)  # (high, low)
+    delta_row = tl.load(delta + number, mask=rows < rows_left, other=0.0)
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
-    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, rows_left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, kind.BLOCK_M, kind.BLOCK_DV)
-    dout_tile = load_rows(dout_pointers, left, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV)
+    dout_tile = load_rows(dout_pointers, rows_left, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV)
 
     acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
     slope = slope_of(scores, batch, head, kind.ALIBI)
     queries = position + rows[:, None]
-    bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
+    bounds = bounds_of(visible, batch, row, rows, rows < rows_left, kind.MASK)
     acc = _over_keys(
-        acc, q_tile, dout_tile, lse2, delta_row, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores,
-        slope, seed, batch, head, tile, nchunks, False, kind,
+        acc, q_tile, dout_tile, lse2, delta_row, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible,
+        scores, slope, seed, batch, head, tile, nchunks, False, kind,
     )  # fmt: skip
     if kind.MASK != 0 and has_not_finite(acc):
         acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
         acc = _over_keys(
-            acc, q_tile, dout_tile, lse2, delta_row, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores,
-            slope, seed, batch, head, tile, nchunks, True, kind,
+            acc, q_tile, dout_tile, lse2, delta_row, k, v, k_descriptor, v_descriptor, queries, bounds, schedule,
+            visible, scores, slope, seed, batch, head, tile, nchunks, True, kind,
         )  # fmt: skip
 
     acc *= scores.softmax_scale
     dq_base = dq + (batch * seqlen_q * nheads + head) * kind.HEADDIM
     dq_pointers = row_pointers(dq_base, row, nheads * kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
     if ACCUMULATE:
-        acc += load_rows(dq_pointers, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
-    store_rows(dq_pointers, acc, left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+        acc += load_rows(dq_pointers, rows_left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
+    store_rows(dq_pointers, acc, rows_left, kind.HEADDIM, kind.BLOCK_M, kind.BLOCK_D)
 
 
 _launches = Launches()
@@ -181,13 +181,13 @@ def backward_dq(
         return
     batch, seqlen_q, nheads, _ = q.shape
     config = dq_config(call_of(q, v, problem))
-    programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
-    accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
+    programs, tables, visible = schedule(problem, config, q.device, by_keys=False)
+    accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
-        operand(dout), operand(q), *streams, *views, lse, delta, dq, tiles, visible, scores,
+        operand(dout), operand(q), *streams, *descriptors, lse, delta, dq, tables, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * nheads,)
-    _launches.first(key, _dq_kernel, grid, arguments, config.launch, tensors, (tiles, visible))
+    _launches.first(key, _dq_kernel, grid, arguments, config.launch, tensors, (tables, visible))

@@ -81,8 +81,8 @@ def _over_keys(
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for n in tl.range(part.begin, part.stop, BLOCK_N, num_stages=1 if ISOLATE else None):
-        left = part.stop - n
-        k_tile = load_rows(row_pointers(k_base, n, k.row, BLOCK_N, BLOCK_D), left, HEADDIM, BLOCK_N, BLOCK_D)
+        rows_left = part.stop - n
+        k_tile = load_rows(row_pointers(k_base, n, k.row, BLOCK_N, BLOCK_D), rows_left, HEADDIM, BLOCK_N, BLOCK_D)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if SOFTCAP:
             s = tanh(s * before_tanh)
@@ -98,18 +98,22 @@ def _over_keys(
             bits = part.word[:, None] >> tl.minimum(tl.maximum(token, 0), 63).to(tl.int64)
             visible &= (token < 0) | ((bits & 1) != 0)
         if ISOLATE:
-            v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), left, HEADDIM_V, BLOCK_N, BLOCK_DV)
+            v_tile = load_rows(
+                row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), rows_left, HEADDIM_V, BLOCK_N, BLOCK_DV
+            )
             s += nan_where_not_finite(tl.zeros([BLOCK_N], tl.float32), v_tile)[None, :]
             v_tile = finite_or_zero(v_tile)
         s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
-        origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
-        p = tl.exp2(s - origin[:, None])
-        rescale = tl.exp2(m - origin)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
+        p = tl.exp2(s - shift[:, None])
+        rescale = tl.exp2(m - shift)
         l = l * rescale + tl.sum(p, 1)  # noqa: E741
         acc = acc * rescale[:, None]
         if not ISOLATE:
-            v_tile = load_rows(row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), left, HEADDIM_V, BLOCK_N, BLOCK_DV)
+            v_tile = load_rows(
+                row_pointers(v_base, n, v.row, BLOCK_N, BLOCK_DV), rows_left, HEADDIM_V, BLOCK_N, BLOCK_DV
+            )
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m = m_new
     return acc, m, l

@@ -38,14 +38,14 @@ def last_touch(m, l, sinks, head, inside, SINKS: tl.constexpr):  # noqa: E741
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
     top = tl.maximum(m, sink)
-    origin = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(m - origin)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(m - shift)
     total = l * weight
     if SINKS:
-        total += tl.exp2(sink - origin)
+        total += tl.exp2(sink - shift)
     seen = l != 0.0  # a NaN sum counts as seen
     divisor = tl.where(seen, total, 1.0)
-    return tl.where(seen, weight, 0.0), divisor, tl.where(seen, origin + tl.log2(divisor), float("-inf"))
+    return tl.where(seen, weight, 0.0), divisor, tl.where(seen, shift + tl.log2(divisor), float("-inf"))
 
 
 @triton.jit(do_not_specialize=["count", "seqlen_q", "nheads"])

@@ -38,16 +38,16 @@ def _delta_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    left = seqlen_q - row
+    rows_left = seqlen_q - row
     rows = tl.arange(0, BLOCK_M)
     out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK_M, BLOCK_D)
     dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK_M, BLOCK_D)
-    out_tile = load_rows(out_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
-    dout_tile = load_rows(dout_pointers, left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
+    out_tile = load_rows(out_pointers, rows_left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, rows_left, HEADDIM, BLOCK_M, BLOCK_D).to(tl.float32)
     x = tl.sum(out_tile * dout_tile, 1)
     if HAS_DLSE:
-        x -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=rows < left, other=0.0)
-    tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < left)
+        x -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=rows < rows_left, other=0.0)
+    tl.store(delta + (batch * nheads + head) * seqlen_q + row + rows, x, mask=rows < rows_left)
 
 
 _launches = Launches()

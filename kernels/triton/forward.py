@@ -12,7 +12,7 @@ range of consecutive positions that a rank stores together.
 Arguments that the kernel and `_attend` share:
 
     k, v                 the tensors as `Streamed`
-    k_tiles, v_tiles     TMA descriptors of k and v, None unless kind.ACCELERATED
+    k_, v_descriptor     TMA descriptors of k and v, None unless kind.ACCELERATED
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
     kind                 compile-time constants (`tiles.py`); MASK is FULL (0), CAUSAL (1), TABLE (2) or LISTED (3)
@@ -21,7 +21,7 @@ Rows are counted in the storage of a sequence on this rank, positions in the who
 its first key `n`, counted from the first row of its chunk.
 
 With x the scores times log2(e): m' = max(m, rowmax x), l' = l 2^(m-m') + rowsum 2^(x-m'),
-O' = O 2^(m-m') + 2^(x-m') v. The code holds x as a product s * unit, because a multiply-add can then scale s and
+O' = O 2^(m-m') + 2^(x-m') v. The code holds x as a product s * to_base2, because a multiply-add can then scale s and
 subtract m' at once. Source: FlashAttention-2 (Dao 2023), algorithm 1, in base 2.
 """
 
@@ -78,8 +78,8 @@ def _attend(
     q_tile,
     k,
     v,
-    k_tiles,
-    v_tiles,
+    k_descriptor,
+    v_descriptor,
     queries,
     bounds,
     schedule,
@@ -115,14 +115,14 @@ def _attend(
         for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):  # rare, so not pipelined
             n, masked = tile_at(i, span, schedule, kind.MASK)
             columns = n + tl.arange(0, kind.BLOCK_N)
-            inside = columns < span.met_end  # no query of the hop sees a key from there on
-            k_tile = load_tile(k_chunk, k_tiles, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-            # With a softcap, s is the tanh alone: `unit` includes the cap.
+            inside = columns < span.visible_end  # no query of the hop sees a key from there on
+            k_tile = load_tile(k_chunk, k_descriptor, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
+            # With a softcap, s is the tanh alone: `to_base2` includes the cap.
             s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
             keys = (span.start + columns)[None, :]
-            s, unit = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * unit is the score in base 2
+            s, to_base2 = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * to_base2: the score in base 2
             if ISOLATE:  # the scores depend on v then
-                v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+                v_tile = load_tile(v_chunk, v_descriptor, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
             if masked:
                 if ISOLATE:
                     s += nan_where_not_finite(tl.zeros([kind.BLOCK_N], tl.float32), v_tile)[None, :]
@@ -131,26 +131,26 @@ def _attend(
                     s, float("-inf"), inside[None, :], queries, keys, span.start + n, lo[:, None], hi[:, None],
                     bit_row[:, None], visible, kind.BLOCK_N, kind.MASK,
                 )  # fmt: skip
-            m_new = tl.maximum(m, tl.max(s, 1) * unit)
-            origin = tl.where(m_new == float("-inf"), 0.0, m_new)  # without keys so far, -inf minus -inf is NaN
-            p = tl.exp2(s * unit - origin[:, None])
-            rescale = tl.exp2(m - origin)
+            m_new = tl.maximum(m, tl.max(s, 1) * to_base2)
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # without keys so far, -inf minus -inf is NaN
+            p = tl.exp2(s * to_base2 - shift[:, None])
+            rescale = tl.exp2(m - shift)
             l = l * rescale + tl.sum(p, 1)  # noqa: E741 - the sum is of all weights, before dropout
             if kind.DROPOUT:
                 p = tl.where(keep_mask(queries, keys, batch, head, scores, seed), p * scores.kept_scale, 0.0)
             acc = acc * rescale[:, None]
             if not ISOLATE:
-                v_tile = load_tile(v_chunk, v_tiles, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
+                v_tile = load_tile(v_chunk, v_descriptor, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=kind.PRECISION)
             m = m_new
     return acc, m, l
 
 
 @triton.jit
-def _start(results, number, o_base, row, stride_o, left, FIRST: tl.constexpr, kind):
+def _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST: tl.constexpr, kind):
     """Returns (acc, m, l) before the first key: an empty state if FIRST, else the incoming state.
 
-    `number` (BLOCK_M,) indexes m and l. `left` counts the rows from `row` to the end of the chunk of queries.
+    `state_offsets` (BLOCK_M,) indexes m and l. `rows_left` counts the rows from `row` to the chunk's end.
     """
     rows = tl.arange(0, kind.BLOCK_M)
     if FIRST:
@@ -158,10 +158,10 @@ def _start(results, number, o_base, row, stride_o, left, FIRST: tl.constexpr, ki
         l = tl.zeros([kind.BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_DV], tl.float32)
     else:
-        m = tl.load(results.m + number, mask=rows < left, other=float("-inf"))
-        l = tl.load(results.l + number, mask=rows < left, other=0.0)  # noqa: E741
+        m = tl.load(results.m + state_offsets, mask=rows < rows_left, other=float("-inf"))
+        l = tl.load(results.l + state_offsets, mask=rows < rows_left, other=0.0)  # noqa: E741
         o_pointers = row_pointers(results.o + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
-        acc = load_rows(o_pointers, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
+        acc = load_rows(o_pointers, rows_left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
     return acc, m, l
 
 
@@ -170,8 +170,8 @@ def _forward_kernel(
     q,
     k,
     v,
-    k_tiles,
-    v_tiles,
+    k_descriptor,
+    v_descriptor,
     results,
     schedule,
     visible,
@@ -194,29 +194,29 @@ def _forward_kernel(
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    row, left, position = load_tile_info(schedule, tile)  # `left`: rows from `row` to the end of the chunk of queries
+    row, rows_left, position = load_tile_info(schedule, tile)  # `rows_left`: rows from `row` to the chunk's end
 
     rows = tl.arange(0, kind.BLOCK_M)
-    number = (batch * nheads + head) * seqlen_q + row + rows  # index into m, l and lse
+    state_offsets = (batch * nheads + head) * seqlen_q + row + rows  # also into lse
     o_base = (batch * seqlen_q * nheads + head) * kind.HEADDIM_V
     stride_o = nheads * kind.HEADDIM_V
-    acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
+    acc, m, l = _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
-    q_tile = load_rows(q_pointers, left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
+    q_tile = load_rows(q_pointers, rows_left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     slope = slope_of(scores, batch, head, kind.ALIBI)
     queries = position + rows[:, None]
-    bounds = bounds_of(visible, batch, row, rows, rows < left, kind.MASK)
+    bounds = bounds_of(visible, batch, row, rows, rows < rows_left, kind.MASK)
     acc, m, l = _attend(  # noqa: E741
-        acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
-        head, tile, nchunks, False, kind,
+        acc, m, l, q_tile, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible, scores, slope, seed,
+        batch, head, tile, nchunks, False, kind,
     )  # fmt: skip
     # 0 * NaN of a masked key may have spoiled acc. The tile is then computed again with ISOLATE: finite inputs pay for
     # this check alone. FULL hides no key.
     if kind.MASK != 0 and has_not_finite(acc):
-        acc, m, l = _start(results, number, o_base, row, stride_o, left, FIRST, kind)  # noqa: E741
+        acc, m, l = _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
         acc, m, l = _attend(  # noqa: E741
-            acc, m, l, q_tile, k, v, k_tiles, v_tiles, queries, bounds, schedule, visible, scores, slope, seed, batch,
-            head, tile, nchunks, True, kind,
+            acc, m, l, q_tile, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible, scores, slope,
+            seed, batch, head, tile, nchunks, True, kind,
         )  # fmt: skip
 
     if LAST:
@@ -224,23 +224,23 @@ def _forward_kernel(
         # A sink is one more key, without a value. It counts once: at the last hop. Fully masked rows do not see it.
         if kind.SINKS:
             sink = tl.load(scores.sinks + head) * 1.4426950408889634  # log2(e)
-            origin = tl.maximum(m, sink)
-            origin = tl.where(origin == float("-inf"), 0.0, origin)
-            rescale = tl.exp2(m - origin)
-            l = l * rescale + tl.exp2(sink - origin)  # noqa: E741
+            shift = tl.maximum(m, sink)
+            shift = tl.where(shift == float("-inf"), 0.0, shift)
+            rescale = tl.exp2(m - shift)
+            l = l * rescale + tl.exp2(sink - shift)  # noqa: E741
             acc = acc * rescale[:, None]
-            m = origin
+            m = shift
         divisor = tl.where(fully_masked, 1.0, l)
         acc = acc / divisor[:, None]
         lse = lse_of(m, tl.log2(divisor), results.lse)
-        tl.store(results.lse + number, tl.where(fully_masked, float("-inf"), lse), mask=rows < left)
+        tl.store(results.lse + state_offsets, tl.where(fully_masked, float("-inf"), lse), mask=rows < rows_left)
         target = results.out
     else:
-        tl.store(results.m + number, m, mask=rows < left)
-        tl.store(results.l + number, l, mask=rows < left)
+        tl.store(results.m + state_offsets, m, mask=rows < rows_left)
+        tl.store(results.l + state_offsets, l, mask=rows < rows_left)
         target = results.o
     pointers = row_pointers(target + o_base, row, stride_o, kind.BLOCK_M, kind.BLOCK_DV)
-    store_rows(pointers, acc, left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
+    store_rows(pointers, acc, rows_left, kind.HEADDIM_V, kind.BLOCK_M, kind.BLOCK_DV)
 
 
 _launches = Launches()
@@ -267,14 +267,14 @@ def forward(
         return
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
-    programs, tiles, visible = schedule(problem, config, q.device, by_keys=False)
-    accelerated, streams, views = streamed((k, v), config.block_n, config, programs)
+    programs, tables, visible = schedule(problem, config, q.device, by_keys=False)
+    accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     m, l, o = carried or (lse, lse, out)  # noqa: E741 - FIRST and LAST never touch these, but a kernel needs tensors
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
-        operand(q), *streams, *views, Results(m, l, o, out, lse), tiles, visible, scores,
+        operand(q), *streams, *descriptors, Results(m, l, o, out, lse), tables, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, first, last, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * nheads,)
-    _launches.first(key, _forward_kernel, grid, arguments, config.launch, tensors, (tiles, visible))
+    _launches.first(key, _forward_kernel, grid, arguments, config.launch, tensors, (tables, visible))

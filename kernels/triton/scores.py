@@ -123,12 +123,12 @@ def apply_softcap(product, scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def apply_alibi(product, queries, keys, scores, slope, ALIBI: tl.constexpr):
-    """Returns (x, unit) so that x * unit is the score in base 2; a later fma does that multiplication."""
-    unit = scores.to_base2
+    """Returns (x, to_base2) so that x * to_base2 is the score in base 2; a later fma does that multiplication."""
+    to_base2 = scores.to_base2
     if ALIBI:
-        product = product * unit - slope * tl.abs(queries - keys).to(tl.float32)
-        unit = 1.0
-    return product, unit
+        product = product * to_base2 - slope * tl.abs(queries - keys).to(tl.float32)
+        to_base2 = 1.0
+    return product, to_base2
 
 
 @triton.jit

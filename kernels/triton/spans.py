@@ -43,15 +43,15 @@ class Visible(NamedTuple):
 class Span(NamedTuple):
     """One entry of `Programs.spans`: the steps of a loop over tiles of one chunk, then four numbers of the chunk.
 
-    Steps [full_begin, full_end) need no mask, the others in [begin, end) do. No row of the chunk from `met_end` on is
-    used. `row` is the chunk's first row in storage, `start` its first global position and `length` its rows.
+    Steps [full_begin, full_end) need no mask, the others in [begin, end) do. No row of the chunk from `visible_end` on
+    is used. `row` is the chunk's first row in storage, `start` its first global position and `length` its rows.
     """
 
     begin: Any
     full_begin: Any
     full_end: Any
     end: Any
-    met_end: Any
+    visible_end: Any
     row: Any
     start: Any
     length: Any

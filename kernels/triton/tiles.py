@@ -149,14 +149,14 @@ def load_where(pointers, inside, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, E
 
 
 @triton.jit
-def load_rows(pointers, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads a (BLOCK, BLOCK_D) tile, with zeros past `left` rows and past HEADDIM."""
-    return load_where(pointers, tl.arange(0, BLOCK) < left, HEADDIM, BLOCK_D, False)
+def load_rows(pointers, rows_left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Loads a (BLOCK, BLOCK_D) tile, with zeros past `rows_left` rows and past HEADDIM."""
+    return load_where(pointers, tl.arange(0, BLOCK) < rows_left, HEADDIM, BLOCK_D, False)
 
 
 @triton.jit
-def store_rows(pointers, x, left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes a (BLOCK, BLOCK_D) tile, rounded to the target's dtype, without the rows past `left`."""
+def store_rows(pointers, x, rows_left, HEADDIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile, rounded to the target's dtype, without the rows past `rows_left`."""
     rows = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=(rows < left) & (dims < HEADDIM))
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=(rows < rows_left) & (dims < HEADDIM))

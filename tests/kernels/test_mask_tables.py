@@ -203,10 +203,10 @@ def shown(
     for batch, sequence in enumerate(programs.spans.tolist()):
         for (row, _, count, _), spans in zip(programs.places.tolist(), sequence, strict=True):
             own = slice(row, row + count)
-            for begin, full_begin, full_end, end, met_end, first, _, length in spans:
+            for begin, full_begin, full_end, end, visible_end, first, _, length in spans:
                 for i in range(begin, end, block):
                     masked = i < full_begin or i >= full_end
-                    others = slice(first + i, first + min(i + block, met_end if masked else length))
+                    others = slice(first + i, first + min(i + block, visible_end if masked else length))
                     counted[batch, own, others] = (seen if masked else every)[min(batch, len(seen) - 1), own, others]
     return counted.mT if by_keys else counted
 
