@@ -214,15 +214,15 @@ class ControlPlane:
         if unchecked is not None:
             self._checked(*unchecked)
 
-    def _checked(self, call: _CallRecord, everyone: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
+    def _checked(self, call: _CallRecord, wait_for_rows: Callable[[], Rows], then: Callable[[list[int]], Any]) -> Any:
         """Returns the result of `agree_on`, once all ranks have posted their integers.
 
         Args:
             call: this rank's call.
-            everyone: waits for the integers of all ranks and returns them.
+            wait_for_rows: waits for the integers of all ranks and returns them.
             then: as in `agree_on`.
         """
-        table = everyone()
+        table = wait_for_rows()
         if call.agreed is None or table != call.agreed.table:
             values = self._compared(call, table)
             call.agreed = _Agreed(table, _as_int(str(values)), then(values))
@@ -257,7 +257,8 @@ class ControlPlane:
         ]
         if wrong:  # these ranks continued with a result for other values of the free field
             texts = [
-                f"{value}{', for outdated values of other ranks' * (r in wrong)}" for r, value in enumerate(result)
+                f"{value}, for outdated values of other ranks" if r in wrong else str(value)
+                for r, value in enumerate(result)
             ]
             error = RankMismatch(call.free, texts, wrong, rank=self.rank)
             self.faults.raised(error)
@@ -331,9 +332,9 @@ class ControlPlane:
         return self._words.post(words)()
 
     def _gather_texts(self, text: str) -> list[str]:
-        words = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
-        lengths = [row[0] for row in self._exchange([len(words)])]
+        encoded = torch.frombuffer(bytearray(f"{text}\0".encode()), dtype=torch.uint8)
+        lengths = [row[0] for row in self._exchange([len(encoded)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(words)] = words
+        mine[: len(encoded)] = encoded
         everyone = self._over_gloo.post_tensor(mine)()
         return [bytes(row).partition(b"\0")[0].decode() for row in everyone.tolist()]
