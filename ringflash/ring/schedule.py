@@ -45,11 +45,11 @@ class _Moves:
             self._under_way.append((batch, self._transport.start(messages)))
 
     def _message(self, transfer: Transfer, hop: int) -> Message:
-        kind, rows, message, mirror = transfer.kind, transfer.rows, self._buffers.message, None
+        kind, rows, vector_of, mirror = transfer.kind, transfer.rows, self._buffers.message, None
         if transfer.mirror is not None:  # where the data lies in the sender's memory, for transports that pull it
             slot, first = transfer.mirror
-            mirror = message(slot, range(first, first + len(rows)))
-        return Message(transfer.peer, message(transfer.slot, rows), kind, transfer.sends, hop, mirror)
+            mirror = vector_of(slot, range(first, first + len(rows)))
+        return Message(transfer.peer, vector_of(transfer.slot, rows), kind, transfer.sends, hop, mirror)
 
     def finish(self, step: int) -> None:
         """Waits for the batches that are due at `step`, and frees slots after their last use.
