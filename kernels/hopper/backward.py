@@ -210,14 +210,14 @@ def load_warp(inputs, shared, prefetch, heads, kind):
 
 
 @gluon.jit
-def _add(C: gl.constexpr, view, turns, shared, heads, padded, kind):
-    """Runs warp `C` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries."""
+def add_warp(ADDER: gl.constexpr, view, turns, shared, heads, padded, kind):
+    """Runs warp `ADDER` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries."""
     queries = 0
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        for i in range((C + queries) % ADDERS, total, ADDERS):
+        for i in range((ADDER + queries) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
             number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum is padded like -lse
             add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, (queries + i) * 2, kind.ORDERED)
@@ -325,7 +325,7 @@ def _step(
 
 
 @gluon.jit
-def _leave_keys(ring):
+def _release_both(ring):
     """Releases both buffers of k or v. Each consumer reads both buffers of k, for dq; v is released in the same way.
 
     Every consumer therefore waits for both buffers of v too, although it reads only one.
@@ -391,14 +391,14 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
                         dk, dv = _step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
                 next_visit = end
             begin = end
-            _leave_keys(shared.v)
+            _release_both(shared.v)
             wait_full(shared.ds, end - 1)
             dq = warpgroup_mma_wait(0, deps=[_start_dq(C, end - 1, shared, kind)])
-            _leave_keys(shared.k)
+            _release_both(shared.k)
             pass_dq(C, dq, end - 1, shared.dq)
         else:
-            _leave_keys(shared.v)
-            _leave_keys(shared.k)
+            _release_both(shared.v)
+            _release_both(shared.k)
             tma.store_wait(0)  # the zero gradients reuse buffers that stores of the previous ones may still read
         done = pop_tile(shared.tile_queue, taken)  # the same tile again, instead of keeping it in registers
         release(shared.tile_queue, taken)
@@ -434,6 +434,7 @@ def _backward_kernel(
     parts = make_parts(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
     # Each half of dq has one buffer but two pairs of barriers, one pair for each warp that adds. One pair would not do:
     # a warp waits for every second completion only, and these have equal parity. `buffer_of` does not fit this ring.
+    gl.static_assert(ADDERS == 2)
     dq_ring = make_ring(make_tiles(dq, 2), barriers, 0, 4 * STAGES + 16, 4, 1)
     ds_ring = make_ring(ds, barriers, 0, 4 * STAGES + 24, kind.DS_STAGES, 1, 2)
     tile_queue = make_tile_queue(barriers, 4 * STAGES + 12, 3 + ADDERS)
@@ -446,8 +447,8 @@ def _backward_kernel(
             (mma_warpgroup, (1, shared, gradients, bounds, kind)),
             (load_warp, (inputs, shared, prefetch, heads, kind)),
             (scheduler_warp, (work, tile_queue, prefetch, kind.ORDERED)),
-            (_add, (0, dq, turns, shared, heads, padded, kind)),
-            (_add, (1, dq, turns, shared, heads, padded, kind)),
+            (add_warp, (0, dq, turns, shared, heads, padded, kind)),
+            (add_warp, (1, dq, turns, shared, heads, padded, kind)),
         ],
         [4, 1, 1, 1, 1],  # warps of each role but the first, which runs in the launch's own four
         [240, 24, 24, 24, 24],  # registers of a thread in these roles
