@@ -147,7 +147,7 @@ def _attend(
 
 
 @triton.jit
-def _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST: tl.constexpr, kind):
+def _initial_state(results, state_offsets, o_base, row, stride_o, rows_left, FIRST: tl.constexpr, kind):
     """Returns (acc, m, l) before the first key: an empty state if FIRST, else the incoming state.
 
     `state_offsets` (BLOCK_M,) indexes m and l. `rows_left` counts the rows from `row` to the chunk's end.
@@ -200,7 +200,7 @@ def _forward_kernel(
     state_offsets = (batch * nheads + head) * seqlen_q + row + rows  # also into lse
     o_base = (batch * seqlen_q * nheads + head) * kind.HEADDIM_V
     stride_o = nheads * kind.HEADDIM_V
-    acc, m, l = _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
+    acc, m, l = _initial_state(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
     q_pointers = row_pointers(head_of(q, batch, head), row, q.row, kind.BLOCK_M, kind.BLOCK_D)
     q_tile = load_rows(q_pointers, rows_left, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D)
     slope = slope_of(scores, batch, head, kind.ALIBI)
@@ -213,7 +213,7 @@ def _forward_kernel(
     # 0 * NaN of a masked key may have spoiled acc. The tile is then computed again with ISOLATE: finite inputs pay for
     # this check alone. FULL hides no key.
     if kind.MASK != 0 and has_not_finite(acc):
-        acc, m, l = _start(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
+        acc, m, l = _initial_state(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible, scores, slope,
             seed, batch, head, tile, nchunks, True, kind,
