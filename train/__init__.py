@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ringflash.train.lightning.strategy import RingAttentionStrategy
     from ringflash.train.lightning.transformers_model import TransformersModel
     from ringflash.train.models.config import ModelConfig
+    from ringflash.train.models.lora import Lora
 
 __all__ = [
     "RingAttentionStrategy",
@@ -20,6 +21,7 @@ __all__ = [
     "TransformersModel",
     "TextDataModule",
     "ModelConfig",
+    "Lora",
     "OptimizerConfig",
     "ExponentialMovingAverage",
     "LastCheckpoint",
@@ -32,6 +34,7 @@ _MODULES = {
     "TransformersModel": "lightning.transformers_model",
     "TextDataModule": "data.module",
     "ModelConfig": "models.config",
+    "Lora": "models.lora",
     "OptimizerConfig": "lightning.optimizer",
     "ExponentialMovingAverage": "callbacks.ema",
     "LastCheckpoint": "callbacks.checkpointing",

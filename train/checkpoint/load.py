@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,17 @@ from ringflash.train.checkpoint.safe_reader import SafeReader
 from ringflash.train.checkpoint.save import named_tensors, optimizer_tensors
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.lora import (
+    BASE,
+    BASE_DIGEST,
+    LORA,
+    Lora,
+    add_adapters,
+    check_base,
+    check_installed,
+    digest_of,
+    is_adapter,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +49,11 @@ FOLDER = "checkpoint_folder"  # key under which `load` returns the path of the c
 
 
 def load(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None = None
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    model_config: dict[str, Any] | None = None,
+    is_saved: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Any]:
     """Fills `model` and `optimizers`, at any world size, and returns the other entries; every rank calls it.
 
@@ -48,6 +63,7 @@ def load(
         model: module with the parameters to fill, sharded or not.
         optimizers: optimizers to restore too; empty for evaluation.
         model_config: configuration of `model`; None: not compared.
+        is_saved: says which tensors of `model`, by name, checkpoints hold; the others keep their values.
 
     Raises:
         CheckpointError: no such folder, an incomplete checkpoint, or another model or optimizer with tensors of other
@@ -57,7 +73,7 @@ def load(
     paths: list[Path] = on_every_rank(lambda: _candidates(path), path)[0]
     for index, candidate in enumerate(paths):
         try:
-            return _load(candidate, model, optimizers, model_config)
+            return _load(candidate, model, optimizers, model_config, is_saved)
         except CheckpointCorrupt as error:
             if index + 1 == len(paths):
                 raise
@@ -72,7 +88,11 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _load(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], model_config: dict[str, Any] | None
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    model_config: dict[str, Any] | None,
+    is_saved: Callable[[str], bool],
 ) -> dict[str, Any]:
     rest = _open(path)
     if model_config is not None:
@@ -87,9 +107,10 @@ def _load(
             if groups
             else "Save with save_weights_only=False to resume training.",
         )
-    state = cast("dict[str, Any]", get_model_state_dict(model))
+    whole = cast("dict[str, Any]", get_model_state_dict(model))
+    state = {name: tensor for name, tensor in whole.items() if is_saved(name)}
     _read(named_tensors("model", state), path, "model.")
-    set_model_state_dict(model, state, options=StateDictOptions(strict=True))
+    set_model_state_dict(model, state, options=StateDictOptions(strict=len(state) == len(whole)))
     for index, optimizer in enumerate(optimizers):
         optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
         _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
@@ -180,6 +201,36 @@ def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, An
     return model.to(dtype).eval()
 
 
+def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> Any:
+    """Loads the base model of a checkpoint of adapters, with them, in float32 on the CPU of this one process.
+
+    Args:
+        path: the checkpoint.
+        rest: its entries other than tensors, of `read_state`.
+        base: folder or name of the base model; None: where it was in training.
+
+    Raises:
+        CheckpointError: as `load`; or the base model is missing, or is another one.
+        ConfigError: peft is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_installed()
+    config, base = rest["model_config"], base or rest[BASE]
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        remedy = "Pass its folder with --base."
+        got = str(error).splitlines()[0]
+        raise CheckpointError(base, expected="the base model of the adapters", got=got, remedy=remedy) from error
+    check_base(path, config, digest_of(model), base)
+    add_adapters(model, Lora(**config[LORA]))
+    prefix = "model._decoder."
+    adapters = {f"{prefix}{name}": x.data for name, x in model.named_parameters() if is_adapter(name)}
+    _read(adapters, path, prefix, alone=True)
+    return model.eval()
+
+
 def read_state(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Verifies a checkpoint, and returns its folder and all its content except tensors.
 
@@ -197,6 +248,8 @@ def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any])
     """
     usual = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING and f.name in current}
     before = usual | (saved or {})
+    if before.get(BASE_DIGEST) and current.get(BASE_DIGEST):
+        check_base("model_config", before, current[BASE_DIGEST], "the model of this run")
     names: list[str] = sorted({*before, *current})
     differing = [f"{n} {before.get(n)} (now {current.get(n)})" for n in names if before.get(n) != current.get(n)]
     if differing:

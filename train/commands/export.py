@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ringflash.errors import CheckpointError, ConfigError, DataError
-from ringflash.train.checkpoint.load import load_decoder, load_transformers, read_state
+from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
 from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
 from ringflash.train.models.config import Family, ModelConfig
 from ringflash.train.models.huggingface import CONFIG, FAMILIES, FULL, SLIDING
+from ringflash.train.models.lora import BASE, LORA, is_adapter, merge_adapters, save_adapter
 from ringflash.train.models.weights import MAX_FILE_BYTES, write
 
 GENERATION = "generation_config.json"
@@ -37,6 +38,8 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument(
         "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"
     )
+    parser.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapters alone, as peft loads them")
+    parser.add_argument("--base", help="of a LoRA run: folder or name of its base model, if it is no longer in place")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(args)
     to = Path(options.to)
@@ -44,6 +47,12 @@ def main(args: Sequence[str]) -> int:
     tokenizer = tokenizer_of(options.checkpoint)
     path, rest = read_state(options.checkpoint)
     model_config = rest.get("model_config")
+    if isinstance(model_config, dict) and LORA in model_config:
+        return _export_adapted(path, rest, options, tokenizer)
+    for name in ("adapter", "base"):
+        if getattr(options, name):
+            remedy = f"Leave --{name} out: the checkpoint holds a whole model."
+            raise ConfigError(f"--{name}", expected="a checkpoint of a LoRA run", got=options.checkpoint, remedy=remedy)
     if isinstance(model_config, dict) and "model_type" in model_config:
         model = load_transformers(path, DTYPES[options.dtype], model_config)
         save_transformers(model, to, tokenizer)
@@ -56,6 +65,25 @@ def main(args: Sequence[str]) -> int:
         config = replace(config, max_position_embeddings=options.max_position_embeddings)
     save(dict(decoder.named_parameters()), config, to, options.dtype, tokenizer=tokenizer)
     print(f"{to}: {family_of(config)}, {sum(p.numel() for p in decoder.parameters()):,} parameters in {options.dtype}")
+    return 0
+
+
+def _export_adapted(
+    path: Path, rest: dict[str, Any], options: argparse.Namespace, tokenizer: RunTokenizer | None
+) -> int:
+    """Writes the adapters of a LoRA run, merged into its base model, or alone."""
+    to, dtype = Path(options.to), DTYPES[options.dtype]
+    base = str(options.base or rest[BASE])
+    model = load_adapted(path, rest, base)
+    if options.adapter:
+        adapters = {name: x.to(dtype) for name, x in model.named_parameters() if is_adapter(name)}
+        write_folder(to, lambda partial: save_adapter(model, adapters, base, partial))
+        print(f"{to}: adapters of {base}, {sum(x.numel() for x in adapters.values()):,} parameters in {options.dtype}")
+        return 0
+    merge_adapters(model)
+    save_transformers(model.to(dtype), to, tokenizer)
+    count = sum(x.numel() for x in model.parameters())
+    print(f"{to}: {base} and its adapters, {count:,} parameters in {options.dtype}")
     return 0
 
 

@@ -133,6 +133,15 @@ class RingModule(pl.LightningModule, ABC):
         """Returns the losses of this rank's tokens, and the number of valid tokens on all ranks."""
 
     @property
+    def trained_size(self) -> int | None:
+        """Number of parameters that train; None if all do."""
+        return None
+
+    def is_saved(self, name: str) -> bool:
+        """Returns whether checkpoints hold the module's tensor `name`."""
+        return True
+
+    @property
     def decoder(self) -> Any:
         """The model; available after `configure_model` has run."""
         if self._decoder is None:
@@ -166,8 +175,9 @@ class RingModule(pl.LightningModule, ABC):
         return shape_of(self, data, strategy.root_device, strategy, world_size)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Returns AdamW, fused on CUDA, and its schedule by optimizer step."""
-        optimizer = make_adamw(self.decoder.parameters(), self.optimizer_config)
+        """Returns AdamW of the parameters that train, fused on CUDA, and its schedule by optimizer step."""
+        trained = (parameter for parameter in self.decoder.parameters() if parameter.requires_grad)
+        optimizer = make_adamw(trained, self.optimizer_config)
         scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

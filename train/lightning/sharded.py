@@ -78,9 +78,10 @@ class ShardedStrategy(ModelParallelStrategy):
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the model's tensors on their devices; Lightning's own method copies them to the CPU first."""
+        """Returns the tensors that checkpoints hold, on their devices; Lightning's method copies them to the CPU."""
         assert self.model is not None
-        return cast("dict[str, Any]", get_model_state_dict(self.model))
+        state, is_saved = cast("dict[str, Any]", get_model_state_dict(self.model)), self._is_saved
+        return {name: x for name, x in state.items() if is_saved(name)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's tensors on their devices, by parameter name."""
@@ -152,10 +153,21 @@ class ShardedStrategy(ModelParallelStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []  # an evaluation after `fit` still has fit's optimizers
         self.saver.wait()  # the pending save may be the checkpoint to load
-        rest = load(local_path(self.broadcast(str(checkpoint_path)), "ckpt_path"), self.model, optimizers, fields)
+        rest = load(
+            local_path(self.broadcast(str(checkpoint_path)), "ckpt_path"),
+            self.model,
+            optimizers,
+            fields,
+            self._is_saved,
+        )
         states = rest.pop("random", {})
         self._random = (states, rest.get("global_step", 0)) if fitting else None
         return rest
+
+    @property
+    def _is_saved(self) -> Callable[[str], bool]:
+        """The module's choice of the tensors in checkpoints, by name; without one it is all."""
+        return getattr(self.lightning_module, "is_saved", lambda name: True)
 
     def restore_random(self) -> None:
         """Sets this rank's random number generators from the loaded checkpoint, once.

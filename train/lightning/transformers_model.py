@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 import ringflash as rf
 from ringflash.errors import ConfigError
@@ -28,6 +29,18 @@ from ringflash.train.models.activations import ActivationCheckpointing, HostMemo
 from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.huggingface import from_transformers
+from ringflash.train.models.lora import (
+    BASE,
+    BASE_DIGEST,
+    LORA,
+    Lora,
+    adapter_size,
+    add_adapters,
+    check_installed,
+    digest_of,
+    is_adapter,
+    save_adapter,
+)
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 
 log = logging.getLogger(__name__)
@@ -60,9 +73,11 @@ class TransformersModel(RingModule):
         activation_offload: as in `RingModule`.
         compile_blocks: as in `RingModule`.
         activation_memory: as in `RingModule`.
+        lora: options of LoRA; only adapters then train, and checkpoints hold them without the base model, which `model`
+            must name. None: all weights train.
 
     Raises:
-        ConfigError: as in `RingModule`.
+        ConfigError: as in `RingModule`; or `lora` without peft, or without a folder or name of trained weights.
     """
 
     float32_norms = True
@@ -79,6 +94,7 @@ class TransformersModel(RingModule):
         activation_offload: bool = False,
         compile_blocks: bool = False,
         activation_memory: str = AUTO,
+        lora: Lora | None = None,
     ) -> None:
         from transformers import AutoConfig
 
@@ -94,13 +110,17 @@ class TransformersModel(RingModule):
             activation_memory=activation_memory,
         )
         self.init_from = str(model) if isinstance(model, str | Path) else None
+        self.lora, self._base_digest = lora, None
+        if lora is not None:
+            self._check_lora(lora)
+            self.strict_loading = False  # a checkpoint holds no base model
         self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
 
     def configure_model(self) -> None:
         """Builds the model, with each layer sharded under `RingAttentionStrategy`, or whole under another strategy.
 
         Raises:
-            ConfigError: as in `LanguageModel`.
+            ConfigError: as in `LanguageModel`; or the model lacks a target of `lora`.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
         """
         if self._decoder is not None:
@@ -128,7 +148,17 @@ class TransformersModel(RingModule):
         self._decoder = model
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; a collective of all ranks."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; a collective of all ranks.
+
+        With `lora` the folder holds the adapters alone, for `peft.PeftModel.from_pretrained`.
+        """
+        if self.lora is not None:
+            named = {name: x for name, x in self.decoder.named_parameters() if is_adapter(name)}
+            adapters = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
+            if self.trainer.is_global_zero:
+                save_adapter(self.decoder, adapters, self._base, folder)
+            self.trainer.strategy.barrier()
+            return
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.decoder, options=options)
         if self.trainer.is_global_zero:
@@ -142,7 +172,11 @@ class TransformersModel(RingModule):
         rf.hf.register()
         options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.float32}
         if self.init_from is not None:
-            return AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
+            model = AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
+            if self.lora is not None:
+                self._base_digest = digest_of(model)
+                add_adapters(model, self.lora, self.seed)
+            return model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # the same weights on every rank
             return AutoModelForCausalLM.from_config(self.config, **options)
@@ -174,7 +208,48 @@ class TransformersModel(RingModule):
     def model_fields(self) -> dict[str, Any]:
         """Returns the configuration without fields that may differ between versions and locations of one model."""
         fields = json.loads(self.config.to_json_string(use_diff=True))
-        return {n: x for n, x in fields.items() if n not in PASSING}
+        adapters = {} if self.lora is None else {LORA: self.lora.fields(), BASE_DIGEST: self._base_digest}
+        return {n: x for n, x in fields.items() if n not in PASSING} | adapters
+
+    def is_saved(self, name: str) -> bool:
+        """Returns whether checkpoints hold the module's tensor `name`: with `lora` its adapters alone."""
+        return self.lora is None or is_adapter(name)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the model's configuration, and with `lora` the base model's name. Raises as in `RingModule`."""
+        super().on_save_checkpoint(checkpoint)
+        if self.lora is not None:
+            checkpoint[BASE] = self._base
+            checkpoint["state_dict"] = {n: x for n, x in checkpoint["state_dict"].items() if self.is_saved(n)}
+
+    @property
+    def trained_size(self) -> int | None:
+        """Number of parameters that train; None if all do."""
+        if self.lora is None:
+            return None
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return adapter_size(AutoModelForCausalLM.from_config(self.config), self.lora)
+
+    @property
+    def _base(self) -> str:
+        """Name of the base model, or the absolute path of its folder."""
+        assert self.init_from is not None
+        return str(Path(self.init_from).absolute()) if Path(self.init_from).is_dir() else self.init_from
+
+    def _check_lora(self, lora: Any) -> None:
+        check_installed()
+        if not isinstance(lora, Lora):
+            remedy = "Write Lora(rank=16, alpha=32), from ringflash.train."
+            raise ConfigError("lora", expected="a ringflash.train.Lora, or None", got=repr(lora), remedy=remedy)
+        if self.init_from is None:
+            raise ConfigError(
+                "model",
+                expected="a folder or name of trained weights with lora",
+                got="a configuration, which makes new weights",
+                remedy="Pass the base model's folder, or leave lora out.",
+            )
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]

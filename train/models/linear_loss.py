@@ -27,10 +27,11 @@ def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLo
     """Computes `token_losses(hidden @ weight.T, labels)` with the logits of `chunk_rows` tokens at a time.
 
     The forward also computes the gradients, dhidden = dlogits @ weight and dweight = dlogits.T @ hidden, so that each
-    chunk's logits are computed once; the backward scales them. Logits, softmax and the sum of dweight are in float32
-    (float64 for float64); dlogits are rounded to hidden's dtype for their two products. Under torch.autocast hidden and
-    weight take its dtype, as in torch.nn.functional.linear. Tokens labelled `IGNORE_INDEX` have loss exactly 0 and
-    dlogits exactly 0; without a valid token the total is 0 and still has its graph.
+    chunk's logits are computed once; the backward scales them. A frozen weight has no dweight. Logits, softmax and the
+    sum of dweight are in float32 (float64 for float64); dlogits are rounded to hidden's dtype for their two products.
+    Under torch.autocast hidden and weight take its dtype, as in torch.nn.functional.linear. Tokens labelled
+    `IGNORE_INDEX` have loss exactly 0 and dlogits exactly 0; without a valid token the total is 0 and still has its
+    graph.
 
     Args:
         hidden: (batch, seqlen, dim), any float dtype.
@@ -72,15 +73,17 @@ class _LinearTokenLoss(torch.autograd.Function):
         cross_entropy = _fused_cross_entropy() if hidden.is_cuda else _cross_entropy
         losses = torch.empty(labels.shape, dtype=dtype, device=hidden.device)
         dhidden = torch.empty_like(hidden) if needs_gradient else None
-        dweight = torch.zeros_like(weight, dtype=dtype) if needs_gradient else None
+        trains_head = needs_gradient and ctx.needs_input_grad[1]
+        dweight = torch.zeros_like(weight, dtype=dtype) if trains_head else None
         for start in range(0, labels.shape[0], step := chunk_rows(weight.shape[0])):
             rows = slice(start, start + step)
             logits = _product(hidden[rows], weight.T, dtype)
             losses[rows], dlogits = cross_entropy(logits, labels[rows], hidden.dtype if needs_gradient else None)
             del logits  # frees them before the next chunk's logits are made
-            if dlogits is not None and dhidden is not None and dweight is not None:
+            if dlogits is not None and dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
-                _add_product(dweight, dlogits.T, hidden[rows])
+                if dweight is not None:
+                    _add_product(dweight, dlogits.T, hidden[rows])
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -88,8 +91,10 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dhidden, dweight = ctx.saved_tensors
+        if dweight is None:
+            return dhidden * douts[0], None, None, None
         rounded = torch.empty_like(dweight, dtype=ctx.weight_dtype)
         torch.mul(dweight, douts[0], out=rounded)  # avoids a second float32 copy of the largest gradient
         return dhidden * douts[0], rounded, None, None

@@ -36,6 +36,7 @@ class TrainingShape:
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
         float32_norms: whether each norm of a block also keeps a float32 copy of its input, as in transformers' models.
+        trained: number of parameters of adapters, which alone train; None: all parameters of the model train.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class TrainingShape:
     in_pieces: bool = False
     compiled: bool = False
     float32_norms: bool = False
+    trained: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,15 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, the outputs of both
     norms, gate, up, silu(gate), their product, and lse. With checkpointing it keeps input, out and lse; its backward
     recomputes at least the sum, gate and up. The estimate leaves out buffers of the ring and of collectives,
-    temporaries, memory that the allocator cannot use, and the CUDA context.
+    temporaries, memory that the allocator cannot use, and the CUDA context. With adapters it counts activations as
+    without them.
     """
     master = 8 if shape.compute_dtype == torch.float64 else 4
     item = shape.compute_dtype.itemsize
     block_parameters, root_parameters = parameter_counts(config)
-    weights = (config.n_layers * block_parameters + root_parameters) * master // shape.shard_size
+    parameters = config.n_layers * block_parameters + root_parameters
+    trained = parameters if shape.trained is None else shape.trained
+    weights = (parameters + (shape.trained or 0)) * master // shape.shard_size
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     kept = (config.dim + q_dim) * item + master * config.n_heads
     gate_and_up, host = 2 * config.ffn_dim * item, 0
@@ -136,22 +141,23 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
+    head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
-    loss = logits * (master + item) + head * master + 2 * shape.tokens * config.dim * item
+    loss = logits * (master + item) + head_gradient * master + 2 * shape.tokens * config.dim * item
     gathered = root_parameters
     if shape.copied and not config.tie_embeddings:  # the head is gathered and freed on its own, with its gradient
         gathered -= config.vocab_size * config.dim
         loss += head * item
     else:
-        block += head * item
+        block += head_gradient * item
     if not shape.reshard_after_forward:
         gathered += config.n_layers * block_parameters
     elif shape.copied:
         block += block_parameters * item
     return MemoryEstimate(
         weights=weights,
-        optimizer=2 * weights,
-        gradients=weights,
+        optimizer=2 * trained * master // shape.shard_size,
+        gradients=trained * master // shape.shard_size,
         gathered=gathered * item if shape.copied else 0,
         activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks) * kept),
         loss=loss,

@@ -1,0 +1,393 @@
+"""LoRA on rings: adapters get the gradients of one process, train alone, and reach peft and transformers unchanged."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import dataclass, replace
+from functools import partialmethod
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ringflash.commands import main
+from ringflash.errors import CheckpointError, ConfigError
+from ringflash.train.checkpoint.load import read_state
+from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.ring_module import ComputeDtype
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.transformers_layers import TrainedLayer
+from ringflash.train.lightning.transformers_model import TransformersModel
+from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.lora import Lora, add_adapters, check_base, digest_of, is_adapter
+from ringflash.train.models.loss import count_valid, token_loss
+from tests.distributed import run_ranks
+from tests.train.lightning.test_transformers_model import Run as Model
+from tests.train.lightning.test_transformers_model import config_of
+from tests.train.runs import Outcome, sequences, whole
+from tests.train.runs import Run as Sequences
+
+pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.xdist_group("lora"),
+    pytest.mark.filterwarnings(
+        "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*resuming from a checkpoint that ended before"
+    ),
+]
+
+SEED = 4
+FEW = Lora(rank=4, alpha=6, targets=["q_proj", "v_proj"])
+ALL = Lora(rank=3)
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of one run of `TransformersModel` with adapters on the base model in a folder."""
+
+    lora: Lora = ALL
+    dtype: ComputeDtype = "float32"
+    epochs: int | None = None  # None is a single step
+    data_parallel: int = 1
+    checkpointing: ActivationCheckpointing = "none"
+    compile_blocks: bool = False
+    tied: bool = True
+    resume: str | None = None
+    save: str | None = None
+    adapter: str | None = None
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Gives each B other values than zeros, under which A would get no gradient."""
+    generator = torch.Generator().manual_seed(SEED)
+    for name, parameter in sorted(model.named_parameters()):
+        if is_adapter(name) and ".lora_B." in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+class Recorded(TransformersModel):
+    """Records the gradients of the first step, and unrounded losses."""
+
+    def __init__(self, run: Run, folder: str, outcome: Outcome) -> None:
+        options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
+        optimizer = OptimizerConfig(lr=3e-3, warmup_steps=1, max_steps=20)
+        super().__init__(base_of(run, folder), optimizer, run.dtype, seed=SEED, lora=run.lora, **options)
+        self.outcome = outcome
+
+    def _build(self) -> Any:
+        model = super()._build()
+        fill_adapters(model)
+        return model
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.outcome.logged.setdefault(name, []).append(float(value))
+        super().log(name, value, *args, **kwargs)
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+        named = self.decoder.named_parameters()
+        self.outcome.gradients = self.outcome.gradients or {n: whole(p.grad) for n, p in named if p.grad is not None}
+
+
+def base_of(run: Run, folder: str) -> str:
+    return f"{folder}/{'tied' if run.tied else 'untied'}"
+
+
+def train(run: Run, folder: str) -> Outcome:
+    """Runs `run` on the ranks of the default process group, or without a ring on this process."""
+    outcome = Outcome()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=RingAttentionStrategy(data_parallel_size=run.data_parallel),
+        max_steps=-1 if run.epochs else 1,
+        max_epochs=run.epochs,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rank = trainer.global_rank if run.data_parallel > 1 else 0
+    module = Recorded(run, folder, outcome)
+    loader: DataLoader[Any] = DataLoader(
+        cast("Any", sequences(Sequences(epoch_batches=2))[rank :: run.data_parallel]),
+        batch_size=BATCH // run.data_parallel,
+    )
+    trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    if run.save is not None:
+        trainer.save_checkpoint(run.save)
+    if run.adapter is not None:
+        module.save_pretrained(run.adapter)
+    outcome.weights = {name: whole(p) for name, p in module.decoder.named_parameters()}
+    return outcome
+
+
+RUNS: dict[int, dict[str, Run]] = {
+    1: {"few": Run(FEW), "all": Run()},
+    2: {
+        "few": Run(FEW),
+        "all": Run(),
+        "untied head": Run(Lora(rank=2, targets=["lm_head", "o_proj"]), tied=False),
+        "untied": Run(FEW, tied=False),
+        "data parallel": Run(data_parallel=2),
+        "activation checkpointing": Run(checkpointing="block"),
+        "compiled": Run(checkpointing="block", compile_blocks=True),
+    },
+    3: {"few": Run(FEW), "all": Run()},
+}
+CASES = [(ranks, name) for ranks, runs in RUNS.items() for name in runs]
+
+
+def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
+        outcomes = {name: train(run, folder) for name, run in RUNS[ranks].items()}
+        for name, run in RUNS[ranks].items():
+            outcomes[f"{name} in float64"] = train(replace(run, dtype="float64"), folder)
+    if ranks == 2:
+        outcomes["first half"] = train(Run(epochs=1, save=f"{folder}/half", adapter=f"{folder}/adapter"), folder)
+        outcomes["straight"] = train(Run(epochs=2), folder)
+        outcomes["resumed"] = train(Run(epochs=2, resume=f"{folder}/half"), folder)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with two base models and another one of the same shape."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("lora")
+    for seed, (name, tied) in enumerate({"tied": True, "untied": False, "other": True}.items()):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config_of(Model(tied=tied)))
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[int, dict[str, Outcome]]:
+    return {ranks: run_ranks(ranks, _all_runs, str(folder), ranks)[0] for ranks in RUNS}
+
+
+def reference(run: Run, folder: Path, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Returns loss and gradients of the first step of peft's own model in one process, in `dtype` with sdpa."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(base_of(run, str(folder)), attn_implementation="sdpa")
+    lora = run.lora
+    targets = "all-linear" if lora.targets is None else [*lora.targets]
+    config = LoraConfig(r=lora.rank, lora_alpha=cast("int", lora.alpha), target_modules=targets, task_type="CAUSAL_LM")
+    torch.manual_seed(SEED)
+    model: Any = get_peft_model(base, config)
+    fill_adapters(base)
+    model.to(dtype).train()
+    rows = sequences(Sequences(epoch_batches=1))[:BATCH]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    loss = token_loss(model(batch["input_ids"], use_cache=False).logits, batch["labels"]) / count_valid(batch["labels"])
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in base.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_gradients_in_float64_are_those_of_one_process(
+    trained: dict[int, dict[str, Outcome]], folder: Path, ranks: int, name: str
+) -> None:
+    outcome = trained[ranks][f"{name} in float64"]
+    loss, exact = reference(RUNS[ranks][name], folder, torch.float64)
+    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-12)
+    assert outcome.gradients.keys() == exact.keys()
+    assert all(map(is_adapter, exact))
+    for n, expected in exact.items():
+        assert (outcome.gradients[n] - expected).abs().max() <= 1e-12, n
+        assert (outcome.gradients[n] - expected).norm() <= 3e-12 * expected.norm(), n
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_gradients_in_float32_round_as_those_of_one_process(
+    trained: dict[int, dict[str, Outcome]], folder: Path, ranks: int, name: str
+) -> None:
+    """Compares errors against float64: float32 rounds the gradients of one process by up to 1.4e-6 already."""
+    outcome, run = trained[ranks][name], RUNS[ranks][name]
+    loss, exact = reference(run, folder, torch.float64)
+    _, alone = reference(run, folder, torch.float32)
+    assert outcome.logged["train/loss"][0] == pytest.approx(loss, rel=1e-6)
+    assert outcome.gradients.keys() == exact.keys()
+    errors = {n: outcome.gradients[n] - expected for n, expected in exact.items()}
+    rounding = {n: alone[n] - expected for n, expected in exact.items()}
+    largest, of_one_process = (max(x.abs().max().item() for x in all_.values()) for all_ in (errors, rounding))
+    assert largest <= min(max(2 * of_one_process, 1e-6), 1e-5)
+    for n, error in errors.items():
+        assert error.norm() <= max(2 * rounding[n].norm().item(), 1e-6 * exact[n].norm().item()), n
+
+
+def test_only_adapters_train(trained: dict[int, dict[str, Outcome]], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    weights = trained[2]["straight"].weights
+    for name, weight in base.named_parameters():
+        now = weights.get(name, weights.get(name.replace(".weight", ".base_layer.weight")))
+        assert now is not None
+        assert torch.equal(weight, now), name
+    first = trained[2]["few"].weights | trained[2]["all"].weights
+    assert all(not torch.equal(weights[name], first[name]) for name in weights if is_adapter(name))
+
+
+def test_checkpoints_hold_adapters_alone_and_resume(trained: dict[int, dict[str, Outcome]], folder: Path) -> None:
+    path, rest = read_state(folder / "half")
+    names = json.loads((path / "tensors.json").read_text()) if (path / "tensors.json").is_file() else None
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert names is None or "embed_tokens" not in json.dumps(names)
+    assert size < 1e6
+    assert rest["base_model"] == str(folder / "tied")
+    outcomes = trained[2]
+    for name, weight in outcomes["straight"].weights.items():
+        assert torch.equal(outcomes["resumed"].weights[name], weight), name
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(40)[None] % 61).logits
+
+
+def tuned(outcome: Outcome, folder: Path) -> Any:
+    """Returns the base model with the adapters of a run, without peft's files."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    add_adapters(model, ALL)
+    model.load_state_dict(outcome.weights, strict=False)
+    return model
+
+
+def test_peft_loads_the_saved_adapters(trained: dict[int, dict[str, Outcome]], folder: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    before = logits_of(base)
+    expected = logits_of(tuned(trained[2]["first half"], folder))
+    assert torch.equal(logits_of(PeftModel.from_pretrained(base, str(folder / "adapter"))), expected)
+    assert not torch.allclose(before, expected, atol=1e-2)
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "tied")
+
+
+def test_export_writes_the_merged_model_or_the_adapters(
+    trained: dict[int, dict[str, Outcome]], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    expected = logits_of(tuned(trained[2]["first half"], folder))
+    export = ["export", "--checkpoint", str(folder / "half"), "--to"]
+    assert main.main([*export, str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits_of(merged), expected, atol=1e-5)
+    assert main.main([*export, str(tmp_path / "adapter"), "--adapter"]) == 0
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    assert torch.equal(logits_of(PeftModel.from_pretrained(base, str(tmp_path / "adapter"))), expected)
+    capsys.readouterr()
+    assert main.main([*export, str(tmp_path / "wrong"), "--base", str(folder / "other")]) == 2
+    error = capsys.readouterr().err
+    assert "expected adapters that were trained on this base model, got adapters of another one" in error
+    assert main.main([*export, str(tmp_path / "wrong"), "--base", str(tmp_path / "nowhere")]) == 2
+    assert "expected the base model of the adapters" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
+
+
+def fit_alone(lora: Lora, base: Path, resume: str | None = None) -> tuple[pl.Trainer, TransformersModel]:
+    """Trains one step in this process without a ring."""
+    optimizer = OptimizerConfig(lr=3e-3, warmup_steps=1, max_steps=20)
+    module = TransformersModel(str(base), optimizer, "float32", lora=lora)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"limit_val_batches": 0, "num_sanity_val_steps": 0}
+    steps = 1 if resume is None else 2
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=steps, enable_model_summary=False, **quiet)
+    loader: DataLoader[Any] = DataLoader(cast("Any", sequences(Sequences(epoch_batches=4))), batch_size=BATCH)
+    trainer.fit(module, loader, loader, ckpt_path=resume)
+    return trainer, module
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+def test_one_process_without_a_ring_saves_and_resumes(folder: Path, tmp_path: Path) -> None:
+    trainer, module = fit_alone(FEW, folder / "tied")
+    path = str(tmp_path / "one.ckpt")
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert len(state) == 2 * 2 * 2  # A and B of two targets in two layers
+    assert all(map(is_adapter, state))
+    _, resumed = fit_alone(FEW, folder / "tied", path)
+    before = {name: p for name, p in module.decoder.named_parameters() if is_adapter(name)}
+    after = dict(resumed.decoder.named_parameters())
+    assert all((after[name] - p).norm() < 0.1 for name, p in before.items())
+    with pytest.raises(CheckpointError, match="got adapters of another one"):
+        fit_alone(FEW, folder / "other", path)
+    with pytest.raises(CheckpointError, match="lora"):
+        fit_alone(ALL, folder / "tied", path)
+
+
+def test_digests_tell_models_apart(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    digests = [digest_of(AutoModelForCausalLM.from_pretrained(folder / n)) for n in ("tied", "tied", "other")]
+    assert digests[0] == digests[1] != digests[2]
+    with pytest.raises(CheckpointError, match="expected adapters that were trained on this base model"):
+        check_base("here", {"base_digest": digests[0]}, digests[2], "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, r"lora\.rank: expected an integer of at least 1, got 0"),
+        ({"rank": 2.5}, r"lora\.rank: expected an integer of at least 1, got 2\.5"),
+        ({"alpha": 0}, r"lora\.alpha: expected a positive number, got 0"),
+        ({"dropout": 1.0}, r"lora\.dropout: expected from 0 to below 1, got 1\.0"),
+        ({"targets": "q_proj"}, r"lora\.targets: expected a list of layer names, got 'q_proj'"),
+        ({"targets": []}, r"lora\.targets: expected a list of layer names, got \[\]"),
+    ],
+)
+def test_values_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Lora(**options)
+
+
+def test_unknown_targets_come_with_the_nearest(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    with pytest.raises(ConfigError, match=r"got 'qproj'\. The nearest are q_proj"):
+        add_adapters(model, Lora(targets=["v_proj", "qproj"]))
+    with pytest.raises(ConfigError, match=r"got 'lm_head'\. There are down_proj, gate_proj"):
+        add_adapters(model, Lora(targets=["lm_head"]))  # tied to the embedding
+
+
+def test_other_models_and_new_weights_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora: expected a model of transformers.*got Linear"):
+        add_adapters(nn.Linear(2, 2), Lora())
+    with pytest.raises(ConfigError, match=r"model: expected a folder or name of trained weights with lora"):
+        TransformersModel(config_of(Model()), lora=Lora())
+    with pytest.raises(ConfigError, match=r"lora: expected a ringflash\.train\.Lora"):
+        TransformersModel(str(folder / "tied"), lora=cast("Any", {"rank": 2}))
+
+
+def test_a_missing_peft_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr("ringflash.train.models.lora.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "ringflash\[peft\]"'):
+        TransformersModel(str(folder / "tied"), lora=Lora())

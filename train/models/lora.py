@@ -1,0 +1,233 @@
+"""LoRA adapters of transformers models, made by the library peft: options, insertion, folders, merging."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ringflash.errors import CheckpointError, ConfigError
+
+ADAPTER, ADAPTER_FILE = "default", "adapter_model.safetensors"
+LORA, BASE_DIGEST = "lora", "base_digest"  # entries of a checkpoint's model_config
+BASE = "base_model"  # entry of a checkpoint: the folder or name of the base model
+SAMPLES = 4096  # values of each weight in a digest; models that differ anywhere nearly always differ in these
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Options of LoRA: each target computes base(x) + alpha / rank * B A x, of which only A and B train.
+
+    Args:
+        rank: rows of A and columns of B.
+        alpha: scale of the adapters, before the division by rank.
+        dropout: fraction of the adapters' inputs that is dropped in training. Each rank of a ring draws its own.
+        targets: names of the linear layers with an adapter, such as q_proj, or longer ends of their paths. None: all
+            linear layers except the head.
+
+    Raises:
+        ConfigError: a value outside its range, or targets that are no list of names.
+
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    dropout: float = 0.0
+    targets: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            remedy = "Try 8 or 16; leave lora out to train all weights."
+            raise ConfigError("lora.rank", expected="an integer of at least 1", got=self.rank, remedy=remedy)
+        if not self.alpha > 0:
+            remedy = "Try twice the rank."
+            raise ConfigError("lora.alpha", expected="a positive number", got=self.alpha, remedy=remedy)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError("lora.dropout", expected="from 0 to below 1", got=self.dropout, remedy="Try 0 or 0.05.")
+        names = self.targets
+        if names is None:
+            return
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not names or not all(isinstance(name, str) and name for name in names):
+            remedy = "Write for instance [q_proj, v_proj], or leave it out for all linear layers."
+            raise ConfigError("lora.targets", expected="a list of layer names", got=repr(names), remedy=remedy)
+        object.__setattr__(self, "targets", tuple(names))
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the options as plain values, as checkpoints store them."""
+        targets = None if self.targets is None else list(self.targets)
+        return {"rank": self.rank, "alpha": float(self.alpha), "dropout": float(self.dropout), "targets": targets}
+
+
+def check_installed() -> None:
+    """Raises ConfigError unless peft is installed."""
+    if importlib.util.find_spec("peft") is None:
+        remedy = 'Install it with `pip install "ringflash[peft]"`, or leave lora out.'
+        raise ConfigError("lora", expected="peft installed", got="no such package", remedy=remedy)
+
+
+def add_adapters(model: Any, lora: Lora, seed: int = 0) -> None:
+    """Gives the targets of a transformers model new adapters, in place, and freezes all other parameters.
+
+    B begins at zero, so that the model's results do not change.
+
+    Args:
+        model: a transformers model with its weights, not sharded.
+        lora: options.
+        seed: seed of A, so that all ranks draw the same.
+
+    Raises:
+        ConfigError: no peft, no model of transformers, or a target that the model lacks.
+    """
+    check_installed()
+    layers = adapted_layers(model, lora)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - any number
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if lora.targets is None else [*lora.targets],
+        fan_in_fan_out=not any(isinstance(layer, nn.Linear) for layer in layers.values()),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, ADAPTER)
+
+
+def adapted_layers(model: Any, lora: Lora) -> dict[str, nn.Module]:
+    """Returns the layers that `add_adapters` gives adapters, by their paths; `model` may be on the meta device.
+
+    Raises:
+        ConfigError: no model of transformers, or a target that the model lacks.
+    """
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            "lora",
+            expected="a model of transformers, as in TransformersModel",
+            got=type(model).__name__,
+            remedy="Fine-tune it with TransformersModel or `ringflash finetune`, or train all of its weights.",
+        )
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    head: Any = model.get_output_embeddings()
+    if lora.targets is None:
+        chosen = {name: layer for name, layer in layers.items() if layer is not head}
+        if not chosen:
+            remedy = "Train all weights of this model: leave lora out."
+            raise ConfigError("lora", expected="linear layers", got=f"none in {type(model).__name__}", remedy=remedy)
+        return chosen
+    embedding: Any = model.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
+        # Merged adapters of a tied head would change the embedding too.
+        layers = {name: layer for name, layer in layers.items() if layer is not head}
+    chosen = {}
+    for target in lora.targets:
+        found = {n: m for n, m in layers.items() if n == target or n.endswith(f".{target}")}
+        if not found:
+            raise _unknown(target, layers, type(model).__name__)
+        chosen |= found
+    return chosen
+
+
+def adapter_size(model: Any, lora: Lora) -> int:
+    """Returns the number of parameters of the adapters that `add_adapters` would add."""
+    # Conv1D keeps its weight transposed, which changes no sum.
+    shapes = (layer.weight.shape for layer in adapted_layers(model, lora).values())
+    return sum(lora.rank * sum(shape) for shape in shapes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether a parameter of a model with adapters, by its path, belongs to one of them."""
+    return f".{ADAPTER}." in name and (".lora_A." in name or ".lora_B." in name)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Returns 32 hexadecimal digits by which two base models are told apart; call it before `add_adapters`.
+
+    They depend on the names and shapes of all weights, and on up to about 8192 evenly spaced values of each, in
+    float32.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} ".encode())
+        values = weight.detach().flatten()
+        digest.update(values[:: max(values.numel() // SAMPLES, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_base(path: str | Path, saved: Mapping[str, Any], digest: str, base: str) -> None:
+    """Raises CheckpointError unless the adapters of a checkpoint were trained on the base model with `digest`.
+
+    Args:
+        path: the checkpoint, for the message.
+        saved: its model_config.
+        digest: digest of the base model at hand.
+        base: folder or name of the base model at hand.
+    """
+    if saved.get(BASE_DIGEST) != digest:
+        raise CheckpointError(
+            str(path),
+            expected="adapters that were trained on this base model",
+            got=f"adapters of another one: its weights have digest {saved.get(BASE_DIGEST)}, those of {base} {digest}",
+            remedy="Pass the base model that the adapters were trained on, unchanged.",
+        )
+
+
+def save_adapter(model: Any, tensors: Mapping[str, Tensor], base: str, folder: str | Path) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
+
+    Args:
+        model: the model with adapters; its own tensors are not read.
+        tensors: whole tensors of the adapters, by their paths in the model.
+        base: folder or name of the base model, which the folder names.
+        folder: the folder to write into; made if it is missing.
+    """
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    stored = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in tensors.items()}
+    stored = {name: x.detach().cpu().contiguous() for name, x in stored.items()}
+    file = folder / ADAPTER_FILE
+    file.touch()
+    mode = file.stat().st_mode  # follows the user's umask; safetensors would make the file private
+    save_file(stored, file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def merge_adapters(model: Any) -> None:
+    """Adds the adapters to the weights of their layers, in place; the model is then one of transformers alone."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, module in adapted:
+        module.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module.get_base_layer())
+    del model.peft_config
+
+
+def _unknown(target: str, layers: Mapping[str, nn.Module], kind: str) -> ConfigError:
+    last = sorted({name.rpartition(".")[2] for name in layers})
+    near = difflib.get_close_matches(target.rpartition(".")[2], last, n=3, cutoff=0.5)
+    return ConfigError(
+        "lora.targets",
+        expected=f"names of linear layers of {kind}",
+        got=repr(target),
+        remedy=f"The nearest are {', '.join(near)}." if near else f"There are {', '.join(last)}.",
+    )
