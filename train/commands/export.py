@@ -20,9 +20,10 @@ from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_tra
 from ringflash.train.checkpoint.manifest import partial_of, sync
 from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
+from ringflash.train.models.adapter_folder import save_adapter
 from ringflash.train.models.config import Family, ModelConfig
 from ringflash.train.models.huggingface import CONFIG, FAMILIES, FULL, SLIDING
-from ringflash.train.models.lora import BASE, LORA, is_adapter, merge_adapters, save_adapter
+from ringflash.train.models.lora import BASE, BASE_DIGEST, LORA, is_adapter, merge_adapters
 from ringflash.train.models.weights import MAX_FILE_BYTES, write
 
 GENERATION = "generation_config.json"
@@ -77,7 +78,8 @@ def _export_adapted(
     model = load_adapted(path, rest, base)
     if options.adapter:
         adapters = {name: x.to(dtype) for name, x in model.named_parameters() if is_adapter(name)}
-        write_folder(to, lambda partial: save_adapter(model, adapters, base, partial))
+        digest = rest["model_config"][BASE_DIGEST]
+        write_folder(to, lambda partial: save_adapter(model, adapters, base, digest, partial))
         print(f"{to}: adapters of {base}, {sum(x.numel() for x in adapters.values()):,} parameters in {options.dtype}")
         return 0
     merge_adapters(model)

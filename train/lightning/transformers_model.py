@@ -26,6 +26,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_head import states_loss, why_whole_logits
 from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
 from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block
+from ringflash.train.models.adapter_folder import load_adapter, save_adapter
 from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.huggingface import from_transformers
@@ -39,7 +40,6 @@ from ringflash.train.models.lora import (
     check_installed,
     digest_of,
     is_adapter,
-    save_adapter,
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 
@@ -77,7 +77,8 @@ class TransformersModel(RingModule):
             must name. None: all weights train.
 
     Raises:
-        ConfigError: as in `RingModule`; or `lora` without peft, or without a folder or name of trained weights.
+        ConfigError: as in `RingModule`; no such model, or quantised weights; or `lora` without peft, or without trained
+            weights.
     """
 
     float32_norms = True
@@ -96,8 +97,6 @@ class TransformersModel(RingModule):
         activation_memory: str = AUTO,
         lora: Lora | None = None,
     ) -> None:
-        from transformers import AutoConfig
-
         super().__init__(
             optimizer=optimizer,
             compute_dtype=compute_dtype,
@@ -114,13 +113,14 @@ class TransformersModel(RingModule):
         if lora is not None:
             self._check_lora(lora)
             self.strict_loading = False  # a checkpoint holds no base model
-        self.config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str | Path) else model
+        self.config: Any = _read_config(model) if isinstance(model, str | Path) else model
 
     def configure_model(self) -> None:
         """Builds the model, with each layer sharded under `RingAttentionStrategy`, or whole under another strategy.
 
         Raises:
-            ConfigError: as in `LanguageModel`; or the model lacks a target of `lora`.
+            ConfigError: as in `LanguageModel`; or the model lacks a target of `lora`, or `lora.init_from` has others.
+            CheckpointError: `lora.init_from` has no adapters, or those of another model.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
         """
         if self._decoder is not None:
@@ -156,7 +156,7 @@ class TransformersModel(RingModule):
             named = {name: x for name, x in self.decoder.named_parameters() if is_adapter(name)}
             adapters = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
             if self.trainer.is_global_zero:
-                save_adapter(self.decoder, adapters, self._base, folder)
+                save_adapter(self.decoder, adapters, self._base, str(self._base_digest), folder)
             self.trainer.strategy.barrier()
             return
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -174,8 +174,10 @@ class TransformersModel(RingModule):
         if self.init_from is not None:
             model = AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
             if self.lora is not None:
-                self._base_digest = digest_of(model)
+                digest = self._base_digest = digest_of(model)
                 add_adapters(model, self.lora, self.seed)
+                if self.lora.init_from is not None:
+                    load_adapter(model, self.lora, digest, self._base)
             return model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # the same weights on every rank
@@ -274,3 +276,32 @@ class TransformersModel(RingModule):
         data_rank = strategy.distributed_sampler_kwargs["rank"] if isinstance(strategy, RingAttentionStrategy) else 0
         words = f"{self.seed}/{self.trainer.fit_loop.total_batch_idx}/{data_rank}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
+
+
+def _read_config(model: str | Path) -> Any:
+    """Reads the configuration of a model from its folder, or by its name.
+
+    Raises:
+        ConfigError: no such model, or one with quantised weights.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "model",
+            expected="a folder or name of a model of transformers",
+            got=f"{model}: {str(error).splitlines()[0].rstrip('.')}",
+            remedy="Pass the folder that save_pretrained wrote, or that a download made.",
+        ) from error
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ConfigError(
+            "model",
+            expected="weights in float32, float16 or bfloat16",
+            got=f"{model}, quantised by {getattr(method, 'value', method)}",
+            remedy="Pass the model before it was quantised: QLoRA is not supported, because ranks shard weights as "
+            "floating-point numbers. LoRA with more ranks takes less memory on each.",
+        )
+    return config

@@ -1,8 +1,7 @@
-"""LoRA adapters of transformers models, made by the library peft: options, insertion, folders, merging."""
+"""LoRA adapters of transformers models, made by the library peft: options, insertion, digests, merging."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import hashlib
 import importlib.util
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ringflash.errors import CheckpointError, ConfigError
 
-ADAPTER, ADAPTER_FILE = "default", "adapter_model.safetensors"
-LORA, BASE_DIGEST = "lora", "base_digest"  # entries of a checkpoint's model_config
+ADAPTER = "default"  # peft's name of the adapters
+LORA, BASE_DIGEST = "lora", "base_digest"  # entries of a checkpoint's model_config; the digest also of a folder
 BASE = "base_model"  # entry of a checkpoint: the folder or name of the base model
 SAMPLES = 4096  # values of each weight in a digest; models that differ anywhere nearly always differ in these
 
@@ -33,6 +31,8 @@ class Lora:
         dropout: fraction of the adapters' inputs that is dropped in training. Each rank of a ring draws its own.
         targets: names of the linear layers with an adapter, such as q_proj, or longer ends of their paths. None: all
             linear layers except the head.
+        init_from: folder of adapters with which training begins, as `TransformersModel.save_pretrained` or peft writes
+            it. Rank, alpha and targets have to be the folder's. None: new adapters.
 
     Raises:
         ConfigError: a value outside its range, or targets that are no list of names.
@@ -44,6 +44,7 @@ class Lora:
     alpha: float = 32
     dropout: float = 0.0
     targets: Sequence[str] | None = None
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
@@ -64,7 +65,7 @@ class Lora:
         object.__setattr__(self, "targets", tuple(names))
 
     def fields(self) -> dict[str, Any]:
-        """Returns the options as plain values, as checkpoints store them."""
+        """Returns the options as plain values, as checkpoints store them; adapters to begin with are none of them."""
         targets = None if self.targets is None else list(self.targets)
         return {"rank": self.rank, "alpha": float(self.alpha), "dropout": float(self.dropout), "targets": targets}
 
@@ -185,29 +186,6 @@ def check_base(path: str | Path, saved: Mapping[str, Any], digest: str, base: st
             got=f"adapters of another one: its weights have digest {saved.get(BASE_DIGEST)}, those of {base} {digest}",
             remedy="Pass the base model that the adapters were trained on, unchanged.",
         )
-
-
-def save_adapter(model: Any, tensors: Mapping[str, Tensor], base: str, folder: str | Path) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model.
-
-    Args:
-        model: the model with adapters; its own tensors are not read.
-        tensors: whole tensors of the adapters, by their paths in the model.
-        base: folder or name of the base model, which the folder names.
-        folder: the folder to write into; made if it is missing.
-    """
-    config = copy.copy(model.peft_config[ADAPTER])
-    config.base_model_name_or_path, config.inference_mode = base, True
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
-    stored = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in tensors.items()}
-    stored = {name: x.detach().cpu().contiguous() for name, x in stored.items()}
-    file = folder / ADAPTER_FILE
-    file.touch()
-    mode = file.stat().st_mode  # follows the user's umask; safetensors would make the file private
-    save_file(stored, file, metadata={"format": "pt"})
-    file.chmod(mode)
 
 
 def merge_adapters(model: Any) -> None:

@@ -26,6 +26,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_layers import TrainedLayer
 from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.adapter_folder import load_adapter
 from ringflash.train.models.lora import Lora, add_adapters, check_base, digest_of, is_adapter
 from ringflash.train.models.loss import count_valid, token_loss
 from tests.distributed import run_ranks
@@ -84,7 +85,8 @@ class Recorded(TransformersModel):
 
     def _build(self) -> Any:
         model = super()._build()
-        fill_adapters(model)
+        if self.lora is not None and self.lora.init_from is None:
+            fill_adapters(model)
         return model
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,6 +163,7 @@ def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
     if ranks == 2:
         outcomes["first half"] = train(Run(epochs=1, save=f"{folder}/half", adapter=f"{folder}/adapter"), folder)
         outcomes["straight"] = train(Run(epochs=2), folder)
+        outcomes["continued"] = train(Run(replace(ALL, init_from=f"{folder}/adapter")), folder)
         outcomes["resumed"] = train(Run(epochs=2, resume=f"{folder}/half"), folder)
     return outcomes
 
@@ -286,6 +289,106 @@ def test_peft_loads_the_saved_adapters(trained: dict[int, dict[str, Outcome]], f
     assert not torch.allclose(before, expected, atol=1e-2)
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder / "tied")
+
+
+def test_training_goes_on_from_a_folder_of_adapters(trained: dict[int, dict[str, Outcome]], folder: Path) -> None:
+    half, continued = trained[2]["first half"], trained[2]["continued"]
+    rows = sequences(Sequences(epoch_batches=1))[:BATCH]
+    input_ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        loss = token_loss(tuned(half, folder).eval()(input_ids).logits, labels) / count_valid(labels)
+    assert continued.logged["train/loss"][0] == pytest.approx(loss.item(), rel=1e-6)
+    assert loss < 0.95 * half.logged["train/loss"][0]
+    moved = [(continued.weights[n] - half.weights[n]).abs().max() for n in half.weights if is_adapter(n)]
+    assert all(0 < x < 0.05 for x in moved)
+
+
+def written_by_peft(folder: Path, to: Path, base: str = "tied", **options: Any) -> None:
+    """Writes a folder of adapters without any part of ringflash."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]} | options
+    model = get_peft_model(
+        cast("Any", AutoModelForCausalLM.from_pretrained(folder / base)), LoraConfig(task_type="CAUSAL_LM", **options)
+    )
+    fill_adapters(model)
+    model.save_pretrained(str(to))
+
+
+def begun(lora: Lora, folder: Path, base: str = "tied") -> Any:
+    """Returns a base model with adapters that `lora` begins with."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / base)
+    digest = digest_of(model)
+    add_adapters(model, lora)
+    load_adapter(model, lora, digest, base)
+    return model
+
+
+def test_a_folder_that_peft_wrote_begins_training(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    written_by_peft(folder, tmp_path)
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    expected = logits_of(PeftModel.from_pretrained(base, str(tmp_path)))
+    assert torch.equal(logits_of(begun(replace(FEW, init_from=str(tmp_path)), folder)), expected)
+
+
+@pytest.mark.parametrize(
+    ("lora", "base", "message"),
+    [
+        (ALL, "other", r"expected adapters that were trained on this base model, got adapters of another one: its"),
+        (replace(ALL, rank=4), "tied", r"lora\.rank: expected 3, as .*adapter has, got 4\. Set lora\.rank to 3"),
+        (replace(ALL, alpha=3), "tied", r"lora\.alpha: expected 32.*, as .*adapter has, got 3\."),
+        (Lora(3, targets=["q_proj"]), "tied", r"lora\.targets: expected the 14 layers that .*, got 12 of its layers"),
+    ],
+)
+def test_adapters_of_another_model_or_of_other_options_are_refused(
+    trained: dict[int, dict[str, Outcome]], folder: Path, lora: Lora, base: str, message: str
+) -> None:
+    assert "first half" in trained[2]  # has written the folder
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        begun(replace(lora, init_from=str(folder / "adapter")), folder, base)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, r"use_dora: expected None, as plain LoRA has, got True\. Merge these"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern: expected None, as plain LoRA has, got {'q_proj': 2}"),
+        (
+            {"target_modules": ["q_proj"]},
+            r"lora\.targets: expected the 2 layers .*, got 2 layers without adapters",
+        ),
+    ],
+)
+def test_adapters_of_peft_that_compute_something_else_are_refused(
+    folder: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    written_by_peft(folder, tmp_path, **options)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        begun(replace(FEW, init_from=str(tmp_path)), folder)
+
+
+def test_adapters_of_other_shapes_and_damaged_ones_are_refused(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    written_by_peft(folder, tmp_path)
+    file, lora = tmp_path / "adapter_model.safetensors", replace(FEW, init_from=str(tmp_path))
+    tensors = load_file(file)
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    save_file({**tensors, name: torch.zeros(4, 8)}, file)
+    with pytest.raises(CheckpointError, match=r"expected .*q_proj\.lora_A\.weight of shape \(4, 64\), .* got \(4, 8\)"):
+        begun(lora, folder)
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="expected adapters in safetensors"):
+        begun(lora, folder)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected a folder with adapter_config\.json"):
+        begun(lora, folder)
 
 
 def test_export_writes_the_merged_model_or_the_adapters(
