@@ -24,6 +24,10 @@ COMMANDS: Commands = {
         "train.commands.train",
         "train a model: `train fit --config FILE`, or `train auto` for what this machine has",
     ),
+    "finetune": (
+        "train.commands.finetune",
+        "train a model of transformers, whole or by LoRA: `finetune fit --config FILE`",
+    ),
     "prepare": ("train.commands.prepare", "turn text into token files to train on, with any tokenizer"),
     "report": ("train.callbacks.report", "draw a run's log, finished or not: a page and a picture in its folder"),
     "evaluate": (

@@ -33,18 +33,18 @@ def main(argv: Sequence[str]) -> int:
     check_positive(options, ["gpu_memory"])
     check_config(options.config)
     total = _gpu_memory(options.gpu_memory)
-    from ringflash.train.commands.configured import Configured
+    from ringflash.train.commands.configured import configured
     from ringflash.train.lightning.memory_plan import shape_of
     from ringflash.train.models.budget import available_memory, plan_activations
     from ringflash.train.models.memory import check_memory, estimate_memory
 
-    run = Configured(["--config", str(options.config), *overrides])
+    run = configured(["--config", str(options.config), *overrides])
     device = torch.device("cpu" if run.accelerator == "cpu" else "cuda")
     shape = shape_of(run.model, run.datamodule, device, run.strategy, run.ranks)
     if not shape.tokens:
         expected, got = "a sequence for each data-parallel group", run.datamodule.batch_size
         raise ConfigError("data.batch_size", expected=expected, got=got, remedy="Raise it, or use fewer ranks.")
-    config, plan = run.model.model_config, None
+    config, plan = run.shape, None
     choices = {
         mode: estimate_memory(config, replace(shape, checkpointing=mode, offload=False)) for mode in ("none", "block")
     }

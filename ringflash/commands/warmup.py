@@ -143,10 +143,10 @@ def calls_of(arguments: Sequence[str]) -> Calls:
         ConfigError: as `ringflash train`; or the run is for CPUs, where no kernel is compiled.
         DataError: documents are packed, and there is no corpus to pack.
     """
-    from ringflash.train.commands.configured import Configured
+    from ringflash.train.commands.configured import configured
     from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
 
-    cli = Configured(arguments)
+    cli = configured(arguments)
     if cli.accelerator == "cpu":
         remedy = "Train right away, or pass the configuration of a run on GPUs."
         raise ConfigError("trainer.accelerator", expected="gpu", got="cpu: nothing is compiled", remedy=remedy)
@@ -155,7 +155,7 @@ def calls_of(arguments: Sequence[str]) -> Calls:
         data_parallel, world_size = resolve_sizes(*strategy.asked_sizes, cli.ranks)
         rest = {"layout": strategy.layout, "hops": strategy.hops}
     model: Any = cli.model
-    shape = model.model_config
+    shape = cli.shape
     windows = dict.fromkeys(shape.window(layer) for layer in range(shape.n_layers))
     layers = [rf.Causal() if w is None else rf.Causal() & rf.SlidingWindow(w - 1) for w in windows]
     batch = max(cli.datamodule.batch_size // data_parallel, 1)

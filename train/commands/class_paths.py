@@ -61,6 +61,7 @@ TEXT_KEYS = frozenset(
         "prompt",
         "run_dir",
         "save_dir",
+        "targets",
         "tokenizer",
         "version",
     }

@@ -8,8 +8,22 @@ from typing import Any
 import torch
 
 from ringflash.errors import ConfigError
-from ringflash.train.commands.train import STRATEGY, RingCLI, quieten
+from ringflash.train.commands.finetune import FinetuneCLI
+from ringflash.train.commands.train import STRATEGY, NoLanguageModel, RingCLI, quieten
 from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.models.config import ModelConfig
+
+
+def configured(arguments: Sequence[str]) -> Configured:
+    """Returns the run that `ringflash train fit`, or else `ringflash finetune fit`, would start with `arguments`.
+
+    Raises:
+        ConfigError: as these commands, or the number of GPUs is unknown.
+    """
+    try:
+        return Configured(arguments)
+    except NoLanguageModel:
+        return ConfiguredFinetuning(arguments)
 
 
 class Configured(RingCLI):
@@ -30,6 +44,19 @@ class Configured(RingCLI):
         self.strategy = RingAttentionStrategy() if settings.strategy == STRATEGY else settings.strategy
         self.ranks = self._ranks_of_a_host(settings.devices) * settings.num_nodes
 
+    @property
+    def shape(self) -> ModelConfig:
+        """The decoder that has the model's shape. Raises ConfigError if there is none."""
+        module: Any = self.model
+        if module.estimated_config is None:
+            raise ConfigError(
+                "model",
+                expected="the shape of Llama, Mistral, Qwen 2 or Qwen 3",
+                got=f"another one, of {module.init_from}",
+                remedy="Begin the run without this command: it does not need it.",
+            )
+        return module.estimated_config
+
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Returns the Trainer's configuration."""
         return self.configured("trainer")
@@ -49,3 +76,7 @@ class Configured(RingCLI):
             remedy = "Pass --trainer.devices=N: this machine has no GPU to count."
             raise ConfigError("trainer.devices", expected="a number of GPUs", got=devices, remedy=remedy)
         return found
+
+
+class ConfiguredFinetuning(Configured, FinetuneCLI):
+    """Builds the module and the data of `ringflash finetune fit` in the same way."""

@@ -1,4 +1,4 @@
-"""`ringflash train`: LightningCLI over LanguageModel and TextDataModule on a ring of ranks."""
+"""`ringflash train`: LightningCLI over LanguageModel, or another module, and TextDataModule on a ring of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ringflash.train.lightning.interrupt import Interrupt
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.preemption import Preempted, Preemption
-from ringflash.train.lightning.ring_module import refused_precision
+from ringflash.train.lightning.ring_module import RingModule, refused_precision
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning_private import UntrustingCLI
 
@@ -60,6 +60,10 @@ PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenize
 LogName = Literal["csv", "tensorboard", "wandb"]
 
 
+class NoLanguageModel(ConfigError):
+    """Options of `ringflash finetune` where a LanguageModel would train."""
+
+
 class RingCLI(UntrustingCLI):
     """Builds and runs the Trainer from `args`; `trainers` receives it before the run starts.
 
@@ -67,6 +71,7 @@ class RingCLI(UntrustingCLI):
         ConfigError: before anything is imported, for a class or function that configurations may not name.
     """
 
+    module: type[RingModule] = LanguageModel
     data: type[pl.LightningDataModule] = TextDataModule
     run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
 
@@ -78,7 +83,7 @@ class RingCLI(UntrustingCLI):
         options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
         try:
             super().__init__(
-                LanguageModel,
+                self.module,
                 self.data,
                 args=list(args),
                 # Children of one run must draw the same seed, so there is a fixed default.
@@ -126,6 +131,8 @@ class RingCLI(UntrustingCLI):
             self.config = parser.parse_args(args)
             given = parser.parse_args(args, defaults=False)
         except ParserError as error:
+            if self.module is LanguageModel and (other := of_transformers(str(error))) is not None:
+                raise other from error
             raise explain(str(error), self.option_names(args[0] if args else None)) from error
         optimizer = f"{self.config.subcommand}.model.optimizer"
         if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
@@ -348,6 +355,20 @@ def explain(message: str, known: Iterable[str]) -> ConfigError:
         got="one that nothing accepts",
         remedy=f"Did you mean {near[0]}?" if near else f"Known are {names}." if few else HELP,
     )
+
+
+def of_transformers(message: str) -> NoLanguageModel | None:
+    """Returns the error for options of `ringflash finetune` in an error of jsonargparse; None if there are none."""
+    remedy = "Run `ringflash finetune` with these arguments: it trains models of transformers, with LoRA or without."
+    if re.search(r"model\.lora\b", message):
+        expected, got = "nothing: LanguageModel trains all its weights", "options of LoRA"
+        return NoLanguageModel("model.lora", expected=expected, got=got, remedy=remedy)
+    if re.search(r'"model\.model".*<class \'ringflash\.train\.models\.config\.ModelConfig\'>', message, re.DOTALL) and (
+        given := re.search(r"Given value type: <class 'str'>\s+Given value: (.*)", message)
+    ):
+        remedy += " To begin with a model's weights here, set model.model to null and model.init_from to its folder."
+        return NoLanguageModel("model.model", expected="the shape of a decoder", got=given[1], remedy=remedy)
+    return None
 
 
 def _parameters(class_path: str) -> list[str]:

@@ -29,6 +29,13 @@ def sizes(trainer: dict[str, Any]) -> tuple[int, int, int]:
     return data, context, world_size // options.get("replicate_size", 1)
 
 
+def adapter_parameters(config: ModelConfig, rank: int) -> int:
+    """Returns the parameters of adapters of all linear layers but the head: rank rows of A and columns of B each."""
+    q, kv = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    ends = [(config.dim, q), (config.dim, kv), (config.dim, kv), (q, config.dim), *[(config.dim, config.ffn_dim)] * 3]
+    return config.n_layers * rank * sum(map(sum, ends))
+
+
 GPU_CONFIGS = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.endswith("-cpu")]
 
 
@@ -39,15 +46,21 @@ def test_it_fits(path: Path) -> None:
     data, context, shard_size = sizes(trainer)
     assert trainer["accelerator"] == "gpu"
     assert config["data"]["batch_size"] % data == 0
+    fields, choice, trained = model["model"], "none", None
+    if (lora := model.get("lora")) is not None:  # a model of no size; its blocks keep as much as fits
+        fields = yaml.safe_load((CONFIGS / "llama-8b-256k-4gpu.yaml").read_text())["model"]["model"]
+        choice, trained = "block", adapter_parameters(ModelConfig(**fields), lora["rank"])
+        assert round(trained / 1e6) == 42
     shape = TrainingShape(
         tokens=config["data"]["context_length"] // context * (config["data"]["batch_size"] // data),
         shard_size=shard_size,
-        checkpointing=model.get("activation_checkpointing", "none"),
+        checkpointing=model.get("activation_checkpointing", choice),
         reshard_after_forward=model.get("reshard_after_forward", True),
         in_pieces=model.get("compile_blocks", False),
         compiled=model.get("compile_blocks", False),
+        trained=trained,
     )
-    estimate = estimate_memory(ModelConfig(**model["model"]), shape)
+    estimate = estimate_memory(ModelConfig(**fields), shape)
     assert estimate.total < (1 - LEFT_OUT) * H200, str(estimate)
 
 

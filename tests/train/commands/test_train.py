@@ -21,6 +21,7 @@ from ringflash.commands.main import main
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint.manifest import verify
 from ringflash.train.commands import train
+from ringflash.train.commands.finetune import FinetuneCLI
 from ringflash.train.commands.retrieval_fit import RetrievalCLI
 from tests.patience import PATIENCE
 from tests.train.command_line import CONFIG, command, environment, write_config
@@ -373,7 +374,8 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch, gpus: int, na
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = RetrievalCLI if path.stem.startswith("retrieval") else train.RingCLI
+    commands = {"retrieval": RetrievalCLI, "lora": FinetuneCLI}
+    command = commands.get(path.stem.partition("-")[0], train.RingCLI)
     monkeypatch.setattr(train.RingCLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(train.RingCLI, "_run_subcommand", lambda self, subcommand: None)
     monkeypatch.setattr(train.RingCLI, "after_instantiate_classes", lambda self: None)
@@ -388,6 +390,9 @@ def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert config.trainer.use_distributed_sampler is False
     if command is train.RingCLI:
         assert config.data.corpus == "stdlib"
+    elif command is FinetuneCLI:
+        assert config.model.lora.rank == 16
+        assert config.summary.sample_tokens == 0
     else:
         assert config.summary.sample_tokens == 0
         longest = config.data.first_length << (config.trainer.max_steps - 1) // config.data.double_every
