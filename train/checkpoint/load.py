@@ -216,7 +216,7 @@ def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> A
     from transformers import AutoModelForCausalLM
 
     check_installed()
-    config, base = rest["model_config"], base or rest[BASE]
+    config, base = rest["model_config"], base or str(rest[BASE])
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except (OSError, ValueError) as error:

@@ -123,7 +123,7 @@ def adapted_layers(model: Any, lora: Lora) -> dict[str, nn.Module]:
             got=type(model).__name__,
             remedy="Fine-tune it with TransformersModel or `ringflash finetune`, or train all of its weights.",
         )
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    layers: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     head: Any = model.get_output_embeddings()
     if lora.targets is None:
         chosen = {name: layer for name, layer in layers.items() if layer is not head}
