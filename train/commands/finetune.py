@@ -17,6 +17,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 class FinetuneCLI(RingCLI):
     """Builds and runs the Trainer on a TransformersModel."""
 
+    name = "finetune"
     module = TransformersModel
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

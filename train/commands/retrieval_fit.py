@@ -12,6 +12,7 @@ from ringflash.train.data.retrieval import RetrievalDataModule
 class RetrievalCLI(RingCLI):
     """Builds and runs the Trainer on a RetrievalDataModule, and counts right answers."""
 
+    name = "retrieval"
     data = RetrievalDataModule
     run_callbacks = CALLBACKS | {"retrieval": RetrievalAccuracy}
 

@@ -54,7 +54,6 @@ CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yam
 # A child that fails waits this long before it prints its error, so that rank 0 can print the same error first.
 CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
-HELP = "See `ringflash train fit --help`."
 RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder after training
 PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # written before training
 LogName = Literal["csv", "tensorboard", "wandb"]
@@ -71,6 +70,7 @@ class RingCLI(UntrustingCLI):
         ConfigError: before anything is imported, for a class or function that configurations may not name.
     """
 
+    name = "train"  # of the command
     module: type[RingModule] = LanguageModel
     data: type[pl.LightningDataModule] = TextDataModule
     run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
@@ -133,7 +133,7 @@ class RingCLI(UntrustingCLI):
         except ParserError as error:
             if self.module is LanguageModel and (other := of_transformers(str(error))) is not None:
                 raise other from error
-            raise explain(str(error), self.option_names(args[0] if args else None)) from error
+            raise explain(str(error), self.option_names(args[0] if args else None), self.name) from error
         optimizer = f"{self.config.subcommand}.model.optimizer"
         if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
             del self.config[f"{optimizer}.max_steps"]  # this is OptimizerConfig's default, not the Trainer's value
@@ -331,8 +331,9 @@ def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[L
     return loggers
 
 
-def explain(message: str, known: Iterable[str]) -> ConfigError:
+def explain(message: str, known: Iterable[str], command: str = "train") -> ConfigError:
     """Converts an error of jsonargparse to the library's own, with a suggestion for an unknown name."""
+    see_help = f"See `ringflash {command} fit --help`."
     accepted = {name.replace("-", "_") for name in known}
     if match := re.search(r"given class_path '([\w.]+)':\s+Option '([^']+)' is not accepted", message):
         name, accepted = match[2], {*_parameters(match[1])}
@@ -345,7 +346,7 @@ def explain(message: str, known: Iterable[str]) -> ConfigError:
             "configuration",
             expected="names and values that the components accept",
             got=message.rstrip("."),
-            remedy=HELP,
+            remedy=see_help,
         )
     few, names = len(accepted) <= 12, ", ".join(sorted(accepted))
     near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
@@ -353,7 +354,7 @@ def explain(message: str, known: Iterable[str]) -> ConfigError:
         name,
         expected="a known name",
         got="one that nothing accepts",
-        remedy=f"Did you mean {near[0]}?" if near else f"Known are {names}." if few else HELP,
+        remedy=f"Did you mean {near[0]}?" if near else f"Known are {names}." if few else see_help,
     )
 
 

@@ -90,6 +90,7 @@ def test_adapters_train_resume_and_begin_another_run(folder: Path, capsys: pytes
         (["--model.model=PreTrainedConfig"], "model: expected a folder or name of trained weights with lora"),
         (["--model.lora.rank=0"], "lora.rank: expected an integer of at least 1, got 0"),
         (["--model.lora.ranks=3"], "Did you mean rank?"),
+        (["--trainer.max_steps=many"], "See `ringflash finetune fit --help`."),
         (["--model.lora.targets=[qproj]"], "lora.targets: expected names of linear layers of LlamaForCausalLM"),
         (["--model.lora.init_from=base"], "lora.init_from base: expected a folder with adapter_config.json"),
     ],
