@@ -1,5 +1,6 @@
 # make train   trains on what this machine has: all GPUs, or two processes on the CPU
 # make test    lints, checks types, runs the tests, compiles the kernels that are not as recorded
+# make docs    builds the documentation as a site, build/site/html/index.html; any warning is an error
 # make aot     compiles every kernel for its GPUs, none needed here, and fails on spills or serialised WGMMA that are new;
 #              make aot-record makes what it finds the allowance in kernels/aot/allowances
 # make aot TRITON=3.9.0, make aot-record TRITON=3.9.0    do so under another version of Triton
@@ -27,7 +28,7 @@ AOT := $(BIN)/python -m ringflash.kernels.aot
 OTHER_TRITON = $(VENV)/triton-$(1)
 AOT_UNDER = PYTHONPATH=$(call OTHER_TRITON,$(1)) $(AOT)
 
-.PHONY: train test lint aot aot-newest aot-record clean
+.PHONY: train test lint docs aot aot-newest aot-record clean
 
 train: $(STAMP)
 	$(BIN)/ringflash train auto
@@ -53,6 +54,15 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/installed-docs
+	$(BIN)/pyright --pythonpath $(BIN)/python --project docs/site
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs/site \
+	  --doctree-dir build/site/doctrees . build/site/html
+
+$(VENV)/installed-docs: $(STAMP)
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[logging,docs]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

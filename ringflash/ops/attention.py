@@ -241,7 +241,7 @@ def ring_attention(
         return_lse: as in `flash_attention`.
 
     Returns:
-        out: this rank's rows of what `flash_attention` gives for the whole sequence, or (out, lse).
+        This rank's rows of what `flash_attention` gives for the whole sequence: out, or (out, lse).
 
     Raises:
         ArgumentError: as `flash_attention`, and for a context of another device or a destroyed group.
