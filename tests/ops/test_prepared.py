@@ -312,15 +312,15 @@ def test_hooks_may_round_saved_tensors(world_size: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     context = rf.ContextParallel.local(world_size)
-    leaves = [torch.randn(1, 256, 2, 64, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    q, k, v = (torch.randn(1, 256, 2, 64, device=device, dtype=dtype).requires_grad_() for _ in range(3))
     dout = torch.randn(1, 256, 2, 64, device=device, dtype=dtype)
 
     def rounded(x: Tensor) -> Tensor:
         return x.bfloat16() if x.ndim == 3 else x  # lse alone
 
     def gradients() -> tuple[Tensor, ...]:
-        out = as_tensor(rf.ring_attention(*leaves, context, mask=rf.Causal()))
-        return torch.autograd.grad(out, leaves, dout)
+        out = as_tensor(rf.ring_attention(q, k, v, context, mask=rf.Causal()))
+        return torch.autograd.grad(out, (q, k, v), dout)
 
     expected = gradients()
     for _ in range(3):
