@@ -179,7 +179,7 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         if not isinstance(fields.get("role"), str) or not says:
             expected = "messages with a `role`, and `content` or `tool_calls`"
             raise _BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
-    roles = [message["role"] for message in messages]
+    roles: list[str] = [message["role"] for message in messages]  # pyright: ignore[reportAssignmentType] - checked
     first = next((role for role in roles if role not in INTRODUCTION), ASSISTANT)
     if first == ASSISTANT or roles[-1] != ASSISTANT:
         expected = "a turn of the user first, after any system message, and one of the assistant last"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,9 @@ def by_block(checkpointing: ActivationCheckpointing, blocks: int, kept: int) -> 
     The backward begins with the last blocks. What they keep is free by the time an earlier block is recomputed, and the
     recomputed tensors take its place.
     """
-    return [*[checkpointing] * (blocks - kept), *cast("list[ActivationCheckpointing]", ["none"] * kept)]
+    recomputed: list[ActivationCheckpointing] = [checkpointing] * (blocks - kept)
+    whole: list[ActivationCheckpointing] = ["none"] * kept
+    return recomputed + whole
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
