@@ -233,11 +233,14 @@ def test_training() -> None:
 
 
 def test_training_on_one_gpu() -> None:
-    of = {(row["context"], row["name"]): row for row in rows("training-1gpu-1b")}
+    of = {
+        (row["shape"].upper(), int(row["context"]), row["name"]): row
+        for row in rows("training-1gpu-1b", "training-1gpu-8b")
+    }
     listed = table("training", "single")
-    assert len(of) == 2 * len(listed) == 6
-    for context, *cells in listed:
-        assert_steps(cells, of[int(context), "ringflash"], of[int(context), "SDPA"])
+    assert len(of) == 2 * len(listed) == 12
+    for shape, context, *cells in listed:
+        assert_steps(cells, of[shape, int(context), "ringflash"], of[shape, int(context), "SDPA"])
 
 
 def test_memory_budget_on_one_gpu() -> None:
