@@ -33,7 +33,10 @@ OTHERS = {
     "_exit": "os",
     "_fields": "a named tuple, documented",
     "_reinterpret": "Gluon, in kernels/hopper/versions.py",
+    "_keys_to_ignore_on_load_missing": "a transformers model",
+    "_keys_to_ignore_on_load_unexpected": "a transformers model",
     "_replace": "a named tuple, documented",
+    "_weight_conversions": "a transformers model",
 }
 # Private attributes of the library's own objects, which another file defines: a context's, and a RingModule's.
 OF_OTHER_FILES = {"ops/decode_op.py": {"_control"}, "train/checkpoint/load.py": {"_decoder"}}

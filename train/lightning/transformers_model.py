@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import ringflash as rf
-from ringflash.errors import ConfigError
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError
 from ringflash.train.callbacks.nonfinite import NonFinite
+from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.lightning.batch import check_tokens, documents_of, positions_of
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
@@ -42,6 +43,14 @@ from ringflash.train.models.lora import (
     is_adapter,
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
+from ringflash.train.weights.transformers_weights import (
+    NotInParts,
+    TransformersWeights,
+    build_without_storage,
+    check_in_parts,
+    materialise,
+    stand_in_weights,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +69,9 @@ class TransformersModel(RingModule):
     logits only: a mixture of experts is trained without the auxiliary loss of its router. The whole logits are never
     stored, unless the model changes the output of its head; a warning in the log then says so.
 
-    Each rank holds the whole model on its CPU before it keeps its shard.
+    Weights of a folder are read in parts: the model is built without storage, and each rank reads the slices of its
+    shard from the safetensors. New weights, `lora` and folders that only transformers can load make each rank hold the
+    whole model on its CPU before it keeps its shard; of a folder, a line of the log gives the reason.
 
     Args:
         model: a configuration, for new weights, or a folder with a model's config.json and weights.
@@ -122,6 +133,7 @@ class TransformersModel(RingModule):
             ConfigError: as in `LanguageModel`; or the model lacks a target of `lora`, or `lora.init_from` has others.
             CheckpointError: `lora.init_from` has no adapters, or those of another model.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
+            CheckpointError: on every rank, when the folder does not fit the model or a rank cannot read it.
         """
         if self._decoder is not None:
             return
@@ -130,10 +142,12 @@ class TransformersModel(RingModule):
         compute = self.resolved_dtype(strategy.root_device)
         self._check_context_length()
         checkpointing, kept_blocks = self._choose_activations()
-        model = self._build()
-        rf.hf.check_model(model)
+        model, weights = self._build()
         model.to(torch.float64 if compute == torch.float64 else torch.float32).train()
-        if (why := why_whole_logits(model)) is None:
+        with stand_in_weights(model):
+            rf.hf.check_model(model)
+            why = why_whole_logits(model)
+        if why is None:
             setattr(model, CHUNKED_LOSS, partial(states_loss, model))
         elif self.trainer.is_global_zero:
             log.warning("Loss: of whole logits, since %s %s", type(model).__name__, why)
@@ -143,8 +157,15 @@ class TransformersModel(RingModule):
             self._shard(model, layers, strategy)
             if why is None:
                 register_fsdp_forward_method(model, CHUNKED_LOSS)
-        else:
+        elif weights is None:
             model.to(strategy.root_device)
+        if weights is not None:
+
+            def read() -> None:
+                materialise(model, strategy.root_device)
+                weights.fill(model)
+
+            self._on_every_rank(read)
         self._decoder = model
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -166,22 +187,72 @@ class TransformersModel(RingModule):
             model.save_pretrained(folder, state_dict=weights)
         self.trainer.strategy.barrier()
 
-    def _build(self) -> Any:
+    def _build(self) -> tuple[Any, TransformersWeights | None]:
+        """Returns the model, and the weights that it still needs if its parameters have no storage."""
         from transformers import AutoModelForCausalLM
 
         rf.hf.register()
         options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.float32}
-        if self.init_from is not None:
-            model = AutoModelForCausalLM.from_pretrained(self.init_from, config=self.config, **options)
-            if self.lora is not None:
-                digest = self._base_digest = digest_of(model)
-                add_adapters(model, self.lora, self.seed)
-                if self.lora.init_from is not None:
-                    load_adapter(model, self.lora, digest, self._base)
-            return model
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)  # the same weights on every rank
-            return AutoModelForCausalLM.from_config(self.config, **options)
+        if self.init_from is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)  # the same weights on every rank
+                return AutoModelForCausalLM.from_config(self.config, **options), None
+        try:
+            return self._open(self.init_from, options)
+        except NotInParts as reason:
+            if self.trainer.is_global_zero:
+                log.warning("Weights: each rank loads the whole of %s, since %s", self.init_from, reason)
+        folder, loaded = self.init_from, []
+
+        def load() -> None:
+            loaded.append(AutoModelForCausalLM.from_pretrained(folder, config=self.config, **options))
+
+        self._on_every_rank(load)
+        model = loaded[0]
+        if self.lora is not None:
+            digest = self._base_digest = digest_of(model)
+            add_adapters(model, self.lora, self.seed)
+            if self.lora.init_from is not None:
+                load_adapter(model, self.lora, digest, self._base)
+        return model, None
+
+    def _open(self, folder: str, options: dict[str, Any]) -> tuple[Any, TransformersWeights]:
+        """Returns a model without storage and its weights in `folder`.
+
+        Raises:
+            ArgumentError: on every rank, as `AutoModelForCausalLM.from_config` under this attention.
+            CheckpointError: on every rank, as `TransformersWeights`, or when the ranks find different tensors.
+            NotInParts: on every rank, when one of them cannot read the folder in parts.
+        """
+        opened: list[tuple[Any, TransformersWeights]] = []
+
+        def look() -> ArgumentError | NotInParts | str:
+            try:
+                if self.lora is not None:
+                    raise NotInParts("the digest of the base model and its adapters need all weights")
+                check_in_parts(folder, self.config)
+                model = build_without_storage(folder, self.config, **options)
+                opened.append((model, TransformersWeights(folder, model, self.config)))
+            except (ArgumentError, NotInParts) as error:
+                return error
+            return opened[0][1].digest
+
+        found = self._on_every_rank(look)
+        for result in found:
+            if not isinstance(result, str):
+                raise result
+        if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+            remedy = "Give all ranks the same folder."
+            expected, got = "the same tensors on all ranks", f"others on ranks {others} than on rank 0"
+            raise CheckpointError(folder, expected=expected, got=got, remedy=remedy)
+        return opened[0]
+
+    def _on_every_rank(self, function: Callable[[], Any]) -> list[Any]:
+        """Returns the results of all ranks; an error on one rank, such as of a disk, is raised on all."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, RingAttentionStrategy):
+            return [function()]
+        return on_every_rank(function, Path(str(self.init_from)), strategy.control)
 
     def _prepare(self, layers: Sequence[nn.Module], choices: Sequence[ActivationCheckpointing]) -> None:
         """Replaces the layers' forwards with checkpointed, offloaded or compiled ones, as the arguments ask."""
@@ -287,7 +358,7 @@ def _read_config(model: str | Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(model)
+        config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "model",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ringflash.train.models.tensor_files import INDEX, SINGLE, TensorFiles, fill_from, wrong_folder
+from ringflash.train.weights.tensor_files import INDEX, SINGLE, TensorFiles, fill_from, wrong_folder
 
 MAX_FILE_BYTES = 5 * 10**9
 # Some folders hold more than the parameters: frequencies, which transformers recomputes too, and a tied head's copy of

@@ -23,6 +23,7 @@ from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witne
 from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
 from ringflash.integrations.transformers.positions import on_host, resolve_mask
 from ringflash.integrations.transformers.rope import largest_position
+from ringflash.integrations.transformers.weights import match_weights as match_weights
 from ringflash.masks import Documents, Mask
 from ringflash.ops.attention import AttentionOptions, flash_attention, ring_attention
 from ringflash.ops.guard import Phase, announce

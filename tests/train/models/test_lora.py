@@ -84,10 +84,10 @@ class Recorded(TransformersModel):
         self.outcome = outcome
 
     def _build(self) -> Any:
-        model = super()._build()
+        model, weights = super()._build()
         if self.lora is not None and self.lora.init_from is None:
             fill_adapters(model)
-        return model
+        return model, weights
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.outcome.logged.setdefault(name, []).append(float(value))

@@ -31,8 +31,8 @@ from ringflash.train.models.config import ModelConfig, RopeScaling
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
 from ringflash.train.models.loss import count_valid, token_loss
-from ringflash.train.models.tensor_files import local_part
 from ringflash.train.models.weights import Weights
+from ringflash.train.weights.tensor_files import local_part
 from tests.distributed import run_ranks
 from tests.train.runs import SEQLEN, Data, Run, sequences, whole
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
+        self._kept: dict[str, Any] | None = None  # opened files, while they are kept
         listed = None if (self.folder / SINGLE).is_file() else self._index()
         for file in [SINGLE] if listed is None else sorted(set(listed.values())):
             with _opened(self.folder / file) as opened:
@@ -62,8 +64,25 @@ class TensorFiles:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        with _opened(self.folder / self._files[name]) as opened:
-            return opened.get_slice(name)[part or ...]
+        file = self._files[name]
+        if self._kept is None:
+            with _opened(self.folder / file) as opened:
+                return opened.get_slice(name)[part or ...]
+        if file not in self._kept:
+            self._kept[file] = _opened(self.folder / file)
+        return self._kept[file].get_slice(name)[part or ...]
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keeps files open between reads, for many small tensors: opening a file reads the list of its tensors.
+
+        Memory that is read from an open file may count as this process's.
+        """
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def are_equal(self, name: str, other: str) -> bool:
         """Returns whether two tensors have the same shape and values. It reads a few thousand rows at once."""
