@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
-from ringflash.train.data.chat import CHAT_TEMPLATE
+from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
 from ringflash.train.models.adapter_folder import save_adapter
 from ringflash.train.models.config import Family, ModelConfig
@@ -108,7 +109,7 @@ def save(
     """
     values = to_transformers(config, dtype)
     if tokenizer is not None:
-        values["eos_token_id"] = tokenizer.tokenizer.end_of_document
+        values["eos_token_id"] = tokenizer.ends
 
     def fill(partial: Path) -> None:
         write(tensors, partial, DTYPES[dtype], max_file_bytes)
@@ -128,7 +129,7 @@ def save_transformers(model: Any, folder: Path, tokenizer: RunTokenizer | None =
 
     def fill(partial: Path) -> None:
         if tokenizer is not None:
-            model.config.eos_token_id = tokenizer.tokenizer.end_of_document
+            model.config.eos_token_id = tokenizer.ends
         model.save_pretrained(partial)
         mode = (partial / CONFIG).stat().st_mode
         for file in partial.glob("*.safetensors"):
@@ -151,6 +152,17 @@ class RunTokenizer:
     tokenizer: Tokenizer
     chat_template: str | None = None
 
+    @cached_property
+    def ends(self) -> int | list[int]:
+        """Tokens at which generation stops: the end of a document and, with a chat template, the end of a turn."""
+        end, turn = self.tokenizer.end_of_document, None
+        if self.chat_template is not None:
+            try:
+                turn = Chat(self.chat_template).turn_end(self.tokenizer)
+            except DataError as error:
+                print(f"ringflash: generation stops at the end of a document alone. {error}", file=sys.stderr)
+        return end if turn in (None, end) else [end, turn]
+
 
 def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
     """Returns the tokenizer of a checkpoint's run; None, with a printed line that says so, if there is none."""
@@ -169,8 +181,9 @@ def tokenizer_of(checkpoint: str | Path) -> RunTokenizer | None:
 def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
     """Writes tokenizer files and generation_config.json, so that transformers encodes and stops as the run does.
 
-    Training adds no special tokens around a document, so the exported tokenizer adds none. The padding token is set for
-    generation only: in config.json it would exclude the end-of-document token from later training.
+    Training adds no special tokens around a document, so the exported tokenizer adds none. Without a padding token of
+    the tokenizer's own, the end of a document pads in generation only: in config.json it would exclude that token from
+    later training.
 
     Args:
         run: tokenizer of the run.
@@ -185,11 +198,21 @@ def write_tokenizer(run: RunTokenizer, folder: Path, vocab_size: int) -> None:
         tokenizer.save(folder)
     if run.chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(run.chat_template, encoding="utf-8")
-    end = tokenizer.end_of_document
-    values: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
+    # What the base model of LoRA had stays: how it samples, and further tokens at which it stops.
+    file, pad = folder / GENERATION, tokenizer.pad_id
+    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    values["eos_token_id"] = _joined(run.ends, values.get("eos_token_id"))
+    values["pad_token_id"] = tokenizer.end_of_document if pad is None else pad
     if unused := [*range(tokenizer.vocab_size, vocab_size)]:
         values["suppress_tokens"] = unused
-    (folder / GENERATION).write_text(json.dumps(values, indent=2) + "\n")
+    file.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _joined(ends: int | list[int], others: int | list[int] | None) -> int | list[int]:
+    """Returns the ids of both, each once; a single one as a number."""
+    lists = [x if isinstance(x, list) else [] if x is None else [x] for x in (ends, others)]
+    joined = list(dict.fromkeys(token for tokens in lists for token in tokens))
+    return joined[0] if len(joined) == 1 else joined
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{options.to}: {header.num_tokens:,} tokens{learnt} in {header.num_documents:,} documents and "
         f"{len(header.shards)} files, of {tokenizer.name}\n"
-        f"  --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}"
+        f"  ringflash train: --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}\n"
+        f"  ringflash finetune: --data.corpus={options.to}{' --data.documents=whole' if options.chat else ''}"
     )
     return 0

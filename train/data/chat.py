@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ringflash.errors import DataError
 from ringflash.train.data.sources import Part, field_names, name_row, read_rows
-from ringflash.train.data.tokenizer import BYTES
+from ringflash.train.data.tokenizer import BYTES, Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"  # transformers' name
 FIELDS = ("messages", "tools", "prompt", "completion", "response")
@@ -96,6 +96,22 @@ class Chat:
                 raise DataError(
                     bad.argument, expected=bad.expected, got=f"{bad.got} in {name_row(part, place)}", remedy=bad.remedy
                 ) from bad
+
+    def turn_end(self, tokenizer: Tokenizer) -> int | None:
+        """Returns the special token with which the template ends the assistant's turn; None if it shows none there.
+
+        Raises:
+            DataError: the template renders no conversation of one question and one answer, or transformers is missing.
+        """
+        answer = "forty-two"  # no template writes it on its own
+        messages = [{"role": "user", "content": "What is six times seven?"}, {"role": ASSISTANT, "content": answer}]
+        try:
+            text = self._apply([messages], None)[0][0]
+        except (_BadRow, ImportError) as error:
+            remedy = "Install ringflash[hf], or set eos_token_id in the generation_config.json of the folder."
+            raise DataError(CHAT_TEMPLATE, expected="a turn to render", got=str(error), remedy=remedy) from error
+        after = tokenizer.encode(text.rpartition(answer)[2])
+        return next((token for token in after if token in tokenizer.special_tokens), None)
 
     def _render(self, row: Any) -> tuple[str, Spans]:
         messages, tools = messages_of(row), row.get("tools")

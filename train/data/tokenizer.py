@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ class Tokenizer:
         vocab_size: one more than the largest id.
         end_of_document: the id that ends every document.
         model: the text of a tokenizer.json; None is UTF-8 bytes, with the end of document 256.
+        pad_token: token with which transformers pads texts, kept for exports; training never pads with it.
     """
 
     vocab_size: int = NUM_BYTES + 1
     end_of_document: int = NUM_BYTES
     model: str | None = None
+    pad_token: str | None = field(default=None, compare=False)
 
     @classmethod
     def load(cls, source: str | Path, end_of_document: str | None = None) -> Tokenizer:
@@ -70,7 +72,8 @@ class Tokenizer:
         if not vocabulary:
             raise DataError("tokenizer", expected="a vocabulary", got=f"none in {file}", remedy="Pass another one.")
         end = _end_of_document(vocabulary, end_of_document, file.parent / CONFIG_FILE)
-        return cls(max(vocabulary.values()) + 1, end, model)
+        pad = _token(_config(file.parent / CONFIG_FILE).get("pad_token"))
+        return cls(max(vocabulary.values()) + 1, end, model, pad if pad in vocabulary else None)
 
     @classmethod
     def of_run(cls, path: str | Path) -> Tokenizer:
@@ -176,7 +179,21 @@ class Tokenizer:
             _put(folder / MODEL_FILE, self.model)
             end = self._model.id_to_token(self.end_of_document)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            if self.pad_token is not None:
+                config["pad_token"] = self.pad_token
         _put(folder / CONFIG_FILE, json.dumps(config, indent=1))
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of the tokens that the tokenizer marks as special."""
+        if self.model is None:
+            return frozenset([self.end_of_document])
+        return frozenset(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of `pad_token`."""
+        return None if self.pad_token is None else self._model.token_to_id(self.pad_token)
 
     @cached_property
     def _model(self) -> Any:
@@ -229,9 +246,14 @@ def _config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _token(entry: Any) -> str | None:
+    """Returns the text of a token as tokenizer_config.json has it: a string, or an object with its content."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
+
+
 def _end_of_document(vocabulary: dict[str, int], asked: str | None, config: Path) -> int:
-    eos = _config(config).get("eos_token")
-    named = asked if asked is not None else eos["content"] if isinstance(eos, dict) else eos
+    named = asked if asked is not None else _token(_config(config).get("eos_token"))
     found = [token for token in ([named] if named else KNOWN_ENDS) if token in vocabulary]
     if found:
         return vocabulary[found[0]]

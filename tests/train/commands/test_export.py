@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import asdict
@@ -111,3 +112,31 @@ def test_a_checkpoint_of_transformers_model_exports_with_equal_logits(
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == end
     with pytest.raises(CheckpointError, match=r"got one of TransformersModel \(qwen2\)\. `ringflash export` writes"):
         load_decoder(path)
+
+
+TURNS = "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TURNS, "{{ messages[7].content }}"])
+def test_a_chat_model_stops_at_the_end_of_a_turn_and_pads_as_before(
+    tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = write_tokenizer(tmp_path / "made", special=("<|turn|>", "<|end|>", "<|pad|>"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": {"content": "<|pad|>"}}
+    (made.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(made)
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text(template)
+    shape = ModelConfig(tokenizer.vocab_size, 32, 1, 2, 1, 48, max_position_embeddings=64)
+    state = {f"_decoder.{name}": value for name, value in Decoder(shape).state_dict().items()}
+    path = tmp_path / "run" / "checkpoints" / "last"
+    run_ranks(1, _save, str(path), {"state_dict": state, "model_config": asdict(shape)})
+    assert main.main(["export", "--checkpoint", str(path), "--to", str(tmp_path / "out")]) == 0
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    end, turn, pad = loaded.convert_tokens_to_ids(["</s>", "<|end|>", "<|pad|>"])
+    ends = [end, turn] if template == TURNS else end
+    assert ("stops at the end of a document alone" in capsys.readouterr().err) == (template != TURNS)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == ends
+    assert (model.generation_config.pad_token_id, loaded.pad_token_id) == (pad, pad)
+    assert loaded(["the ring turns and turns", "the"], padding=True)["input_ids"][1][-1] == pad
