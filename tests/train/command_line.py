@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from tests.ports import unused_port
+
 CONFIG: dict[str, Any] = {
     "model": {
         "model": {"vocab_size": 257, "dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 48},
@@ -40,8 +42,9 @@ def command(*args: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment without the variables of an enclosing distributed run."""
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"COLUMNS": "120"}
+    """Returns the environment without the variables of an enclosing distributed run, and with a port for a new one."""
+    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return outer | {"COLUMNS": "120", "MASTER_PORT": str(unused_port())}
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:

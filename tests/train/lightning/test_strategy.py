@@ -20,6 +20,7 @@ from ringflash.errors import ConfigError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes, sum_gradients
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
+from tests.ports import unused_port
 from tests.train.runs import Run, sequences, train, train_alone
 
 Size = Literal["auto"] | int
@@ -177,7 +178,7 @@ def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env=environment | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(unused_port())},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
