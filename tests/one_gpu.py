@@ -42,6 +42,10 @@ def _no_obstacle(control: ControlPlane, device: torch.device) -> str | None:
 def init_process_group(backend: str, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
     """Makes the default group of a test's process; with NCCL the process gets its own GPU or a shared one."""
     device = None
+    if backend == "nccl":
+        from ringflash.compile_once import compile_once_a_host  # here, because it imports Triton
+
+        compile_once_a_host()
     if backend == "nccl" and is_shared(world_size):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         reach.obstacle = _no_obstacle

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ringflash.errors import ArgumentError
@@ -86,9 +87,10 @@ def test_no_new_tokens() -> None:
 
 def _sharded_sample() -> list[int]:
     model = decoder()
+    mesh = init_device_mesh("cpu", (2,))  # the default is a mesh of GPUs where there are any
     for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return sample(model)
 
 
