@@ -59,6 +59,7 @@ from ringflash.kernels.hopper.pipeline import (
     make_ring,
     make_tiles,
     opaque_index,
+    relative,
     release,
     slot_of,
     wait_empty,
@@ -76,7 +77,7 @@ from ringflash.kernels.hopper.scheduler import (
     tile_at,
     visit_from_end,
 )
-from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
+from ringflash.kernels.hopper.versions import FEW_REGISTERS, copy_to_shared, nbytes
 
 
 class Inputs(NamedTuple):
@@ -290,6 +291,8 @@ def _step(
         p = gl.exp2(s * gradients.scale + _numbers_of(shared, opaque_index(i), 0, S)[None, :])
     if MASKED:
         queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
+        if FEW_REGISTERS:
+            queries, first, stop = relative(queries, first, stop, kind.BLOCK_M)
         p = where_seen(p, queries, first, stop, 0.0, kind.BELOW, kind.ABOVE)
     p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=[dp])

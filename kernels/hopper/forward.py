@@ -40,7 +40,9 @@ from ringflash.kernels.hopper.pipeline import (
     make_barriers,
     make_ring,
     make_tiles,
+    opaque_index,
     pack_operand,
+    relative,
     release,
     scheduler_barrier_arrive,
     scheduler_barrier_wait,
@@ -61,7 +63,7 @@ from ringflash.kernels.hopper.scheduler import (
     signal_prefetch,
     tile_at,
 )
-from ringflash.kernels.hopper.versions import copy_from_shared, reinterpret
+from ringflash.kernels.hopper.versions import FEW_REGISTERS, copy_from_shared, reinterpret
 
 
 class Tiles(NamedTuple):
@@ -180,6 +182,8 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     if MASKED:
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
+        if FEW_REGISTERS and kind.TURNS and not (kind.BELOW and kind.ABOVE):
+            keys, first, stop = relative(keys, first, stop, kind.BLOCK_N)
         s = where_seen(s, keys, first, stop, float("-inf"), kind.BELOW, kind.ABOVE)
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     shift = m_new
@@ -207,7 +211,11 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     if kind.TURNS:
         scheduler_barrier_wait(C)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
+    if FEW_REGISTERS:  # descriptors of v are made after the wait, not before
+        wait_full(rings.v, keys - 1)
+        v = buffer_of(rings.v, opaque_index(keys - 1)).reshape([kind.BLOCK_N, kind.BLOCK_D])
+    else:
+        v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
     acc = warpgroup_mma(unpack_operand(p, q.dtype, OPERAND), v, acc, is_async=True)
     if kind.TURNS:
         scheduler_barrier_arrive(C, kind.CONSUMERS)

@@ -174,25 +174,42 @@ def where_seen(x, others, first, stop, OTHERWISE: gl.constexpr, BELOW: gl.conste
 
     `BELOW` compares with `first`, `ABOVE` with `stop`; at least one of them is set. The comparison is in assembly,
     because the compiler would compare before `x` is known, pack the results as bits and unpack them again.
+    Bounds and `others` may also come from `relative`.
     """
+    SHARED: gl.constexpr = len(first.shape) == 1  # one bound for all columns of a row
     FILLING: gl.constexpr = "0f00000000" if OTHERWISE == 0.0 else "0fFF800000"
     KEPT: gl.constexpr = "selp.f32 $0, $1, " + FILLING + ", seen; }"
     if BELOW and ABOVE:
         x = gl.inline_asm_elementwise(
             "{ .reg .pred seen; setp.ge.s32 seen, $2, $3; setp.lt.and.s32 seen, $2, $4, seen; " + KEPT,
-            "=f,f,r,r,r", [x, others[None, :], first[:, None], stop[:, None]], gl.float32, is_pure=True, pack=1,
+            "=f,f,r,r,r",
+            [x, others[None, :], first[:, None] if SHARED else first, stop[:, None] if SHARED else stop],
+            gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     elif BELOW:
         x = gl.inline_asm_elementwise(
             "{ .reg .pred seen; setp.ge.s32 seen, $2, $3; " + KEPT,
-            "=f,f,r,r", [x, others[None, :], first[:, None]], gl.float32, is_pure=True, pack=1,
+            "=f,f,r,r", [x, others[None, :], first[:, None] if SHARED else first], gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         x = gl.inline_asm_elementwise(
             "{ .reg .pred seen; setp.lt.s32 seen, $2, $3; " + KEPT,
-            "=f,f,r,r", [x, others[None, :], stop[:, None]], gl.float32, is_pure=True, pack=1,
+            "=f,f,r,r", [x, others[None, :], stop[:, None] if SHARED else stop], gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return x
+
+
+@gluon.jit
+def relative(others, first, stop, COLUMNS: gl.constexpr):
+    """Returns `others`, `first` and `stop` for `where_seen`, all less the part of `others` that varies.
+
+    `others` are `COLUMNS` consecutive rows, a power of two, from a multiple of `COLUMNS` on. A thread has the columns
+    0 and 1 of every eight, plus an even number below 8 of its own. Without this number and the first row, `others` are
+    constants, the same in all threads and steps. Otherwise a thread keeps one number for each column through the loop.
+    """
+    REST: gl.constexpr = 6 - COLUMNS  # the bits of the first row and of the thread's number
+    base = (others & REST)[None, :]
+    return others & (COLUMNS - 7), first[:, None] - base, stop[:, None] - base
 
 
 @gluon.jit

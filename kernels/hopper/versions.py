@@ -1,7 +1,8 @@
 """Gluon functions whose names differ between versions of Triton, and all private names of Triton that are used.
 
 Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
-other code is the same under every version. `kernels/fallback.py` lists the versions that they were checked with.
+other code is the same under every version, but for what `FEW_REGISTERS` changes. `kernels/fallback.py` lists the
+versions that they were checked with.
 """
 
 # Gluon's DSL is not Python to a type checker, and libtriton is a binary.
@@ -22,6 +23,10 @@ assert release_of(triton.__version__) in SUPPORTED, "`select` asks `fallback.why
 # The first name is the newer one; releases between 3.6 and 3.9 brought them at different times.
 copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_from_shared = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+# From 3.9 on Triton assembles for sm_90 with ptxas 13, not 12. That one spills what a loop could compute again at each
+# step, such as the numbers of a mask's columns. Under these versions the kernels leave less to be kept.
+FEW_REGISTERS = gl.constexpr(release_of(triton.__version__) >= (3, 9))
 
 environment_of_compilations = get_cache_invalidating_env_vars  # returns variables that are part of Triton's cache keys
 
