@@ -39,6 +39,7 @@ COMMANDS: Commands = {
         "train.commands.retrieval",
         "how far back a model finds things: `retrieval fit --config FILE`, then measure it",
     ),
+    "ruler": ("train.commands.ruler", "score RULER's tasks by length, alone or over a ring of torchrun's"),
     "checkpoint": (
         "train.commands.verify",
         "compare checkpoints with what was saved: `checkpoint verify FOLDER`",

@@ -97,6 +97,17 @@ class Chat:
                     bad.argument, expected=bad.expected, got=f"{bad.got} in {name_row(part, place)}", remedy=bad.remedy
                 ) from bad
 
+    def prompt(self, question: str) -> str:
+        """Returns a user's message as the template renders it, up to the beginning of the assistant's turn.
+
+        Raises:
+            DataError: the template does not render it.
+        """
+        try:
+            return self._apply([[{"role": "user", "content": question}]], None, add_generation_prompt=True)[0][0]
+        except _BadRow as bad:
+            raise DataError(bad.argument, expected=bad.expected, got=bad.got, remedy=bad.remedy) from bad
+
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
         """Returns the special token with which the template ends the assistant's turn; None if it shows none there.
 

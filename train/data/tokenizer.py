@@ -77,7 +77,12 @@ class Tokenizer:
 
     @classmethod
     def of_run(cls, path: str | Path) -> Tokenizer:
-        """Loads the tokenizer that a run trained with, from the run's folder or anything in it, such as a checkpoint.
+        """Loads the tokenizer that a run trained with; see `folder_of_run`."""
+        return cls.load(cls.folder_of_run(path))
+
+    @staticmethod
+    def folder_of_run(path: str | Path) -> Path:
+        """Returns the folder of a run's tokenizer, from the run's folder or anything in it, such as a checkpoint.
 
         Raises:
             DataError: there is none.
@@ -85,7 +90,7 @@ class Tokenizer:
         start = Path(path).expanduser().absolute()
         for folder in (start, *start.parents[:3]):
             if (folder / RUN_FOLDER / CONFIG_FILE).is_file():
-                return cls.load(folder / RUN_FOLDER)
+                return folder / RUN_FOLDER
         raise DataError(
             "tokenizer",
             expected=f"a folder {RUN_FOLDER} in {start} or a folder above it",
@@ -189,6 +194,14 @@ class Tokenizer:
         if self.model is None:
             return frozenset([self.end_of_document])
         return frozenset(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def prefix(self) -> list[int]:
+        """Ids that the tokenizer.json puts before a text, as transformers does; training puts none there."""
+        if self.model is None:
+            return []
+        encoding = self._model.encode("a")
+        return encoding.ids[: encoding.special_tokens_mask.index(0)]
 
     @property
     def pad_id(self) -> int | None:
