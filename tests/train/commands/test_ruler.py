@@ -1,10 +1,14 @@
-"""`ringflash ruler` on checkpoints and exported folders, alone and over a ring, and an exported folder in lm-eval."""
+"""`ringflash ruler` on checkpoints and exported folders, alone and over a ring; an exported folder in lm_eval."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +20,13 @@ from torch import Tensor
 
 from ringflash.commands.main import main as ringflash
 from ringflash.errors import ArgumentError
+from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.save import save
 from ringflash.train.commands import ruler
-from ringflash.train.commands.ruler import Prompts, main
+from ringflash.train.commands.ruler import Prompts, check_positions, main
 from ringflash.train.data.chat import Chat
 from ringflash.train.data.tokenizer import Tokenizer
-from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.config import ModelConfig, RopeScaling
 from ringflash.train.models.decoder import Decoder
 from tests.distributed import run_ranks
 from tests.train.data.chats import write_chat_tokenizer
@@ -144,6 +149,14 @@ def test_bad_arguments(run: Path, options: list[str], message: str) -> None:
         main(["--checkpoint", str(run / "exported"), "--device", "cpu", *options])
 
 
+def test_dynamic_scaling_has_more_positions_than_its_configuration_says() -> None:
+    shape = ModelConfig(61, 32, 1, 2, 1, 48, rope_scaling=RopeScaling("dynamic", 2.0, 32), max_position_embeddings=32)
+    check_positions(shape, 64)
+    with pytest.raises(ArgumentError, match="at most 64, the model's positions, got 65"):
+        check_positions(shape, 65)
+    check_positions(ModelConfig(61, 32, 1, 2, 1, 48), 10**9)
+
+
 def test_folders_without_a_tokenizer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(run / "exported", tmp_path / "exported")
     (tmp_path / "exported" / "tokenizer.json").unlink()
@@ -152,3 +165,41 @@ def test_folders_without_a_tokenizer(run: Path, tmp_path: Path, capsys: pytest.C
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     assert ringflash(["ruler", "--checkpoint", str(tmp_path / "checkpoints" / "last")]) == 2
     assert "tokenizer: expected a folder tokenizer in" in capsys.readouterr().err
+
+
+LOCAL_TASK = """
+task: local
+dataset_path: json
+dataset_kwargs: {data_files: {test: TEXTS}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: bits_per_byte
+metadata: {version: 1}
+"""
+
+
+def test_an_exported_folder_in_lm_eval_has_the_loss_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Runs the harness on a task of two local texts, and compares its bits a byte with those of the decoder."""
+    pytest.importorskip("lm_eval")
+    texts = ["the ring turns and turns\n" * 3, "around the ring"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "local.yaml").write_text(LOCAL_TASK.replace("TEXTS", str(tmp_path / "texts.jsonl")))
+    arguments = f"--model hf --model_args pretrained={run / 'exported'},dtype=float32 --tasks local --device cpu"
+    more = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--batch_size", "1"]
+    offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "-m", "lm_eval", *arguments.split(), *more]
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "out").rglob("results*.json")
+    found = json.loads(file.read_text())["results"]["local"]["bits_per_byte,none"]
+    decoder, tokenizer = load_decoder(run / "checkpoints" / "last"), Tokenizer.load(run / "tokenizer")
+    loss = 0.0
+    for text in texts:
+        ids = torch.tensor([[tokenizer.end_of_document, *tokenizer.encode(text)]])
+        with torch.no_grad():
+            logits = decoder(ids[:, :-1], torch.arange(ids.shape[1] - 1))
+        loss += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item()
+    assert found == pytest.approx(loss / math.log(2) / sum(len(text.encode()) for text in texts), rel=1e-4)
