@@ -90,12 +90,12 @@ def test_a_contender_that_cannot_is_said_in_its_row(
 
     @contextmanager
     def wrong(problem: Problem) -> Generator[Setup, None, None]:
-        with single.ours(True)(problem) as setup:
+        with single.ours(problem, deterministic=True) as setup:
             yield Setup(setup.inputs, setup.dout, lambda q, k, v: setup.call(q, k, v) * 1.2, setup.whole)
 
     @contextmanager
     def gives_up(problem: Problem) -> Generator[Setup, None, None]:
-        with single.ours(True)(problem) as setup:
+        with single.ours(problem, deterministic=True) as setup:
             calls = iter(range(1))
 
             def call(*qkv: torch.Tensor) -> torch.Tensor:

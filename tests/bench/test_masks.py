@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 import ringflash as rf
-from ringflash.bench.attention import mask_peers, masks
+from ringflash.bench.attention import masks, single
 from ringflash.bench.attention.mask_cases import cases
 from ringflash.bench.common import timing
 from ringflash.commands.main import main
@@ -123,7 +123,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, e
 def test_peers_are_given_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", _cute())
-    monkeypatch.setattr(mask_peers, "flex_attention", _flex_attention)
+    monkeypatch.setattr(single, "flex_attention", _flex_attention)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(masks, "_check", lambda *_: None)
     path = tmp_path / "masks.json"

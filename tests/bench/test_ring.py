@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ import ringflash as rf
 from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common import peers
-from ringflash.bench.common.problem import Problem
+from ringflash.bench.common.problem import Contender, Problem
 from ringflash.bench.ring import accuracy, ring_flash_attn, scaling, seen, throughput
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
@@ -125,9 +126,9 @@ def _sent(mesh: Any) -> dict[str, int]:
 
     transport.start = spy
     counts = {}
-    for name, contender in (("messages", peers.ours(context)), ("without", peers.without_messages(context))):
+    for name, contender in (("messages", peers.ours), ("without", peers.without_messages)):
         seen.clear()
-        with contender(problem) as setup:
+        with contender(problem, context) as setup:
             setup.forward()
         counts[name] = len(seen)
     assert context.transport is transport
@@ -255,7 +256,8 @@ def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytes
     monkeypatch.setattr(throughput.dist, "barrier", lambda: None)
     context = rf.ContextParallel.local(2)
     options = throughput._parser().parse_args([*SMALL.split(), "--rounds", "2"])
-    rows = throughput._measure_length(64, options, context, {"a": peers.ours(context), "b": peers.alone(64)}, CPU)
+    named: dict[str, Contender] = {"a": partial(peers.ours, context=context), "b": partial(peers.alone, tokens=64)}
+    rows = throughput._measure_length(64, options, context, named, CPU)
     assert rows[1]["failed"] == "OutOfMemoryError: tried to allocate 9 TiB"
     assert rows[0]["forward_of_one_kernel"] == pytest.approx(1, rel=0.05)
     assert rows[0]["forward_exposed_us_a_hop"] == 0

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringflash as rf
-from ringflash.bench.attention.single import Unavailable, cute
+from ringflash.bench.attention.single import Unavailable, cute, out_of
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import add_options
 from ringflash.bench.common.report import Column, print_table
@@ -115,8 +115,7 @@ def _calls(
             sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
     add("SDPA", sdpa, heads_first=True)
     with suppress(Unavailable):
-        function = cute().flash_attn_func
-        add("FlashAttention-4", lambda q, k, v: _first(function(q, k, v, causal=True)))
+        add("FlashAttention-4", out_of(cute().flash_attn_func, causal=True))
     return calls
 
 
@@ -124,10 +123,6 @@ def _new_documents(seqlen: int) -> Iterator[Any]:
     """Returns masks of three documents; they repeat after more masks than any cache keeps."""
     cuts = itertools.islice(itertools.combinations(range(1, seqlen), 2), NEW_MASKS)
     return itertools.cycle([rf.Causal() & rf.Documents([0, *pair, seqlen]) for pair in cuts])
-
-
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _measure(calls: _Calls, rounds: int, device: torch.device) -> dict[tuple[str, str], float]:

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 import ringflash as rf
 from ringflash.bench.attention.mask_cases import BLOCK, Case
-from ringflash.bench.attention.single import Unavailable, cute
-from ringflash.bench.common.problem import Problem, Setup
+from ringflash.bench.attention.single import Unavailable, compiled_flex, cute, out_of
+from ringflash.bench.common.problem import Problem, Setup, swapped
 
 MaskContender = Callable[[Case, Problem], Setup]
 
 
-@contextmanager
-def compiling() -> Generator[None, None, None]:
-    """Lets `flex` compile all cases of a cell, and run their backwards any number of times."""
-    from torch._functorch import config
-
-    torch.compiler.reset()  # dynamo compiles one function for a few shapes and masks only
-    with config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
-        yield
-
-
-def ours(deterministic: bool, backend: str) -> MaskContender:
-    """Returns the contender `flash_attention`. Both modes have the same forward."""
-    options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
-
-    def prepare(case: Case, problem: Problem) -> Setup:
-        given = problem.map(case.cut)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = rf.flash_attention(q, k, v, mask=case.mask, options=options)
-            assert isinstance(out, Tensor)
-            return out
-
-        return Setup(given.leaves(), given.dout, call, _joined)
-
-    return prepare
+def ours(case: Case, problem: Problem, *, deterministic: bool, backend: str) -> Setup:
+    """Prepares `flash_attention`. Both modes have the same forward."""
+    given, options = problem.map(case.cut), rf.AttentionOptions(deterministic=deterministic, backend=backend)
+    call = partial(rf.flash_attention, mask=case.mask, options=options, return_lse=False)
+    return Setup(given.leaves(), given.dout, call, _joined)
 
 
 def flash_attention_4(case: Case, problem: Problem) -> Setup:
@@ -65,27 +45,16 @@ def flash_attention_4(case: Case, problem: Problem) -> Setup:
         longest = max(stop - start for start, stop in pairwise(case.ends))
         options |= {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": longest for x in "qk"}
         given, function = problem.map(lambda x: x[0]), package.flash_attn_varlen_func
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return Setup(given.leaves(), given.dout, call, _joined)
+    return Setup(given.leaves(), given.dout, out_of(function, **options), _joined)
 
 
 def flex(case: Case, problem: Problem) -> Setup:
     """Prepares torch's flex_attention, compiled for this shape and mask, with its block mask made beforehand."""
-    given = problem.map(lambda x: case.cut(x).transpose(1, 2).contiguous())
+    given = problem.map(lambda x: swapped(case.cut(x)))
     seqlen, device = given.q.shape[2], problem.q.device
     sizes: Any = {"B": None, "H": None, "Q_LEN": seqlen, "KV_LEN": seqlen, "BLOCK_SIZE": BLOCK}
     seen = torch.compile(create_block_mask)(_rule(case, device), **sizes, device=str(device))
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=seen, enable_gqa=problem.group > 1)
-        assert isinstance(out, Tensor)
-        return out
-
+    call = compiled_flex(seen, problem.group)
     return Setup(given.leaves(), given.dout, call, lambda x: _joined(x.transpose(1, 2)))
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ringflash.bench.attention.mask_cases import cases, triangle
-from ringflash.bench.attention.mask_peers import MaskContender, compiling, flash_attention_4, flex, ours
-from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.attention.mask_peers import MaskContender, flash_attention_4, flex, ours
+from ringflash.bench.attention.single import Unavailable, compiling
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, Setup, add_options, check_agreement, failure
 from ringflash.bench.common.report import Column, print_table
@@ -91,7 +91,7 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
     setups: dict[Key, dict[str, Setup]] = {}
     expected: list[Tensor] | None = None
     contenders: dict[str, dict[str, MaskContender]] = {
-        "ringflash": {part: ours(mode, options.backend) for part, mode in MODES.items()}
+        "ringflash": {part: partial(ours, deterministic=mode, backend=options.backend) for part, mode in MODES.items()}
     }
     if options.peers:
         contenders |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import ringflash as rf
 from ringflash.bench.attention.tiles import HOPPER, PORTABLE, auto_kernels
-from ringflash.bench.common.problem import Contender, Problem, Setup
+from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
 from ringflash.errors import ArgumentError
 
 STANDARD_MATRICES = 4  # seqlen x seqlen at once, in the backward: P, dP, its masked copy, dS
@@ -27,59 +28,50 @@ class Unavailable(RuntimeError):
     """Error for a contender for which this machine has no package or too little memory."""
 
 
-def ours(deterministic: bool, backend: str = "auto") -> Contender:
-    """Returns the contender `flash_attention`. Both modes have the same forward."""
+@contextmanager
+def ours(problem: Problem, *, deterministic: bool, backend: str = "auto") -> Generator[Setup, None, None]:
+    """Prepares `flash_attention`. Both modes have the same forward."""
     options = rf.AttentionOptions(deterministic=deterministic, backend=backend)
-
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        mask = rf.Causal() if problem.causal else None
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = rf.flash_attention(q, k, v, mask=mask, options=options)
-            assert isinstance(out, Tensor)
-            return out
-
-        yield Setup(problem.leaves(), problem.dout, call, _as_it_is)
-
-    return prepare
+    call = partial(rf.flash_attention, mask=problem.visible, options=options, return_lse=False)
+    yield Setup(problem.leaves(), problem.dout, call, unchanged)
 
 
-def sdpa(backend: SDPBackend) -> Contender:
-    """Returns the contender scaled_dot_product_attention of torch, forced to one backend."""
+@contextmanager
+def sdpa(problem: Problem, backend: SDPBackend) -> Generator[Setup, None, None]:
+    """Prepares scaled_dot_product_attention of torch, forced to one backend."""
+    heads_first = problem.map(swapped)
 
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        heads_first = problem.map(_swapped)
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=problem.group > 1
+            )
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=problem.causal, enable_gqa=problem.group > 1
-                )
-
-        yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
-
-    return prepare
+    yield Setup(heads_first.leaves(), heads_first.dout, call, swapped)
 
 
 @contextmanager
 def flex(problem: Problem) -> Generator[Setup, None, None]:
     """Prepares torch's flex_attention, compiled for this shape, with its block mask made beforehand."""
-    from torch._functorch import config as functorch_config
-
-    torch.compiler.reset()  # dynamo gives up after compiling one function for a few shapes
-    heads_first = problem.map(_swapped)
-    compiled = torch.compile(flex_attention, dynamic=False)
+    heads_first = problem.map(swapped)
     mask = _causal_blocks(problem.seqlen, problem.q.device) if problem.causal else None
+    with compiling():
+        yield Setup(heads_first.leaves(), heads_first.dout, compiled_flex(mask, problem.group), swapped)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
-        assert isinstance(out, Tensor)
-        return out
 
-    with functorch_config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
-        yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
+@contextmanager
+def compiling() -> Generator[None, None, None]:
+    """Lets contenders compile flex_attention for any shapes and masks, and run its backward any number of times."""
+    from torch._functorch import config
+
+    torch.compiler.reset()  # dynamo compiles one function for a few shapes and masks only
+    with config.patch(donated_buffer=False):  # a backward that donates its buffers runs only once
+        yield
+
+
+def compiled_flex(mask: BlockMask | None, group: int) -> Any:
+    """Returns flex_attention under `mask`, compiled for one shape, with `group` query heads for each KV head."""
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=group > 1)
 
 
 def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
@@ -119,13 +111,18 @@ def flash_attention_4(problem: Problem) -> Generator[Setup, None, None]:
     Raises:
         Unavailable: its package is not installed.
     """
-    function = cute().flash_attn_func
+    call = out_of(cute().flash_attn_func, causal=problem.causal)
+    yield Setup(problem.leaves(), problem.dout, call, unchanged)
+
+
+def out_of(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
+    """Returns `function` with `options`, without the results after out that some versions return."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=problem.causal)
+        out = function(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out
 
-    yield Setup(problem.leaves(), problem.dout, call, _as_it_is)
+    return call
 
 
 @contextmanager
@@ -140,7 +137,7 @@ def standard(problem: Problem) -> Generator[Setup, None, None]:
     free = _free_bytes(problem.q.device)
     if needed > free:
         raise Unavailable(f"needs {needed / 2**30:,.0f} GiB, {free / 2**30:,.0f} are free")
-    heads_first = problem.map(_swapped)
+    heads_first = problem.map(swapped)
     hidden = None
     if problem.causal:
         hidden = torch.ones(seqlen, seqlen, dtype=torch.bool, device=problem.q.device).triu_(1)
@@ -152,7 +149,7 @@ def standard(problem: Problem) -> Generator[Setup, None, None]:
             scores.masked_fill_(hidden, -torch.inf)
         return scores.softmax(-1) @ v
 
-    yield Setup(heads_first.leaves(), heads_first.dout, call, _swapped)
+    yield Setup(heads_first.leaves(), heads_first.dout, call, swapped)
 
 
 def contenders(
@@ -166,18 +163,20 @@ def contenders(
     Raises:
         ArgumentError: `only` names an unknown contender.
     """
-    named: dict[str, Contender] = {"ringflash fast": ours(False), "ringflash deterministic": ours(True)}
-    if auto_kernels(device, dtype) == HOPPER:
-        named[f"ringflash fast, {PORTABLE}"] = ours(False, "triton")
-        named[f"ringflash deterministic, {PORTABLE}"] = ours(True, "triton")
+    kernels = {"": "auto", f", {PORTABLE}": "triton"} if auto_kernels(device, dtype) == HOPPER else {"": "auto"}
+    named: dict[str, Contender] = {
+        f"ringflash {mode}{by}": partial(ours, deterministic=mode == "deterministic", backend=backend)
+        for by, backend in kernels.items()
+        for mode in ("fast", "deterministic")
+    }
     with_peers = with_peers or only is not None
     if with_peers and device.type == "cuda":
-        named["SDPA flash (FA2)"] = sdpa(SDPBackend.FLASH_ATTENTION)
-        named["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+        named["SDPA flash (FA2)"] = partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
+        named["SDPA cuDNN"] = partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
         named["FlexAttention"] = flex
         named["FlashAttention-4"] = flash_attention_4
     elif with_peers:
-        named["SDPA math"] = sdpa(SDPBackend.MATH)
+        named["SDPA math"] = partial(sdpa, backend=SDPBackend.MATH)
     if with_peers:
         named["standard attention"] = standard
     if only is None:
@@ -187,15 +186,6 @@ def contenders(
             expected, remedy = f"some of {', '.join(map(repr, named))}", "Quote a name that has spaces."
             raise ArgumentError("--only", expected=expected, got=repr(name), remedy=remedy)
     return {name: contender for name, contender in named.items() if name in only}
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """Returns (batch, seqlen, heads, headdim) as (batch, heads, seqlen, headdim) or the reverse, contiguous."""
-    return x.transpose(1, 2).contiguous()
 
 
 def _free_bytes(device: torch.device) -> int:

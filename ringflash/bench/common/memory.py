@@ -58,7 +58,7 @@ def check(seqlen: int, dtype: torch.dtype, *, nheads: int, nheads_kv: int, headd
         mode = "deterministic" if deterministic else "fast"
         heads = f"{nheads}:{nheads_kv} heads of {headdim}"
         print(f"{mode}: {seqlen} tokens, {heads}, causal; about {estimate:.0f} s at {EXPECTED_TFLOPS} TFLOP/s")
-        with ours(deterministic)(problem) as setup:
+        with ours(problem, deterministic=deterministic) as setup:
             begin = time.perf_counter()
             setup.forward_backward()
             torch.cuda.synchronize()

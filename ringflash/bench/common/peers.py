@@ -11,52 +11,38 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringflash as rf
-from ringflash.bench.common.problem import Contender, Problem, Setup
+from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
 from ringflash.bench.ring.ring_flash_attn import installed_kernels, ring_flash_attn
 
 
-def ours(context: rf.ContextParallel) -> Contender:
-    """Returns a contender that runs `ring_attention` over `context`."""
-
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        mask = problem.visible
-        local = problem.map(partial(context.shard, mask=mask))
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = rf.ring_attention(q, k, v, context, mask=mask)
-            assert isinstance(out, Tensor)
-            return out
-
-        yield Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
-
-    return prepare
+@contextmanager
+def ours(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None, None]:
+    """Prepares `ring_attention` over `context`."""
+    mask = problem.visible
+    local = problem.map(partial(context.shard, mask=mask))
+    call = partial(rf.ring_attention, context=context, mask=mask, return_lse=False)
+    yield Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
 
 
-def without_messages(context: rf.ContextParallel) -> Contender:
-    """Returns a contender like `ours`, but without messages between ranks.
+@contextmanager
+def without_messages(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None, None]:
+    """Prepares the same as `ours`, but without messages between ranks.
 
     Every hop has the same work, so the time that this contender saves is the cost of the messages.
     """
-
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        transport = context.transport
-        silent: Any = _Silent(transport)
-        context.transport = silent
-        try:
-            with ours(context)(problem) as setup:
-                yield setup
-        finally:
-            context.transport = transport
-
-    return prepare
+    transport = context.transport
+    silent: Any = _Silent(transport)
+    context.transport = silent
+    try:
+        with ours(problem, context) as setup:
+            yield setup
+    finally:
+        context.transport = transport
 
 
 class _Silent:
@@ -85,57 +71,47 @@ class _Silent:
         """Returns at once, because no message is under way."""
 
 
-def alone(tokens: int) -> Contender:
-    """Returns a contender that runs `flash_attention` on every rank by itself: causal, over `tokens` first tokens."""
-
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        first = replace(problem, mask=None, causal=True).map(lambda x: x[:, :tokens].contiguous())
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = rf.flash_attention(q, k, v, mask=rf.Causal())
-            assert isinstance(out, Tensor)
-            return out
-
-        yield Setup(first.leaves(), first.dout, call, lambda x: x)
-
-    return prepare
+@contextmanager
+def alone(problem: Problem, tokens: int) -> Generator[Setup, None, None]:
+    """Prepares `flash_attention` on every rank by itself: causal, over `tokens` first tokens."""
+    first = replace(problem, mask=None, causal=True).map(lambda x: x[:, :tokens].contiguous())
+    yield Setup(first.leaves(), first.dout, partial(rf.flash_attention, mask=rf.Causal(), return_lse=False), unchanged)
 
 
-def torch_context_parallel(mesh: DeviceMesh, backend: SDPBackend, rotation: str) -> Contender:
-    """Returns torch's context_parallel over scaled_dot_product_attention as a contender.
+@contextmanager
+def torch_context_parallel(
+    problem: Problem, mesh: DeviceMesh, backend: SDPBackend, rotation: str
+) -> Generator[Setup, None, None]:
+    """Prepares torch's context_parallel over scaled_dot_product_attention.
 
     It needs KV heads repeated to the query heads.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        repeated = problem.repeated().map(lambda x: x.transpose(1, 2).contiguous())
-        buffers = [repeated.q, repeated.k, repeated.v, repeated.dout]
-        set_rotate_method(rotation)
-        with sdpa_kernel(backend), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
-            yield Setup(
-                repeated.leaves(),
-                repeated.dout,
-                lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),  # patched by name
-                lambda out: context_parallel_unshard(mesh, [out.contiguous()], [2])[0].transpose(1, 2),
-            )
-
-    return prepare
+    repeated = problem.repeated().map(swapped)
+    buffers = [repeated.q, repeated.k, repeated.v, repeated.dout]
+    set_rotate_method(rotation)
+    with sdpa_kernel(backend), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+        yield Setup(
+            repeated.leaves(),
+            repeated.dout,
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),  # patched by name
+            lambda out: context_parallel_unshard(mesh, [out.contiguous()], [2])[0].transpose(1, 2),
+        )
 
 
 def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: bool) -> dict[str, Contender]:
     """Returns all contenders of this machine by name, ours first."""
-    named: dict[str, Contender] = {f"ringflash {context.layout}": ours(context)}
+    named: dict[str, Contender] = {f"ringflash {context.layout}": partial(ours, context=context)}
     if with_peers:
         backends = {"flash": SDPBackend.FLASH_ATTENTION}
         if mesh.device_type == "cuda":
             backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
         for name, backend in backends.items():
             for rotation in ("allgather", "alltoall"):
-                named[f"torch {name} {rotation}"] = torch_context_parallel(mesh, backend, rotation)
+                peer = partial(torch_context_parallel, mesh=mesh, backend=backend, rotation=rotation)
+                named[f"torch {name} {rotation}"] = peer
         kernels = installed_kernels()
         named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
     return named

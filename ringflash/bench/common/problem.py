@@ -163,6 +163,16 @@ def difference(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """Returns `x`, for contenders that take (batch, seqlen, heads, headdim)."""
+    return x
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Returns (batch, seqlen, heads, headdim) as (batch, heads, seqlen, headdim) or the reverse, contiguous."""
+    return x.transpose(1, 2).contiguous()
+
+
 def failure(error: Exception) -> str:
     """Returns the first line of a contender's exception, for its row."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

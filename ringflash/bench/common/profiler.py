@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batch, seqlen, nheads, nheads_kv, headdim, causal = options.sizes
     device, dtype = torch.device("cuda"), DTYPES[options.dtype]
     problem = Problem.random(seqlen, nheads, nheads_kv, headdim, device, dtype, batch=batch, causal=bool(causal))
-    with ours("deterministic" in options.what)(problem) as setup:
+    with ours(problem, deterministic="deterministic" in options.what) as setup:
         out = setup.forward()
         call = setup.forward if options.what == "forward" else partial(setup.backward, out)
         call()

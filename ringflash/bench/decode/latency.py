@@ -197,8 +197,8 @@ def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[st
         chosen = {"tiles": "shipped" if tiles is None else list(dataclasses.astuple(tiles)), "splits": splits}
         row = {"name": "ringflash", **_facts(shape), **chosen}
         try:
-            prepare = ours(rf.DecodeOptions(tiles=tiles, splits=splits))
-            calls = [prepare(problem) for problem in problems]
+            options = rf.DecodeOptions(tiles=tiles, splits=splits)
+            calls = [ours(problem, options) for problem in problems]
             if not difference(calls[0]()[:1].double(), exact) < AGREEMENT:
                 raise ValueError("another result")
             runner = _Runner.of(calls, on_gpu=True)

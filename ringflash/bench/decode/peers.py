@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,43 +84,31 @@ class Decoding:
         return torch.cat(outs, 1)[None]
 
 
-def ours(options: rf.DecodeOptions) -> Callable[[Decoding], Call]:
-    """Returns the contender `flash_decode` with `options`."""
-
-    def prepare(given: Decoding) -> Call:
-        def call() -> Tensor:
-            mask = None if given.q.shape[1] == 1 else rf.Causal()
-            out = rf.flash_decode(given.q, given.k, given.v, cache_seqlens=given.lengths, mask=mask, options=options)
-            assert isinstance(out, Tensor)
-            return out
-
-        return call
-
-    return prepare
+def ours(given: Decoding, options: rf.DecodeOptions) -> Call:
+    """Returns a call of `flash_decode` with `options`."""
+    mask = None if given.q.shape[1] == 1 else rf.Causal()
+    more = {"cache_seqlens": given.lengths, "mask": mask, "options": options}
+    return partial(rf.flash_decode, given.q, given.k, given.v, **more, return_lse=False)
 
 
-def torch_sdpa(backend: SDPBackend, *, packed: bool) -> Callable[[Decoding], Call]:
-    """Returns torch's scaled_dot_product_attention on `backend` as a contender.
+def torch_sdpa(given: Decoding, backend: SDPBackend, *, packed: bool) -> Call:
+    """Returns a call of torch's scaled_dot_product_attention on `backend`.
 
     It gets enable_gqa, or with `packed` the query heads of a group as the rows of one KV head.
     """
+    batch, seqlen_q, nheads, headdim = given.q.shape
+    if seqlen_q > 1:
+        raise ValueError("its causal diagonal begins at the first key: one query only")
+    k, v = (x.transpose(1, 2) for x in (given.k, given.v))
+    shape = (batch, k.shape[1], -1, headdim) if packed else (batch, nheads, 1, headdim)
+    q = given.q.view(shape)
 
-    def prepare(given: Decoding) -> Call:
-        batch, seqlen_q, nheads, headdim = given.q.shape
-        if seqlen_q > 1:
-            raise ValueError("its causal diagonal begins at the first key: one query only")
-        k, v = (x.transpose(1, 2) for x in (given.k, given.v))
-        shape = (batch, k.shape[1], -1, headdim) if packed else (batch, nheads, 1, headdim)
-        q = given.q.view(shape)
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=not packed)
+        return out.reshape(batch, seqlen_q, nheads, headdim)
 
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=not packed)
-            return out.reshape(batch, seqlen_q, nheads, headdim)
-
-        return call
-
-    return prepare
+    return call
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Decoding], Call]]:
@@ -127,8 +116,8 @@ def contenders(device: torch.device) -> dict[str, Callable[[Decoding], Call]]:
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     if device.type == "cpu":
         backends = {"math": SDPBackend.MATH}
-    named = {"ringflash": ours(rf.DecodeOptions())}
+    named: dict[str, Callable[[Decoding], Call]] = {"ringflash": partial(ours, options=rf.DecodeOptions())}
     for name, backend in backends.items():
-        named[f"torch {name}"] = torch_sdpa(backend, packed=False)
-        named[f"torch {name} packed"] = torch_sdpa(backend, packed=True)
+        named[f"torch {name}"] = partial(torch_sdpa, backend=backend, packed=False)
+        named[f"torch {name} packed"] = partial(torch_sdpa, backend=backend, packed=True)
     return named

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -59,11 +60,7 @@ def ring_flash_attn(mesh: DeviceMesh, kernels: Kernels) -> Contender:
             raise Unavailable(f"takes multiples of {chunks} tokens, not {problem.seqlen}")
         context = rf.ContextParallel(mesh, layout="zigzag")  # the same chunks on the same ranks
         local = problem.map(context.shard)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, causal=True, group=group)
-
-        yield Setup(local.leaves(), local.dout, call, context.unshard)
+        yield Setup(local.leaves(), local.dout, partial(attend, causal=True, group=group), context.unshard)
 
     return prepare
 

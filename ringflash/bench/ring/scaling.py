@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def _measure_length(
         for count in counts:
             if count in rings and count not in failed:
                 group, context = rings[count]
-                contender = peers.alone(seqlen) if context is None else peers.ours(context)
+                alone = partial(peers.alone, tokens=seqlen)
+                contender = alone if context is None else partial(peers.ours, context=context)
                 try:
                     ranks.take_round(contender, problem, samples[count], options.repeats, group)
                 except ArgumentError:

@@ -21,6 +21,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -138,7 +139,8 @@ def _measure_length(
     failed, errors = _compare(problem, named, context, check=options.check)
     timed = {name: contender for name, contender in named.items() if name not in failed}
     if ours in timed:
-        timed |= {SILENT: peers.without_messages(context), ALONE: peers.alone(work.tokens)}
+        timed[SILENT] = partial(peers.without_messages, context=context)
+        timed[ALONE] = partial(peers.alone, tokens=work.tokens)
     samples = {name: Samples() for name in timed}
     for _ in range(options.rounds):
         for name, contender in timed.items():

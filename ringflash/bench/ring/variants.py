@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ WARM_UPS = 3
 
 
 def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport: str) -> Contender:
-    """Returns the variant `name` of `ours(context)`, with the requested `transport`.
+    """Returns the variant `name` of `ours`, with the requested `transport`.
 
     - "ring" and "grouped" set the kind of hops.
     - "fixed-lengths" uses a context of one length, in which no call waits for the agreement of the ranks.
@@ -30,31 +31,27 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
     """
     if name == "graph":
         hops = "ring" if context.hops == "auto" else context.hops
-        return captured(ours(rf.ContextParallel(mesh, context.layout, transport, hops=hops)))
+        return partial(captured, context=rf.ContextParallel(mesh, context.layout, transport, hops=hops))
     hops = name if name in ("ring", "grouped") else context.hops
     fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
     options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
-    return ours(rf.ContextParallel(mesh, context.layout, transport, **options))
+    return partial(ours, context=rf.ContextParallel(mesh, context.layout, transport, **options))
 
 
-def captured(contender: Contender) -> Contender:
-    """Returns `contender` with each pass as a CUDA graph."""
-
-    @contextmanager
-    def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        if not problem.q.is_cuda:
-            raise Unavailable("a CUDA graph takes a GPU")
-        with contender(problem) as setup:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):  # compiles kernels, uploads tables, grows memory
-                    setup.forward_backward()
-            torch.cuda.current_stream().wait_stream(side)
-            passes = [_capture(call) for call in (setup.forward, setup.forward_backward)]
-            yield Replayed(setup.inputs, setup.dout, setup.call, setup.whole, *passes)
-
-    return prepare
+@contextmanager
+def captured(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None, None]:
+    """Prepares `ours` over `context` with each pass as a CUDA graph."""
+    if not problem.q.is_cuda:
+        raise Unavailable("a CUDA graph takes a GPU")
+    with ours(problem, context) as setup:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):  # compiles kernels, uploads tables, grows memory
+                setup.forward_backward()
+        torch.cuda.current_stream().wait_stream(side)
+        passes = [_capture(call) for call in (setup.forward, setup.forward_backward)]
+        yield Replayed(setup.inputs, setup.dout, setup.call, setup.whole, *passes)
 
 
 @dataclass(frozen=True)
