@@ -3,8 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 from ringflash.errors import ArgumentError
+
+MIN_HEADDIM, MAX_HEADDIM = 16, 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(tensors: Mapping[str, object], form: str, *, alike: str) -> None:
+    """Raises ArgumentError unless all have 4 dimensions, and the dtype and device of the first, which is named q.
+
+    Args:
+        tensors: the arguments by name.
+        form: the shape that they take, for the remedy.
+        alike: the remedy for another dtype or device.
+    """
+    q = next(iter(tensors.values()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or not isinstance(q, Tensor):
+            raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
+        if x.ndim != 4:
+            got = f"shape {tuple(x.shape)}"
+            raise ArgumentError(name, expected="4 dimensions", got=got, remedy=f"Pass {form}.")
+        if x.dtype != q.dtype or x.device != q.device:
+            got = f"{x.dtype} on {x.device}"
+            raise ArgumentError(name, expected=f"as q: {q.dtype} on {q.device}", got=got, remedy=alike)
+
+
+def check_heads(nheads: int, nheads_kv: int, headdims: Mapping[str, int]) -> None:
+    """Raises ArgumentError for widths that no kernel has, and for query heads that cannot share the KV heads evenly."""
+    for name, headdim in headdims.items():
+        if not MIN_HEADDIM <= headdim <= MAX_HEADDIM:
+            remedy = "Split or pad the heads."
+            raise ArgumentError(name, expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=headdim, remedy=remedy)
+    if nheads_kv == 0 or nheads % nheads_kv:
+        expected = f"a positive multiple of nheads_kv = {max(nheads_kv, 1)}"
+        remedy = "Query heads share KV heads in equal groups."
+        raise ArgumentError("nheads", expected=expected, got=f"{nheads} and {nheads_kv}", remedy=remedy)
 
 
 def check_whole(argument: str, value: object, least: int, remedy: str) -> None:

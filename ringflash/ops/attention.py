@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ringflash.checks import check_return_lse, check_softcap, scale_of
+from ringflash.checks import DTYPES, check_heads, check_return_lse, check_softcap, check_tensors, scale_of
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
@@ -22,10 +22,6 @@ from ringflash.ops.prepared import PreparedCall, key_of
 from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.recent_calls import CacheInfo, RecentCalls
 from ringflash.torch_private import is_any_autocast_enabled
-
-MIN_HEADDIM, MAX_HEADDIM = 16, 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 _DEFAULTS = AttentionOptions()
 _known: RecentCalls[PreparedCall[OneDevice]] = RecentCalls()
@@ -357,36 +353,16 @@ def _validate(
     if not isinstance(options, AttentionOptions):
         remedy = "Pass rf.AttentionOptions(...), or leave it out."
         raise ArgumentError("options", expected="a rf.AttentionOptions", got=repr(options), remedy=remedy)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
-        if x.ndim != 4:
-            remedy = "Pass (batch, seqlen, nheads, headdim)."
-            raise ArgumentError(name, expected="4 dimensions", got=f"shape {tuple(x.shape)}", remedy=remedy)
-        if x.dtype != q.dtype or x.device != q.device:
-            got = f"{x.dtype} on {x.device}"
-            remedy = "Cast or move q, k and v alike."
-            raise ArgumentError(name, expected=f"as q: {q.dtype} on {q.device}", got=got, remedy=remedy)
+    form = "(batch, seqlen, nheads, headdim)"
+    check_tensors({"q": q, "k": k, "v": v}, form, alike="Cast or move q, k and v alike.")
     batch, seqlen_q, nheads, headdim = q.shape
     if q.dtype not in DTYPES:
         raise ArgumentError("q", expected=f"one of {DTYPES}", got=q.dtype, remedy="Cast q, k and v.")
-    for name, dims in (("headdim", headdim), ("headdim of v", v.shape[3])):
-        if not MIN_HEADDIM <= dims <= MAX_HEADDIM:
-            remedy = "Split or pad the heads."
-            raise ArgumentError(name, expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=dims, remedy=remedy)
     if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != headdim:
         expected = f"k ({batch}, seqlen_k, nheads_kv, {headdim}) and v (.., headdim_v) with the same first three"
         got = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise ArgumentError("k, v", expected=expected, got=got, remedy="Give q and k one headdim, all one batch size.")
-    nheads_kv = k.shape[2]
-    if nheads_kv == 0 or nheads % nheads_kv:
-        remedy = "Query heads share KV heads in equal groups."
-        raise ArgumentError(
-            "nheads",
-            expected=f"a positive multiple of nheads_kv = {max(nheads_kv, 1)}",
-            got=f"{nheads} and {nheads_kv}",
-            remedy=remedy,
-        )
+    check_heads(nheads, k.shape[2], {"headdim": headdim, "headdim of v": v.shape[3]})
     if 0 in (batch, seqlen_q, nheads, k.shape[1]):
         got = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         raise ArgumentError("q, k", expected="at least one row and head", got=got, remedy="Skip empty sequences.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringflash.checks import check_return_lse, check_softcap, scale_of
+from ringflash.checks import DTYPES, check_heads, check_return_lse, check_softcap, check_tensors, scale_of
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
@@ -20,9 +20,6 @@ from ringflash.ops.decode_call import DecodeCall, key_of
 from ringflash.ops.guard import Phase, announce
 from ringflash.recent_calls import RecentCalls
 from ringflash.torch_private import assert_async, forward_mode_level
-
-MIN_HEADDIM, MAX_HEADDIM = 16, 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,16 +229,12 @@ def _check_lengths(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k_cache", k), ("v_cache", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(name, expected="a tensor", got=type(x).__name__, remedy="Pass torch tensors.")
-        if x.ndim != 4:
-            remedy = "Pass (batch, rows, heads, headdim)."
-            raise ArgumentError(name, expected="4 dimensions", got=f"shape {tuple(x.shape)}", remedy=remedy)
-        if x.dtype != q.dtype or x.device != q.device:
-            got = f"{x.dtype} on {x.device}"
-            remedy = "Keep the cache in the dtype and on the device of the queries."
-            raise ArgumentError(name, expected=f"as q: {q.dtype} on {q.device}", got=got, remedy=remedy)
+    tensors, alike = (
+        {"q": q, "k_cache": k, "v_cache": v},
+        "Keep the cache in the dtype and on the device of the queries.",
+    )
+    check_tensors(tensors, "(batch, rows, heads, headdim)", alike=alike)
+    for name, x in tensors.items():
         _check_no_gradient(name, x)
     if q.dtype not in DTYPES:
         raise ArgumentError("q", expected=f"one of {DTYPES}", got=q.dtype, remedy="Cast q and the cache.")
@@ -254,15 +247,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
         remedy = "Use rf.flash_attention for longer ones."
         raise ArgumentError("seqlen_q", expected=f"1 to {MAX_SEQLEN_Q}", got=seqlen_q, remedy=remedy)
-    for name, dim in (("headdim", headdim), ("headdim_v", v.shape[3])):
-        if not MIN_HEADDIM <= dim <= MAX_HEADDIM:
-            remedy = "Split or pad the heads."
-            raise ArgumentError(name, expected=f"{MIN_HEADDIM} to {MAX_HEADDIM}", got=dim, remedy=remedy)
-    nheads_kv = k.shape[2]
-    if nheads_kv == 0 or nheads % nheads_kv:
-        expected = f"a positive multiple of nheads_kv = {max(nheads_kv, 1)}"
-        remedy = "Query heads share KV heads in equal groups."
-        raise ArgumentError("nheads", expected=expected, got=f"{nheads} and {nheads_kv}", remedy=remedy)
+    check_heads(nheads, k.shape[2], {"headdim": headdim, "headdim_v": v.shape[3]})
     if 0 in (batch, nheads, k.shape[1]):
         got = f"q {tuple(q.shape)}, k_cache {tuple(k.shape)}"
         raise ArgumentError("q, k_cache", expected="at least one row and head", got=got, remedy="Skip empty batches.")
