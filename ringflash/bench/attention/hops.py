@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +127,7 @@ def _measure(
             rank = Rank.of(problem, choose(options.backend, problem.q))
             _agree(rank, expected)
             del expected
-            row |= _figures(_take_turns(rank, row, options.rounds))
+            row |= _figures(rank, options.rounds)
     except ArgumentError:
         raise  # attention does not take the heads or the backend
     except Exception as error:  # for whatever reason a cell fails, its row reports it
@@ -159,26 +158,19 @@ def _agree(rank: Rank, expected: tuple[Tensor, Tensor]) -> None:
         check_agreement(("out", "lse"), (rank.out, rank.lse), expected, f" of {', '.join(roles)}")
 
 
-def _take_turns(rank: Rank, row: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of every role in each round."""
-    on_gpu, names = rank.problem.q.is_cuda, list(ROLES)
-    calls = {name: partial(rank.hop, name, Chunk(0, rank.problem.seqlen)) for name in names}
-    paces, times = dict[str, timing.Pace](), {name: list[float]() for name in names}
-    for name, call in calls.items():
+def _figures(rank: Rank, rounds: int) -> dict[str, float]:
+    """Measures every role. Returns its launch in us, its median ms, and its cost relative to "only"."""
+    calls = {name: partial(rank.hop, name, Chunk(0, rank.problem.seqlen)) for name in ROLES}
+    sampler = timing.Sampler(rank.problem.q.is_cuda)
+    for call in calls.values():
         call()
-        paces[name] = timing.pace(call, on_gpu)
-        row[f"{name}_launch_us"] = round(paces[name].launch_seconds * 1e6, 1)
     for number in range(rounds):
-        for name in timing.turns(names, number):
-            times[name].append(timing.seconds(calls[name], paces[name], on_gpu))
-    return times
-
-
-def _figures(times: dict[str, list[float]]) -> dict[str, float]:
-    """Returns the median ms of every role, and its cost relative to "only"."""
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    figures = {f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in medians.items()}
-    return figures | {f"{name}_cost": round(seconds / medians["only"], 3) for name, seconds in medians.items()}
+        for name in timing.turns(list(ROLES), number):
+            sampler.sample(name, calls[name])
+    medians = sampler.medians()
+    figures = {f"{name}_ms": round(medians[name] * 1e3, 4) for name in ROLES}
+    figures |= {f"{name}_cost": round(medians[name] / medians["only"], 3) for name in ROLES}
+    return sampler.launches() | figures
 
 
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:

@@ -16,7 +16,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -177,9 +176,13 @@ def _measure(
             except Exception as error:  # for whatever reason it fails, its row reports it
                 rows[name]["failed"] = failure(error)
         del expected
-        times, matmul_tflops = _take_turns(setups, _matmul(dtype, device), rows, options)
+        matmul, matmul_flops = _matmul(dtype, device)
+        samplers = _take_turns(setups, matmul, rows, options)
+    matmul_tflops = matmul_flops / samplers[MATMUL].medians()["forward"] / 1e12
     for name, row in rows.items():
-        row |= _figures(times.get(name, {}), problem.forward_flops, matmul_tflops) | _bytes(name, shape, kernels)
+        row |= {"matmul_tflops": round(matmul_tflops, 4)} | _bytes(name, shape, kernels)
+        if name in samplers:
+            row |= _figures(samplers[name], problem.forward_flops, matmul_tflops)
     return list(rows.values())
 
 
@@ -224,53 +227,33 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tens
 
 def _take_turns(
     setups: dict[str, Setup],
-    matmul: tuple[Callable[[], Tensor], float],
+    matmul: Callable[[], Tensor],
     rows: dict[str, dict[str, Any]],
     options: argparse.Namespace,
-) -> tuple[dict[str, dict[str, list[float]]], float]:
-    """Returns the seconds of every pass in each round, and the rate of the matmul in TFLOP/s."""
-    call, flops = matmul
-    on_gpu = call().is_cuda
-    turns, paces = [MATMUL, *setups], dict[tuple[str, str], timing.Pace]()
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": []} for name in turns}
-
-    def sample(name: str, part: str, pass_: Callable[[], object]) -> None:
-        if (name, part) not in paces:
-            paces[name, part] = timing.pace(pass_, on_gpu)
-            if name != MATMUL:
-                rows[name][f"{part}_launch_us"] = round(paces[name, part].launch_seconds * 1e6, 1)
-        times[name][part].append(timing.seconds(pass_, paces[name, part], on_gpu))
-
+) -> dict[str, timing.Sampler]:
+    """Returns samples of every pass of every contender, and of the matmul as the forward of `MATMUL`."""
+    on_gpu = matmul().is_cuda
+    samplers = {name: timing.Sampler(on_gpu) for name in (MATMUL, *setups)}
     begin = time.monotonic()
     for number in range(options.rounds):
         if number >= MIN_ROUNDS and time.monotonic() - begin > options.cell_s:
             break
-        for name in timing.turns(turns, number):
+        for name in timing.turns(list(samplers), number):
             if name == MATMUL:
-                sample(name, "forward", call)
-                continue
-            if "failed" in rows[name]:
-                continue
-            setup = setups[name]
-            try:
-                out = setup.forward()
-                sample(name, "backward", lambda setup=setup, out=out: setup.backward(out))
-                del out
-                sample(name, "forward", setup.forward)
-            except Exception as error:  # as above
-                rows[name]["failed"] = failure(error)
-    return times, flops / statistics.median(times.pop(MATMUL)["forward"]) / 1e12
+                samplers[name].sample("forward", matmul)
+            else:
+                samplers[name].sample_passes({"backward": setups[name]}, rows[name])
+    return samplers
 
 
-def _figures(times: dict[str, list[float]], forward_flops: float, matmul_tflops: float) -> dict[str, Any]:
+def _figures(sampler: timing.Sampler, forward_flops: float, matmul_tflops: float) -> dict[str, Any]:
     """Returns the milliseconds, TFLOP/s and share of the matmul's rate of each pass, from medians over the rounds."""
-    figures: dict[str, Any] = {"matmul_tflops": round(matmul_tflops, 4)}
-    for part, passes in (("forward", 1.0), ("backward", BACKWARD)):
-        if times.get(part):
-            seconds = statistics.median(times[part])
-            tflops = passes * forward_flops / seconds / 1e12
-            figures |= {f"{part}_ms": round(seconds * 1e3, 4), f"{part}_tflops": round(tflops, 4)}
-            figures |= {f"{part}_share": round(tflops / matmul_tflops, 3), "rounds": len(times[part])}
+    figures: dict[str, Any] = sampler.launches()
+    passes = {"forward": 1.0, "backward": BACKWARD}
+    for part, seconds in sampler.medians().items():
+        tflops = passes[part] * forward_flops / seconds / 1e12
+        figures |= {f"{part}_ms": round(seconds * 1e3, 4), f"{part}_tflops": round(tflops, 4)}
+        figures |= {f"{part}_share": round(tflops / matmul_tflops, 3), "rounds": len(sampler.times[part])}
     return figures
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -117,55 +116,28 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
                     raise  # attention takes no such heads or backend: nothing can be measured
                 row["failed"] = failure(error)
     del expected
-    times = _take_turns(setups, rows, options.rounds, device.type == "cuda")
+    samplers = {key: timing.Sampler(device.type == "cuda") for key in setups}
+    for number in range(options.rounds):
+        for key in timing.turns(list(setups), number):
+            samplers[key].sample_passes(setups[key], rows[key])
     for by in contenders:
-        _add_figures([row for row in rows.values() if row["by"] == by], times)
+        _add_figures([row for row in rows.values() if row["by"] == by], samplers)
     return list(rows.values())
 
 
-def _take_turns(
-    setups: Mapping[Key, Mapping[str, Setup]], rows: Mapping[Key, dict[str, Any]], rounds: int, on_gpu: bool
-) -> dict[Key, dict[str, list[float]]]:
-    """Returns the seconds of every pass of every case in each round."""
-    keys, paces = list(setups), dict[tuple[Key, str], timing.Pace]()
-    times: dict[Key, dict[str, list[float]]] = {key: {part: [] for part in ("forward", *setups[key])} for key in keys}
-
-    def sample(key: Key, part: str, pass_: Callable[[], object]) -> None:
-        if (key, part) not in paces:
-            paces[key, part] = timing.pace(pass_, on_gpu)
-            rows[key][f"{part}_launch_us"] = round(paces[key, part].launch_seconds * 1e6, 1)
-        times[key][part].append(timing.seconds(pass_, paces[key, part], on_gpu))
-
-    for number in range(rounds):
-        for key in timing.turns(keys, number):
-            if "failed" in rows[key]:
-                continue
-            try:
-                for part, setup in setups[key].items():
-                    out = setup.forward()
-                    sample(key, part, partial(setup.backward, out))
-                    del out
-                sample(key, "forward", setups[key][FAST].forward)  # both modes have the same forward
-            except Exception as error:  # as above
-                rows[key]["failed"] = failure(error)
-    return times
-
-
-def _add_figures(rows: Sequence[dict[str, Any]], times: Mapping[Key, Mapping[str, list[float]]]) -> None:
+def _add_figures(rows: Sequence[dict[str, Any]], samplers: Mapping[Key, timing.Sampler]) -> None:
     """Adds to every row its median ms, and its expected ms and cost relative to the first row, the causal mask."""
-    causal = rows[0]
-    medians = {
-        row["name"]: {part: statistics.median(found) * 1e3 for part, found in times[row["by"], row["name"]].items()}
-        for row in rows
-        if not {"failed", "unavailable"} & row.keys()
-    }
-    for row in rows:
-        for part, measured in medians.get(row["name"], {}).items():
-            row[f"{part}_ms"] = round(measured, 4)
-            if causal["name"] in medians:
-                expected = row["share"] * medians[causal["name"]][part]
-                row[f"{part}_expected_ms"] = round(expected, 4)
-                row[f"{part}_cost"] = round(measured / expected, 3)
+    causal = rows[0]["name"]
+    measured = [row for row in rows if not {"failed", "unavailable"} & row.keys()]
+    medians = {row["name"]: samplers[row["by"], row["name"]].medians() for row in measured}
+    for row in measured:
+        row |= samplers[row["by"], row["name"]].launches()
+        for part, seconds in medians[row["name"]].items():
+            row[f"{part}_ms"] = round(seconds * 1e3, 4)
+            if causal in medians:
+                expected = row["share"] * medians[causal][part]
+                row[f"{part}_expected_ms"] = round(expected * 1e3, 4)
+                row[f"{part}_cost"] = round(seconds / expected, 3)
 
 
 def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:

@@ -6,12 +6,16 @@ time that Python needs to launch a call is kept separately.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+from ringflash.bench.common.problem import Setup, failure
 
 T = TypeVar("T")
 
@@ -56,6 +60,45 @@ def seconds(call: Callable[[], object], pace: Pace, on_gpu: bool) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / pace.calls
+
+
+class Sampler:
+    """Samples of calls, in seconds by the name of the call."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._paces: dict[str, Pace] = {}
+        self._on_gpu = on_gpu
+
+    def sample(self, name: str, call: Callable[[], object]) -> None:
+        """Adds one sample of `call`, which must have run before."""
+        if name not in self._paces:
+            self._paces[name] = pace(call, self._on_gpu)
+        self.times.setdefault(name, []).append(seconds(call, self._paces[name], self._on_gpu))
+
+    def sample_passes(self, setups: Mapping[str, Setup], row: dict[str, Any]) -> None:
+        """Adds a sample of each setup's backward by its name, and of the first one's forward as "forward".
+
+        `row` reports a failure, for whatever reason. A contender that has failed is not sampled again.
+        """
+        if "failed" in row:
+            return
+        try:
+            for name, setup in setups.items():
+                out = setup.forward()
+                self.sample(name, partial(setup.backward, out))
+                del out
+            self.sample("forward", next(iter(setups.values())).forward)
+        except Exception as error:
+            row["failed"] = failure(error)
+
+    def medians(self) -> dict[str, float]:
+        """Returns the median seconds of each call."""
+        return {name: statistics.median(times) for name, times in self.times.items()}
+
+    def launches(self) -> dict[str, float]:
+        """Returns the microseconds that one launch of each call takes, for its row."""
+        return {f"{name}_launch_us": round(pace.launch_seconds * 1e6, 1) for name, pace in self._paces.items()}
 
 
 def turns(names: Sequence[T], number: int) -> list[T]:
