@@ -160,7 +160,7 @@ def test_portable_kernels_are_there_where_auto_means_others(monkeypatch: pytest.
     assert [*single.contenders(gpu, torch.bfloat16, with_peers=False)] == modes
     facts = {"seqlen": 512, "headdim": 64, "causal": True, "nheads": 2, "nheads_kv": 2, "dtype": "bfloat16"}
     rows = [facts | {"name": name, "forward_tflops": 3.0, "backward_tflops": 2.0} for name in named]
-    plot.draw(tmp_path / "kernels.png", rows, "GPU")
+    plot.draw_kernels(tmp_path / "kernels.png", rows, "GPU")
     assert (tmp_path / "kernels.png").exists()
 
 
@@ -326,7 +326,7 @@ def test_flex_sees_causal_blocks() -> None:
 
 def test_a_picture_of_part_of_a_run(tmp_path: Path) -> None:
     row = {"seqlen": 1024, "headdim": 64, "causal": True, "name": "ringflash fast", "nheads": 2, "nheads_kv": 2}
-    plot.draw(tmp_path / "part.png", [row | {"dtype": "bfloat16", "forward_tflops": 3.0}], "CPU")
+    plot.draw_kernels(tmp_path / "part.png", [row | {"dtype": "bfloat16", "forward_tflops": 3.0}], "CPU")
     assert (tmp_path / "part.png").exists()
 
 

@@ -24,8 +24,8 @@ import ringflash as rf
 from ringflash.bench.attention.tiles import HOPPER, auto_kernels
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, add_options, check_agreement, failure
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.bench.common.run import Run
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend

@@ -27,8 +27,8 @@ import ringflash as rf
 from ringflash.bench.attention.single import Unavailable, cute, out_of
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import add_options
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.bench.common.run import Run
 from ringflash.commands.options import DTYPES
 
 CALLS = 40  # of a sample: few enough that their launches fit into the GPU's queue

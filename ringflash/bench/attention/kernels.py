@@ -32,8 +32,8 @@ from ringflash.bench.attention.tiles import auto_kernels, pass_bytes
 from ringflash.bench.attention.traffic import Shape, Traffic
 from ringflash.bench.common import memory, plot, profiler, timing
 from ringflash.bench.common.problem import Contender, Problem, Setup, add_options, check_agreement, failure
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, Row, print_table
-from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
 from ringflash.commands.options import DTYPES, fill_in
 from ringflash.errors import ArgumentError
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     _print(rows, missing, run.device_name)
     run.write(rows, missing=missing, **about)
     if options.png is not None and rows:
-        plot.draw(options.png, rows, run.device_name)
+        plot.draw_kernels(options.png, rows, run.device_name)
     return 1 if any("failed" in row and row["name"].startswith("ringflash") for row in rows) else 0
 
 

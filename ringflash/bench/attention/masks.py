@@ -27,8 +27,8 @@ from ringflash.bench.attention.mask_peers import MaskContender, flash_attention_
 from ringflash.bench.attention.single import Unavailable, compiling
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, Setup, add_options, check_agreement, failure
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ringflash.bench.attention.traffic import Shape
-from ringflash.bench.common.plot import length_axis, short
+from ringflash.bench.common.plot import dress, length_axis, short
 from ringflash.bench.cost_model.model import Machine, Split, predict
 from ringflash.commands.picture import picture
 
 Row = dict[str, Any]
 Curve = list[tuple[int, float]]
 
+GIB = "GiB a GPU"  # unit of a logarithmic axis
 RINGS = ("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m")
 TRAINING = ("training-4gpu-8b-8k", "training-4gpu-8b-64k", "training-4gpu-8b-128k", "training-4gpu-8b-256k")
 OURS, GRAPHS, PEER, TORCH = (
@@ -64,9 +65,7 @@ def _curves(ax: Any, curves: dict[str, Curve], title: str, unit: str) -> None:
         ax.plot(xs, ys, "o-", ms=3.5, lw=width, zorder=order, color=COLOURS[name], label=name)
     lengths = sorted({length for points in curves.values() for length, _ in points})
     length_axis(ax, lengths, "tokens over all GPUs")
-    ax.set_ylabel(unit)
-    ax.set_title(title, fontsize=10)
-    ax.grid(alpha=0.3)
+    dress(ax, title, unit, from_zero=unit != GIB)
 
 
 def _bars(ax: Any, labels: Sequence[str], groups: dict[str, list[float]], title: str, unit: str) -> None:
@@ -75,15 +74,13 @@ def _bars(ax: Any, labels: Sequence[str], groups: dict[str, list[float]], title:
         places = [x + (i - (len(groups) - 1) / 2) * width for x in range(len(labels))]
         ax.bar(places, values, width, label=name, color=COLOURS[name])
     ax.set_xticks(range(len(labels)), labels, fontsize=8)
-    ax.set_ylabel(unit)
-    ax.set_title(title, fontsize=10)
-    ax.grid(alpha=0.3, axis="y")
+    dress(ax, title, unit, grid="y")
 
 
 def _memory(ax: Any, records: Records, title: str) -> None:
     curves = records.ring("gib", min)
     curves.pop(GRAPHS)
-    _curves(ax, curves, title, "GiB a GPU")
+    _curves(ax, curves, title, GIB)
     ax.set_yscale("log", base=2)
     ticks = [0.25, 1, 4, 16]
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -93,7 +90,6 @@ def overview(axes: Sequence[Any], records: Records) -> None:
     """Draws the three claims of the README: the rate of rings, their memory, and the rate of training."""
     rates = records.ring("forward_backward_tflops_per_gpu", max)
     _curves(axes[0], rates, "Attention, forward and backward: rate", "TFLOP/s a GPU")
-    axes[0].set_ylim(bottom=0)
     _memory(axes[1], records, "Attention, forward and backward: memory")
     rows = records.rows(*TRAINING)
     groups = {name: [r["tokens_per_second_per_gpu"] for r in rows if r["name"] == name] for name in (OURS, TORCH)}
@@ -107,7 +103,6 @@ def ring(axes: Sequence[Any], records: Records) -> None:
     for ax, part in zip(axes, ("forward", "forward_backward"), strict=True):
         curves = records.ring(f"{part}_tflops_per_gpu", max)
         _curves(ax, curves, part.replace("_", " and "), "TFLOP/s a GPU")
-        ax.set_ylim(bottom=0)
 
 
 def memory(axes: Sequence[Any], records: Records) -> None:
@@ -158,9 +153,7 @@ def cost_model(axes: Sequence[Any], records: Records) -> None:
         values = [row["forward_backward_tflops_per_gpu"] for row in found.values()]
         axes[0].plot(list(found), values, "o", color=colour, label=name)
     length_axis(axes[0], lengths, "tokens over all GPUs")
-    axes[0].set_ylabel("TFLOP/s a GPU")
-    axes[0].set_ylim(bottom=0)
-    axes[0].grid(alpha=0.3)
+    dress(axes[0], unit="TFLOP/s a GPU")
 
 
 def traffic(axes: Sequence[Any], records: Records) -> None:
@@ -174,9 +167,7 @@ def traffic(axes: Sequence[Any], records: Records) -> None:
             ax.bar(range(4), [size / 2**20 for size in sizes], width, align="edge", label=label)
             ax.set_xticks(range(4), labels, fontsize=8)
             ax.set_yscale("log", base=2)
-            ax.set_ylabel("MiB")
-            ax.set_title(part, fontsize=10)
-            ax.grid(alpha=0.3, axis="y")
+            dress(ax, part, "MiB", from_zero=False, grid="y")
 
 
 # Of each picture: the function, the number of panels, the title, and whether one legend serves all panels.

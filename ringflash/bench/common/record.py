@@ -1,15 +1,21 @@
-"""Record of a run: its figures as JSON, with the command, the date, the device and the versions."""
+"""Run of a benchmark, and its record: figures as JSON, with the command, the date, the device and the versions."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from ringflash.commands.options import fill_in
 
 
 def command(program: str, arguments: Sequence[str]) -> str:
@@ -35,3 +41,36 @@ def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(json.dumps(record, indent=2) + "\n")
     unfinished.replace(path)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on one device.
+
+    Args:
+        options: options of the command line.
+        device: a GPU if there is one, else the CPU.
+        device_name: name of the device in tables and records.
+        command: command line of the run.
+    """
+
+    options: argparse.Namespace
+    device: torch.device
+    device_name: str
+    command: str
+
+    @staticmethod
+    def begin(
+        parser: argparse.ArgumentParser, arguments: Sequence[str], gpu: Mapping[str, Any], cpu: Mapping[str, Any]
+    ) -> Run:
+        """Parses `arguments`, and fills in what they omit: from `gpu` on a GPU, from `cpu` without one."""
+        options = parser.parse_args(arguments)
+        on_gpu = torch.cuda.is_available()
+        fill_in(options, gpu if on_gpu else cpu)
+        name = torch.cuda.get_device_name() if on_gpu else "CPU"
+        return Run(options, torch.device("cuda" if on_gpu else "cpu"), name, command(parser.prog, arguments))
+
+    def write(self, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+        """Writes `rows` and the entries of `more` to the file of `--json`, if it was given."""
+        if self.options.json is not None:
+            write(self.options.json, self.command, self.device_name, rows, **more)

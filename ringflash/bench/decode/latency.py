@@ -26,8 +26,8 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import AGREEMENT, difference, failure
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.bench.common.run import Run
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
 from ringflash.commands.options import DTYPES
 from ringflash.errors import ArgumentError

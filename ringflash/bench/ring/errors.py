@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ringflash.bench.common.plot import dress
 from ringflash.bench.common.problem import Problem
+from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.bench.common.run import Run
 from ringflash.bench.ring.accuracy import TENSORS, plain_by_rows
 from ringflash.bench.ring.merging import Attention, ways
 from ringflash.commands.options import DTYPES, check_at_least
@@ -157,10 +158,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 of = [row for row in rows if row["name"] == name and ("layers" in row) == (key == "layers")]
                 xs, ys = [row[key] for row in of], [row["errors"][tensor] for row in of]
                 handles[name] = ax.plot(xs, ys, "o-", ms=3.5)[0]
-            ax.set_title(tensor, fontsize=10)
+            dress(ax, tensor)
             ax.set_xlabel("ranks" if key == "world_size" else f"layers, {DEPTH_RANKS} ranks")
             ax.set_xscale("log", base=2)
-            ax.set_ylim(bottom=0)
-            ax.grid(alpha=0.3)
         figure.suptitle("Relative RMS error against float64", fontsize=11)
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.bench.common import peers, ranks
+from ringflash.bench.common.plot import draw_scaling
 from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, print_table
@@ -70,9 +71,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         device = ranks.device_name(mesh)
         _print(rows, device)
         if options.png is not None:
-            from ringflash.bench.ring.plot_scaling import draw
-
-            draw(options.png, rows, device)
+            draw_scaling(options.png, rows, device)
     return rows
 
 

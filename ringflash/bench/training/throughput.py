@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.bench.common import ranks
+from ringflash.bench.common.plot import draw_training
 from ringflash.bench.common.problem import failure
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.timing import turns
@@ -112,9 +113,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     if dist.get_rank() == 0:
         _print(rows, machine)
         if options.png is not None:
-            from ringflash.bench.training.plot_training import draw
-
-            draw(options.png, rows, machine)
+            draw_training(options.png, rows, machine)
     return rows
 
 
