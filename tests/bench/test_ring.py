@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringflash as rf
 from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
-from ringflash.bench.common import peers
 from ringflash.bench.common.problem import Contender, Problem
-from ringflash.bench.ring import accuracy, ring_flash_attn, scaling, seen, throughput
+from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks

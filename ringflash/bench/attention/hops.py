@@ -25,7 +25,7 @@ from ringflash.bench.attention.tiles import HOPPER, auto_kernels
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, add_options, check_agreement, failure
 from ringflash.bench.common.record import Run
-from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
@@ -175,8 +175,7 @@ def _figures(rank: Rank, rounds: int) -> dict[str, float]:
 
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     first = rows[0]
-    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
-    title = f"A hop's forward, {heads}, {first['dtype']}, backend {first['backend']}, {device}"
+    title = f"A hop's forward, {heads(first)}, {first['dtype']}, backend {first['backend']}, {device}"
     columns: list[Column] = [("seqlen", "seqlen", "d"), ("batch", "batch", "d"), ("mask", "mask", "")]
     columns.append(("only\nms", "only_ms", ".3f"))
     for role in list(ROLES)[1:]:

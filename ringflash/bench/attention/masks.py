@@ -28,7 +28,7 @@ from ringflash.bench.attention.single import Unavailable, compiling
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, Setup, add_options, check_agreement, failure
 from ringflash.bench.common.record import Run
-from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring.accuracy import TENSORS
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
@@ -142,8 +142,7 @@ def _add_figures(rows: Sequence[dict[str, Any]], samplers: Mapping[Key, timing.S
 
 def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     first = rows[0]
-    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
-    title = f"{first['seqlen']} tokens, {heads}, {first['dtype']}, backend {first['backend']}, {device}"
+    title = f"{first['seqlen']} tokens, {heads(first)}, {first['dtype']}, backend {first['backend']}, {device}"
     columns: list[Column] = [("mask", "name", "<"), ("by", "by", "<"), ("share of\ncausal", "share", ".1%")]
     for part in PARTS:
         head = part.replace("_", "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,18 @@ class Samples:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     bytes: int = 0
+
+    def medians(self) -> dict[str, float]:
+        """Returns the median seconds of each pass."""
+        return {part: statistics.median(times) for part, times in self.seconds.items()}
+
+    def figures(self, forward_flops: float, gpus: int) -> dict[str, float]:
+        """Returns the memory, and the milliseconds and TFLOP/s a GPU of each pass."""
+        figures = {"gib": round(self.bytes / 2**30, 3)}
+        for part, seconds in self.medians().items():
+            figures[f"{part}_ms"] = round(seconds * 1e3, 3)
+            figures[f"{part}_tflops_per_gpu"] = round(forward_flops * PARTS[part] / seconds / gpus / 1e12, 1)
+        return figures
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

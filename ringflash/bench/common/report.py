@@ -17,6 +17,11 @@ Column = tuple[str, str | Callable[[Row], Any], str]
 WIDTH = 170  # columns, if the output is not a terminal
 
 
+def heads(row: Row) -> str:
+    """Returns the heads of a row for titles: "32:8 heads of 128"."""
+    return f"{row['nheads']}:{row['nheads_kv']} heads of {row['headdim']}"
+
+
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Row], failed: str = "") -> None:
     """Prints a table with a line for each row, and below it why rows failed.
 

@@ -27,7 +27,7 @@ import ringflash as rf
 from ringflash.bench.common import timing
 from ringflash.bench.common.problem import AGREEMENT, difference, failure
 from ringflash.bench.common.record import Run
-from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
 from ringflash.commands.options import DTYPES
 from ringflash.errors import ArgumentError
@@ -237,8 +237,7 @@ def _figures(shape: CacheShape, seconds: Mapping[str, float], copied: float) -> 
 
 def _print(rows: Sequence[Mapping[str, Any]], device: str) -> None:
     first = rows[0]
-    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}"
-    title = f"Decoding {first['seqlen_q']} tokens, batch {first['batch']}, {heads}, {first['dtype']}, {device}"
+    title = f"Decoding {first['seqlen_q']} tokens, batch {first['batch']}, {heads(first)}, {first['dtype']}, {device}"
     of: Column = ("contender", "name", "")
     if "tiles" in first:
         of = ("tiles and splits", lambda row: f"{row['tiles']} {row['splits']}", "")

@@ -13,7 +13,6 @@ of one GPU at 1 / n of the length.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
-from ringflash.bench.common import peers, ranks
+from ringflash.bench.common import ranks
 from ringflash.bench.common.plot import draw_scaling
 from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
-from ringflash.bench.common.report import Column, print_table
+from ringflash.bench.common.report import Column, heads, print_table
+from ringflash.bench.ring import peers
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
@@ -143,12 +143,7 @@ def _measure_length(
         if count in failed:
             rows.append(row | {"failed": failed[count]})
             continue
-        row["gib"] = round(samples[count].bytes / 2**30, 3)
-        for part, passes in PARTS.items():
-            seconds = statistics.median(samples[count].seconds[part])
-            row[f"{part}_ms"] = round(seconds * 1e3, 3)
-            row[f"{part}_tflops_per_gpu"] = round(problem.forward_flops * passes / seconds / count / 1e12, 1)
-        rows.append(row)
+        rows.append(row | samples[count].figures(problem.forward_flops, count))
     return rows
 
 
@@ -172,7 +167,6 @@ def with_efficiency(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
     first = rows[0]
-    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
     columns: list[Column] = [("seqlen", "seqlen", "d"), ("GPUs", "gpus", "d")]
     for part, title in (("forward", "forward"), ("forward_backward", "both passes")):
         columns += [
@@ -182,4 +176,9 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
             (f"{title}\nweak\nscaling", f"{part}_weak", ".1%"),
         ]
     columns.append(("GiB", "gib", ".2f"))
-    print_table(f"Scaling, causal, {first['layout']}: {heads}, {device}", columns, rows, "{seqlen} tokens on {gpus}")
+    print_table(
+        f"Scaling, causal, {first['layout']}: {heads(first)}, {first['dtype']}, {device}",
+        columns,
+        rows,
+        "{seqlen} tokens on {gpus}",
+    )

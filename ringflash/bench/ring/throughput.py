@@ -18,7 +18,6 @@ one kernel).
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.bench.attention.masks import triangle
-from ringflash.bench.common import peers, ranks
+from ringflash.bench.common import ranks
 from ringflash.bench.common.problem import AGREEMENT, Contender, Problem, difference, failure
 from ringflash.bench.common.ranks import PARTS, Samples
-from ringflash.bench.common.report import Column, Row, print_table
-from ringflash.bench.ring import seen
+from ringflash.bench.common.report import Column, Row, heads, print_table
+from ringflash.bench.ring import peers, seen
 from ringflash.bench.ring.accuracy import Yardstick
-from ringflash.bench.ring.variants import VARIANTS, variant
 from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
@@ -92,7 +90,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     context = rf.ContextParallel(mesh, layout=options.layout, transport=options.transport, hops=options.hops)
     named = peers.contenders(context, mesh, with_peers=options.peers)
     for name in options.variants:
-        named[f"ringflash {context.layout}, {name}"] = variant(name, mesh, context, options.transport)
+        named[f"ringflash {context.layout}, {name}"] = peers.variant(name, mesh, context, options.transport)
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
         rows += _measure_length(seqlen, options, context, named, ranks.device_of(mesh))
@@ -109,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
-    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
+    parser.add_argument("--variants", choices=peers.VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
     parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
     return parser
@@ -150,11 +148,7 @@ def _measure_length(
                 ranks.take_round(contender, problem, samples[name], options.repeats)
             except CANNOT as error:  # out of memory, on all ranks alike
                 failed[name] = failure(error)
-    medians = {
-        name: {part: statistics.median(of.seconds[part]) for part in PARTS}
-        for name, of in samples.items()
-        if name not in failed
-    }
+    medians = {name: of.medians() for name, of in samples.items() if name not in failed}
     same = {"seqlen": seqlen, "world_size": context.world_size, "mask": mask_name, **sizes, "dtype": options.dtype}
     rows: list[dict[str, Any]] = []
     for name in named:
@@ -165,8 +159,8 @@ def _measure_length(
         if name in failed:
             rows.append(row | {"failed": failed[name]})
             continue
-        row["gib"] = round(samples[name].bytes / 2**30, 3)
-        row |= _figures(medians[name], work, context.world_size, medians.get(ALONE))
+        row |= samples[name].figures(work.flops, context.world_size)
+        row |= _over_one_kernel(medians[name], medians[ALONE], work) if ALONE in medians else {}
         if name == ours:
             row |= _yardsticks(medians, ours, work) if {ALONE, SILENT} <= medians.keys() else {}
             row |= {"errors_over_plain": errors} if errors else {}
@@ -208,16 +202,11 @@ def _compare(
     return failed, errors
 
 
-def _figures(
-    seconds: dict[str, float], work: Work, world_size: int, alone: dict[str, float] | None
-) -> dict[str, float]:
+def _over_one_kernel(seconds: dict[str, float], alone: dict[str, float], work: Work) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for part, passes in PARTS.items():
-        figures[f"{part}_ms"] = round(seconds[part] * 1e3, 3)
-        figures[f"{part}_tflops_per_gpu"] = round(work.flops * passes / seconds[part] / world_size / 1e12, 1)
-        if alone is not None:
-            figures[f"{part}_of_one_kernel"] = round(alone[part] * work.share / seconds[part], 4)
-            figures[f"{part}_over_flops"] = round(seconds[part] / alone[part] / work.share, 3)
+    for part in PARTS:
+        figures[f"{part}_of_one_kernel"] = round(alone[part] * work.share / seconds[part], 4)
+        figures[f"{part}_over_flops"] = round(seconds[part] / alone[part] / work.share, 3)
     return figures
 
 
@@ -237,7 +226,6 @@ def _yardsticks(medians: dict[str, dict[str, float]], ours: str, work: Work) -> 
 def _print(rows: Sequence[Row], device: str) -> None:
     """Prints the times, rates and memory of every contender, and the errors if they were measured."""
     first = rows[0]
-    heads = f"{first['nheads']}:{first['nheads_kv']} heads of {first['headdim']}, {first['dtype']}"
     columns: list[Column] = [("seqlen", "seqlen", "d"), ("contender", "name", "<")]
     for part, title in (("forward", "forward"), ("forward_backward", "both passes")):
         columns.append((f"{title}\nms", f"{part}_ms", ".2f"))
@@ -248,7 +236,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
             columns.append((f"{title}\nover its\nFLOPs", f"{part}_over_flops", ".2f"))
     columns.append(("exposed us a hop\nforward / backward", _exposed, ">"))
     columns.append(("GiB", "gib", ".2f"))
-    title = f"Ring attention, {first['mask']}: {heads}, {device}"
+    title = f"Ring attention, {first['mask']}: {heads(first)}, {first['dtype']}, {device}"
     print_table(title, columns, rows, "{seqlen}, {name}")
     for row in rows:
         if "errors_over_plain" in row:
