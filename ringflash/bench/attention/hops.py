@@ -94,11 +94,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench hops", description="Measures the forward of a hop by its role.")
-    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 4096 to 32768, doubling")
-    add_options(parser, FULL)
+    add_options(parser, FULL, "4096 to 32768, doubling", "all roles")
     parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
-    parser.add_argument("--rounds", type=int, help="over all roles (default: 7)")
     return parser
 
 

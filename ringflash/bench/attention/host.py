@@ -62,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench host", description="Measures the host time of warm calls.")
-    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 128 512 1024 2048")
-    add_options(parser, GPU)
-    parser.add_argument("--rounds", type=int, help="over all calls (default: 15)")
+    add_options(parser, GPU, "128 512 1024 2048", "all calls")
     parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
     return parser
 

@@ -78,11 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench kernels", description="Measures flash_attention on one device.")
-    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 131072, doubling")
-    add_options(parser, FULL)
+    add_options(parser, FULL, "512 to 131072, doubling", "all contenders")
     parser.add_argument("--causal", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
-    parser.add_argument("--rounds", type=int, help="over all contenders (default: 5)")
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, help="no further cell after this many seconds")
     parser.add_argument("--errors-to", type=int, default=8192, help="largest seqlen compared with float64")

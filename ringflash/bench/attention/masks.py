@@ -58,12 +58,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench masks", description="Measures flash_attention under masks.")
-    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 32768")
-    add_options(parser, FULL)
+    add_options(parser, FULL, "32768", "all cases")
     parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
     parser.add_argument("--documents", type=int, help="in a sequence, of mixed and of equal lengths (default: 16)")
-    parser.add_argument("--rounds", type=int, help="over all cases (default: 5)")
     parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
     return parser
 

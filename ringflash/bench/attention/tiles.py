@@ -18,21 +18,13 @@ import torch
 
 from ringflash.bench.attention import traffic
 from ringflash.bench.attention.traffic import Shape, Tile
-from ringflash.kernels.hopper.config import (
-    KEYS,
-    ROWS,
-    adds_in_turns,
-    backward_config,
-    forward_config,
-    prefer_triton_backward,
-)
+from ringflash.kernels.hopper import config as hopper
 from ringflash.kernels.triton import config
 from ringflash.kernels.triton.config import TileConfig
 
 PORTABLE, HOPPER = "portable", "hopper"  # families of kernels with their own tiles
 HEADDIMS = (64, 128, 256)
 SHARED_BYTES = 227 * 1024  # of a block, out of 228 KiB of an SM, on H100 and H200
-REGISTERS, REGISTERS_A_THREAD = 65536, 255  # of 32 bits: of an SM, and the most that a thread can address
 WARP = 32
 ITEMSIZE = 2  # bfloat16 or float16
 
@@ -185,15 +177,17 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
     known = shape.itemsize == ITEMSIZE and shape.row % fallback.ALIGNMENT == 0
     passes: dict[str, int] = {}
     if known and shape.headdim <= fallback.WIDEST:
-        visits = shape.seqlen / KEYS / (2 if shape.causal else 1)
-        tiles = forward_config(shape.headdim, masked=shape.causal or shape.seqlen % KEYS > 0, visits=visits)
-        passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * ROWS, tiles.block_n))
+        visits = shape.seqlen / hopper.KEYS / (2 if shape.causal else 1)
+        tiles = hopper.forward_config(
+            shape.headdim, masked=shape.causal or shape.seqlen % hopper.KEYS > 0, visits=visits
+        )
+        passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * hopper.ROWS, tiles.block_n))
     if known and shape.headdim <= fallback.WIDEST_BACKWARD:
-        tile = Tile(backward_config(shape.headdim).block_m, KEYS)
+        tile = Tile(hopper.backward_config(shape.headdim).block_m, hopper.KEYS)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
         backward = before + traffic.dkdv_kernel(shape, tile)
-        if not prefer_triton_backward(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
-            short = adds_in_turns(shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
+        if not hopper.prefer_triton_backward(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):
+            short = hopper.adds_in_turns(shape.seqlen, shape.nheads, shape.nheads_kv, shape.headdim)
             for mode, in_turns in (("deterministic", True), ("fast", short)):
                 passes[f"backward {mode}"] = backward + traffic.added_dq(shape, tile, in_turns=in_turns)
     return passes

@@ -133,13 +133,22 @@ class Setup:
 Contender = Callable[[Problem], AbstractContextManager[Setup]]
 
 
-def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """Adds the options that the benchmarks on one device share; `defaults` on a GPU are for their help."""
+def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], seqlens: str, rounds: str) -> None:
+    """Adds the options that the benchmarks on one device share.
+
+    Args:
+        parser: parser of a benchmark.
+        defaults: the defaults on a GPU, for the help.
+        seqlens: the default of --seqlens, for the help.
+        rounds: what a round samples, for the help.
+    """
+    parser.add_argument("--seqlens", type=int, nargs="+", help=f"default: {seqlens}")
     headdims = " ".join(map(str, defaults["headdims"]))
     parser.add_argument("--headdims", type=int, nargs="+", help=f"default: {headdims}")
     parser.add_argument("--nheads", type=int, help=f"default: {defaults['nheads']}")
     parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--rounds", type=int, help=f"over {rounds} (default: {defaults['rounds']})")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -75,46 +74,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclasses.dataclass(frozen=True)
 class _Runner:
-    """One contender on all caches. Each call takes the next cache."""
+    """One contender on all caches. Each call takes the next cache; a graph on a GPU has one call on each cache."""
 
-    calls: list[Call]
-    replay: Callable[[], None] | None  # replays a graph with one call on each cache
-    pace: timing.Pace
-    graph_pace: timing.Pace | None
-
-    @staticmethod
-    def of(calls: list[Call], on_gpu: bool) -> _Runner:
-        """Runs each call once or twice, and captures the calls in a graph on a GPU."""
+    def __init__(self, calls: Sequence[Call], on_gpu: bool) -> None:
         for call in calls:
             call()
-        replay = _captured(calls) if on_gpu else None
-        graph_pace = None if replay is None else timing.pace(replay, on_gpu)
-        return _Runner(calls, replay, timing.pace(_cycled(calls), on_gpu), graph_pace)
+        following = itertools.cycle(calls)
+        self.sampler, self._call, self._count = timing.Sampler(on_gpu), lambda: next(following)(), len(calls)
+        self._replay = _captured(calls) if on_gpu else None
 
-    def sample(self, on_gpu: bool) -> dict[str, float]:
-        """Returns the seconds of one call in each way."""
-        call = _cycled(self.calls)
-        times = {"queued": timing.seconds(call, self.pace, on_gpu), **self.graph_sample()}
-        begin = time.perf_counter()
-        for _ in range(HOST_CALLS if on_gpu else 0):
-            call()
-        if on_gpu:
-            times["host"] = (time.perf_counter() - begin) / HOST_CALLS
+    def sample(self) -> None:
+        """Adds a sample of each way to call."""
+        self.sampler.sample("queued", self._call)
+        if self._replay is not None:
+            self.sample_graph()
+            begin = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                self._call()
+            self.sampler.times.setdefault("host", []).append((time.perf_counter() - begin) / HOST_CALLS)
             torch.cuda.synchronize()
-        return times
 
-    def graph_sample(self) -> dict[str, float]:
-        """Returns the seconds of one call in the graph, if there is one."""
-        if self.replay is None or self.graph_pace is None:
-            return {}
-        return {"graph": timing.seconds(self.replay, self.graph_pace, on_gpu=True) / len(self.calls)}
+    def sample_graph(self) -> None:
+        """Adds a sample of the graph."""
+        assert self._replay is not None
+        self.sampler.sample("graph", self._replay)
 
-
-def _cycled(calls: Sequence[Call]) -> Callable[[], object]:
-    following = itertools.cycle(calls)
-    return lambda: next(following)()
+    def medians(self) -> dict[str, float]:
+        """Returns the median seconds of one call in each way."""
+        medians = self.sampler.medians()
+        return {way: seconds / self._count if way == "graph" else seconds for way, seconds in medians.items()}
 
 
 def _captured(calls: Sequence[Call]) -> Callable[[], None]:
@@ -143,20 +132,11 @@ def _copy(device: torch.device) -> list[Call]:
     return [lambda: torch.neg(source, out=target)]
 
 
-def _sampled(runners: Mapping[str, _Runner], rounds: int, on_gpu: bool) -> dict[str, dict[str, float]]:
-    """Returns the median seconds of every contender in each way."""
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    for number in range(rounds):
-        for name in timing.turns(list(runners), number):
-            samples[name].append(runners[name].sample(on_gpu))
-    return {name: {way: statistics.median(times[way] for times in of) for way in of[0]} for name, of in samples.items()}
-
-
 def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """Measures one length and returns a row for each contender."""
     on_gpu = device.type == "cuda"
     problems = _problems(shape, device)
-    runners = {COPY: _Runner.of(_copy(device), on_gpu)}
+    runners = {COPY: _Runner(_copy(device), on_gpu)}
     failed: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
     exact = problems[0].reference(torch.float64)
@@ -170,10 +150,13 @@ def _measure(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[
                 failed[name] = f"another result: it differs by {apart:.2g} of the largest value"
                 continue
             errors[name] = _errors(got, plain, exact)
-            runners[name] = _Runner.of(calls, on_gpu)
+            runners[name] = _Runner(calls, on_gpu)
         except Exception as error:  # the contender's row reports it
             failed[name] = failure(error)
-    medians = _sampled(runners, rounds, on_gpu)
+    for number in range(rounds):
+        for name in timing.turns(list(runners), number):
+            runners[name].sample()
+    medians = {name: runner.medians() for name, runner in runners.items()}
     facts, copied = _facts(shape), 2 * COPY_BYTES[device.type] / _fastest(medians[COPY])
     rows = [
         {"name": name, **facts, **_figures(shape, medians[name], copied), "errors": errors[name]}
@@ -191,7 +174,7 @@ def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[st
     choices += itertools.product(
         [rf.DecodeTiles(*numbers) for numbers in itertools.product(*SWEPT.values())], SWEPT_SPLITS
     )
-    copy = _Runner.of(_copy(device), on_gpu=True)
+    copy = _Runner(_copy(device), on_gpu=True)
     rows = []
     for tiles, splits in choices:
         chosen = {"tiles": "shipped" if tiles is None else list(dataclasses.astuple(tiles)), "splits": splits}
@@ -201,10 +184,13 @@ def _sweep(shape: CacheShape, device: torch.device, rounds: int) -> list[dict[st
             calls = [ours(problem, options) for problem in problems]
             if not difference(calls[0]()[:1].double(), exact) < AGREEMENT:
                 raise ValueError("another result")
-            runner = _Runner.of(calls, on_gpu=True)
-            samples = [(runner.graph_sample()["graph"], copy.graph_sample()["graph"]) for _ in range(rounds)]
-            graph, copy_graph = map(statistics.median, zip(*samples, strict=True))
-            rows.append(row | _figures(shape, {"graph": graph}, 2 * COPY_BYTES[device.type] / copy_graph))
+            runner = _Runner(calls, on_gpu=True)
+            copy.sampler.times.clear()
+            for _ in range(rounds):
+                runner.sample_graph()
+                copy.sample_graph()
+            copied = 2 * COPY_BYTES[device.type] / copy.medians()["graph"]
+            rows.append(row | _figures(shape, runner.medians(), copied))
         except Exception as error:  # the tiles do not fit the device
             rows.append({**row, "name": f"ringflash {chosen['tiles']}", "failed": failure(error)})
     return sorted(rows, key=lambda row: row.get("graph_us", float("inf")))
