@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -45,21 +46,12 @@ MASKS: dict[str, Mask] = {
 # "first", "middle" and "last" are the forwards of a ring's hops. Modes with "long" have LONG_SEQLEN rows.
 # "mha" has equal numbers of query and KV heads. "dlse" has a gradient of lse. "split" cuts the keys of a decoding step.
 # "ordered" adds dq in the order of keys, with counters.
-MODES: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "carried": {},
-    "first": {},
-    "middle": {},
-    "last": {},
-    "long": {},
-    "long first": {},
-    "long middle": {},
-    "long last": {},
-    "mha": {},
-    "dlse": {},
-    "split": {},
-    "ordered": {},
-    "ragged": {},  # a length that is no multiple of a tile, so loads check bounds
+# "ragged" has a length that is no multiple of a tile, so loads check bounds.
+OTHERS = (
+    *("alone", "carried", "first", "middle", "last", "long", "long first", "long middle", "long last"),
+    *("mha", "dlse", "split", "ordered", "ragged"),
+)
+MODES: dict[str, dict[str, Any]] = {name: {} for name in OTHERS} | {
     "softcap": {"softcap": 20.0},
     "alibi": {"alibi_slopes": torch.ones(1, NHEADS)},
     "sinks": {"sinks": torch.zeros(NHEADS)},
@@ -277,10 +269,6 @@ def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
     total.finish()
 
 
-def _hopper_ordered(x: _Inputs) -> None:
-    _hopper_backward(x, ordered=True)
-
-
 def _hopper_prepare(x: _Inputs) -> None:
     from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
     from ringflash.kernels.hopper.vectors import prepared_vectors
@@ -301,6 +289,6 @@ LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "decode": _decode,
     "hopper_forward": _hopper_forward,
     "hopper_backward": _hopper_backward,
-    "hopper_ordered": _hopper_ordered,
+    "hopper_ordered": partial(_hopper_backward, ordered=True),
     "hopper_prepare": _hopper_prepare,
 }
