@@ -73,15 +73,12 @@ class Layer(nn.Module):
         raise NotImplementedError
 
 
-class Linear(Layer):
+class Linear(Layer, nn.Linear):
     """x @ weight.T + bias, weight (out_features, in_features); the bias, if there is one, starts at zero."""
 
     def __init__(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> None:
-        super().__init__()
         self.init = init
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.reset_parameters()
+        super().__init__(in_features, out_features, bias)
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Draws the weight, or zeros the bias."""
@@ -90,37 +87,23 @@ class Linear(Layer):
         else:
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in_features) to (..., out_features)."""
-        return nn.functional.linear(x, self.weight, self.bias)
 
-
-class _Vocabulary(Layer):
-    """A module with a row of `weight`, (vocab_size, dim), for each token of a vocabulary."""
+class Embedding(Layer, nn.Embedding):
+    """Embedding weight[input_ids], from (...) int64 to (..., dim)."""
 
     def __init__(self, vocab_size: int, dim: int, init: Init) -> None:
-        super().__init__()
         self.init = init
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-        self.reset_parameters()
+        super().__init__(vocab_size, dim)
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Draws the weight."""
         self.init.fill(parameter)
 
 
-class Embedding(_Vocabulary):
-    """Embedding weight[input_ids]."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Maps (...) int64 to (..., dim)."""
-        return nn.functional.embedding(input_ids, self.weight)
-
-
-class Head(_Vocabulary):
+class Head(Linear):
     """Head x @ weight.T; with labels it returns the loss, without whole logits."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Maps (..., dim) to (..., vocab_size), or to the losses."""
         return _logits_or_loss(x, self.weight, labels)
 
@@ -129,21 +112,12 @@ def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor 
     return nn.functional.linear(x, weight) if labels is None else linear_token_loss(x, weight, labels)
 
 
-class RMSNorm(Layer):
+class RMSNorm(Layer, nn.RMSNorm):
     """Norm x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Sets the weight to one."""
         nn.init.ones_(parameter)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., dim) to (..., dim)."""
-        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -286,7 +260,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.dim, Init("embed_tokens", seed))
         self.layers = nn.ModuleList(Block(config, layer, seed) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Head(config.vocab_size, config.dim, Init("lm_head", seed))
+        self.lm_head = None if config.tie_embeddings else Head(config.dim, config.vocab_size, Init("lm_head", seed))
         if weights is not None:
             weights.check({name: tuple(p.shape) for name, p in self.named_parameters()})
             for name, module in self.named_modules():

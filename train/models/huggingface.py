@@ -47,15 +47,9 @@ ONLY: dict[str, Any] = {
 }
 READ = (
     *REQUIRED,
-    *(
-        "model_type",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "max_position_embeddings",
-    ),
-    *("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings", "layer_types"),
+    *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"),
+    *("max_position_embeddings", "original_max_position_embeddings", "layer_types"),
+    *("rope_parameters", "rope_scaling", "rope_theta"),
 )
 READ_BY: dict[Family, tuple[str, ...]] = {
     "llama": ("attention_bias",),
@@ -66,15 +60,8 @@ READ_BY: dict[Family, tuple[str, ...]] = {
 # Keys about the tokenizer, the drawing and storing of weights, transformers' outputs, and its generation.
 WITHOUT_EFFECT = frozenset(
     (
-        *(
-            "architectures",
-            "transformers_version",
-            "_name_or_path",
-            "name_or_path",
-            "_commit_hash",
-            "dtype",
-            "torch_dtype",
-        ),
+        *("architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
+        *("dtype", "torch_dtype"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("initializer_range", "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript"),
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
