@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.models.lora import ADAPTER, BASE_DIGEST, Lora, check_base, is_adapter
+from ringflash.train.weights.tensor_files import save
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # before each name in a folder of peft
@@ -97,11 +97,7 @@ def save_adapter(model: Any, tensors: Mapping[str, Tensor], base: str, digest: s
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     stored = {stored_name(name): x.detach().cpu().contiguous() for name, x in tensors.items()}
-    file = folder / WEIGHTS
-    file.touch()
-    mode = file.stat().st_mode  # follows the user's umask; safetensors would make the file private
-    save_file(stored, file, metadata={"format": "pt", BASE_DIGEST: digest})
-    file.chmod(mode)
+    save(stored, folder / WEIGHTS, **{BASE_DIGEST: digest})
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

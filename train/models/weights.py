@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ringflash.train.weights.tensor_files import INDEX, SINGLE, TensorFiles, fill_from, wrong_folder
+from ringflash.train.weights.tensor_files import INDEX, SINGLE, TensorFiles, fill_from, save, wrong_folder
 
 MAX_FILE_BYTES = 5 * 10**9
 # Some folders hold more than the parameters: frequencies, which transformers recomputes too, and a tied head's copy of
@@ -88,10 +87,7 @@ def write(
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         part = {stored_name(name): tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        (folder / file).touch()
-        mode = (folder / file).stat().st_mode  # follows the user's umask; safetensors would make the file private
-        save_file(part, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(mode)
+        save(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}

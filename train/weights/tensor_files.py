@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -130,6 +131,14 @@ def local_part(tensor: DTensor) -> tuple[slice, ...]:
         begins[dim], sizes[dim] = begins[dim] + begin, min(part, size - begin)
     assert tuple(sizes) == tensor.to_local().shape, "torch cuts a DTensor in another way"
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+
+
+def save(tensors: dict[str, Tensor], file: Path, **metadata: str) -> None:
+    """Writes tensors of PyTorch to a new file, with `metadata` in its header."""
+    file.touch()
+    mode = file.stat().st_mode  # follows the user's umask; safetensors would make the file private
+    save_file(tensors, file, metadata={"format": "pt", **metadata})
+    file.chmod(mode)
 
 
 def fill_from(read: Callable[[tuple[slice, ...]], Tensor], tensor: Tensor) -> None:
