@@ -67,6 +67,13 @@ def check_heads(options: argparse.Namespace) -> None:
         raise ArgumentError("--nheads", expected=expected, got=options.nheads, remedy=remedy)
 
 
+def check_picture(flag: str, path: Path | None, example: str) -> None:
+    """Raises ArgumentError unless `path`, if it is given, has the suffix of a picture; `example` has one."""
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        remedy = f"Name it {example}."
+        raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
+
+
 def _given(options: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Yields the flag and the number for each number of the options `names`."""
     for name in names:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import DTYPES, check_at_least, check_heads
+from ringflash.commands.options import DTYPES, check_at_least, check_heads, check_picture
 from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
@@ -102,9 +102,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.window is not None and len(options.window) > 2:
         remedy = "Pass how many keys before a query it sees, and how many after."
         raise ArgumentError("--window", expected="one or two numbers", got=options.window, remedy=remedy)
-    if options.image is not None and options.image.suffix not in (".png", ".svg", ".pdf"):
-        remedy = "Name it plan.png."
-        raise ArgumentError("--image", expected="a .png, .svg or .pdf file", got=options.image, remedy=remedy)
+    check_picture("--image", options.image, "plan.png")
 
 
 def _mask(options: argparse.Namespace) -> Mask:
@@ -141,18 +139,9 @@ def _ranks(plans: Sequence[Plan], options: argparse.Namespace) -> Table:
         caption=f"The busiest rank has {first.balance:.3f} of the mean; as ranks wait for each other the ring takes "
         f"{first.critical_path:.3f}. A backward sends keys and values again, and their gradients in float32.",
     )
-    for column in (
-        "rank",
-        "tokens",
-        "chunks",
-        "share of\nFLOPs",
-        "TFLOP\nforward",
-        "TFLOP\nbackward",
-        "MiB sent\nforward",
-        "MiB sent\nbackward",
-        "of these\npassed on",
-        "hops\ncomputed",
-    ):
+    work = "rank", "tokens", "chunks", "share of\nFLOPs", "TFLOP\nforward", "TFLOP\nbackward"
+    messages = "MiB sent\nforward", "MiB sent\nbackward", "of these\npassed on", "hops\ncomputed"
+    for column in (*work, *messages):
         table.add_column(column, justify="right")
     heads = options.batch, options.nheads_kv, options.headdim, DTYPES[options.dtype].itemsize
     total = sum(map(sum, first.pairs))

@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.commands.options import check_at_least, check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.callbacks.report_picture import draw_by_position
@@ -83,7 +84,8 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
-    _check(options)
+    check_at_least(options, ["samples"], remedy="Leave it out for all.")
+    check_picture("--png", options.png, "loss.png")
     with ranks(options.device) as (device, context):
         decoder, rest = load_decoder_and_rest(options.checkpoint, dtype=inference_dtype(device))
         data, decoder = _data(options, rest.get(TextDataModule.__qualname__, {})), decoder.to(device)
@@ -125,13 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=DEVICES, default="auto", help="default: %(default)s")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.samples is not None and options.samples < 1:
-        raise ArgumentError("--samples", expected="at least 1", got=options.samples, remedy="Leave it out for all.")
-    if options.png is not None and options.png.suffix not in (".png", ".svg", ".pdf"):
-        raise ArgumentError("--png", expected="a .png, .svg or .pdf file", got=options.png, remedy="Name it loss.png.")
 
 
 def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataModule:

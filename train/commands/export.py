@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ringflash.commands.options import DTYPES
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
@@ -28,7 +28,6 @@ from ringflash.train.models.lora import BASE, BASE_DIGEST, LORA, is_adapter, mer
 from ringflash.train.models.weights import MAX_FILE_BYTES, write
 
 GENERATION = "generation_config.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(args: Sequence[str]) -> int:
