@@ -99,23 +99,12 @@ class LanguageModel(RingModule):
         """Returns the model's shape as plain values."""
         return asdict(self.model_config)
 
-    def configure_model(self) -> None:
-        """Builds the decoder: sharded and without storage under `RingAttentionStrategy`, whole under another strategy.
-
-        Raises:
-            ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
-                offloading without a GPU, or training that cannot fit into the GPU's memory.
-        """
-        if self._decoder is not None:
-            return
+    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Decoder:
+        """Returns the decoder, without storage if it is sharded."""
         strategy = self.trainer.strategy
-        self._check_strategy()
-        compute = self.resolved_dtype(strategy.root_device)
-        self._check_context_length()
-        checkpointing, kept_blocks = self._choose_activations()
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
-        decoder.to(torch.float64 if compute == torch.float64 else torch.float32)
+        decoder.to(dtype)
         decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
         if self.compile_blocks:
             decoder.compile_blocks()
@@ -123,7 +112,7 @@ class LanguageModel(RingModule):
             self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
         else:
             decoder.materialise(strategy.root_device)
-        self._decoder = decoder
+        return decoder
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]

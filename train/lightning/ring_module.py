@@ -129,8 +129,32 @@ class RingModule(pl.LightningModule, ABC):
         """Returns the model's configuration as plain values. Checkpoints store and compare it."""
 
     @abstractmethod
+    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Any:
+        """Returns the model: sharded under `RingAttentionStrategy`, whole under another strategy.
+
+        Args:
+            dtype: dtype of the stored weights.
+            checkpointing: choice of the activations that blocks keep.
+            kept_blocks: number of the last blocks that keep everything.
+        """
+
+    @abstractmethod
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         """Returns the losses of this rank's tokens, and the number of valid tokens on all ranks."""
+
+    def configure_model(self) -> None:
+        """Builds the model: sharded under `RingAttentionStrategy`, whole under another strategy.
+
+        Raises:
+            ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
+                offloading without a GPU, or training that cannot fit into the GPU's memory.
+        """
+        if self._decoder is None:
+            self._check_strategy()
+            compute = self.resolved_dtype(self.trainer.strategy.root_device)
+            self._check_context_length()
+            dtype = torch.float64 if compute == torch.float64 else torch.float32
+            self._decoder = self._make(dtype, *self._choose_activations())
 
     @property
     def trained_size(self) -> int | None:
@@ -204,12 +228,11 @@ class RingModule(pl.LightningModule, ABC):
         return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Adds the batch to val/loss."""
-        self._evaluate(batch)
+        """Adds the batch to val/loss or test/loss."""
+        losses, num_valid = self._loss(batch)
+        self._evaluated.append((losses.total, num_valid))
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Adds the batch to test/loss."""
-        self._evaluate(batch)
+    test_step = validation_step
 
     def on_fit_start(self) -> None:
         """Drops the result of a step that an earlier run left unread."""
@@ -289,12 +312,10 @@ class RingModule(pl.LightningModule, ABC):
                 step_only_if(optimizer, None)
 
     def on_train_epoch_end(self) -> None:
-        """Raises NonFiniteError for the epoch's last step, as `on_before_optimizer_step` does."""
+        """Raises NonFiniteError for the last step of the epoch or run, as `on_before_optimizer_step` does."""
         self._settle()
 
-    def on_train_end(self) -> None:
-        """Raises NonFiniteError for the run's last step, as `on_before_optimizer_step` does."""
-        self._settle()
+    on_train_end = on_train_epoch_end
 
     def configure_gradient_clipping(
         self,
@@ -343,10 +364,6 @@ class RingModule(pl.LightningModule, ABC):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._norm = norm if are_same else None
         return norm
-
-    def _evaluate(self, batch: dict[str, Tensor]) -> None:
-        losses, num_valid = self._loss(batch)
-        self._evaluated.append((losses.total, num_valid))
 
     def _check_strategy(self) -> None:
         strategy = self.trainer.strategy

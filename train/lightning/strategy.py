@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.torch_private import multiply_each
+from ringflash.train.lightning import user_modules
 from ringflash.train.lightning.batch import (
     ADDED,
     CUT,
@@ -37,14 +38,6 @@ from ringflash.train.lightning.optimizer import parameters_of
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from ringflash.train.lightning.shutdown import Shutdown
-from ringflash.train.lightning.user_modules import (
-    REMEDY,
-    MetricGuard,
-    WatchedBatch,
-    are_equal,
-    check_callbacks,
-    refuse_loss,
-)
 from ringflash.train.lightning_private import connect, exchange_sigterm, set_device_mesh, trainer_of
 
 if TYPE_CHECKING:
@@ -121,12 +114,12 @@ class RingAttentionStrategy(ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
         )
-        self._sizes = data_parallel_size, context_parallel_size  # in the order of the mesh
-        self._layout: Literal["zigzag", "contiguous", "striped"] = layout
+        self.asked_sizes = data_parallel_size, context_parallel_size  # numbers or "auto", in the order of the mesh
+        self.layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
         self._cuda_graphs = cuda_graphs
         self._context: rf.ContextParallel | None = None
-        self._replicate_size = replicate_size
+        self.replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
         self._window_tokens: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
@@ -135,24 +128,9 @@ class RingAttentionStrategy(ShardedStrategy):
         self._compilations: Compilations | None = None  # until the first step has reported them
 
     @property
-    def asked_sizes(self) -> tuple[Literal["auto"] | int, Literal["auto"] | int]:
-        """The (data, context) parallel sizes as given: numbers or "auto"."""
-        return self._sizes
-
-    @property
-    def layout(self) -> str:
-        """The cut of the sequence."""
-        return self._layout
-
-    @property
     def hops(self) -> str:
         """The `hops` of a context that groups hops as this run does: `cuda_graphs` groups none. For a warmup."""
         return "ring" if self._cuda_graphs else "auto"
-
-    @property
-    def replicate_size(self) -> int:
-        """Number of copies of the weights."""
-        return self._replicate_size
 
     @property
     def context(self) -> rf.ContextParallel:
@@ -182,13 +160,13 @@ class RingAttentionStrategy(ShardedStrategy):
     @property
     def shard_size(self) -> int:
         """Number of ranks that share one copy of the weights."""
-        return self.world_size // self._replicate_size
+        return self.world_size // self.replicate_size
 
     def setup_environment(self) -> None:
         """Joins the process group and arranges the ranks as (data_parallel, context_parallel)."""
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is not None:
-            check_callbacks(trainer)
+            user_modules.check_callbacks(trainer)
         # Skips ModelParallelStrategy.setup_environment, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
@@ -200,12 +178,12 @@ class RingAttentionStrategy(ShardedStrategy):
             from ringflash.compile_once import compile_once_a_host  # here, so that CPU users never import Triton
 
             self._compilations = compile_once_a_host()
-        shape = resolve_sizes(*self._sizes, self.world_size)
-        if self.world_size % self._replicate_size:
+        shape = resolve_sizes(*self.asked_sizes, self.world_size)
+        if self.world_size % self.replicate_size:
             raise ConfigError(
                 "replicate_size",
                 expected=f"a divisor of {self.world_size} ranks",
-                got=self._replicate_size,
+                got=self.replicate_size,
                 remedy="Every copy of the weights is sharded over equally many ranks.",
             )
         assert self.lightning_module is not None
@@ -214,12 +192,12 @@ class RingAttentionStrategy(ShardedStrategy):
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
             world = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
             self._world_group, self._shard_mesh = world.get_group(), world
-            if self._replicate_size > 1:
-                sizes = (self._replicate_size, self.shard_size)
+            if self.replicate_size > 1:
+                sizes = (self.replicate_size, self.shard_size)
                 self._shard_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
             self._context = rf.ContextParallel(
                 mesh[CONTEXT],
-                layout=self._layout,
+                layout=self.layout,
                 transport=self._transport,
                 fixed_lengths=True,  # ranks compare lengths once a batch: `batch_to_device` calls `forget_lengths`
                 cuda_graphs=self._cuda_graphs,
@@ -237,8 +215,8 @@ class RingAttentionStrategy(ShardedStrategy):
         # `token_mean` then refuses `num_valid_tokens`, because `backward` weights each micro-batch already.
         self.context.weighs_windows = self.lightning_module.automatic_optimization
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if self.world_size > 1 and not any(isinstance(callback, MetricGuard) for callback in callbacks):
-            callbacks.insert(0, MetricGuard())
+        if self.world_size > 1 and not any(isinstance(callback, user_modules.MetricGuard) for callback in callbacks):
+            callbacks.insert(0, user_modules.MetricGuard())
         if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             exchange_sigterm(trainer, lambda received: any(flags[0] for flags in self.exchange(received)))
         # A forward without a backward may have left weights gathered. Those are plain tensors: `sum_gradients` would
@@ -326,11 +304,11 @@ class RingAttentionStrategy(ShardedStrategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
-        watched, made = WatchedBatch(batch), self.context.token_means_made
+        watched, made = user_modules.WatchedBatch(batch), self.context.token_means_made
         result = super().training_step(watched, *args[1:], **kwargs)
         is_divided = watched.is_count_read or self.context.token_means_made > made
         if result is not None and self.world_size > 1 and not is_divided:
-            raise refuse_loss()
+            raise user_modules.refuse_loss()
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -344,9 +322,11 @@ class RingAttentionStrategy(ShardedStrategy):
         if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
             local = tensor.detach().reshape(1).to(self.root_device, torch.float64)
             values = [value.item() for value in all_ranks(local, group or self.world_group)]
-            if not are_equal(values):
+            if not user_modules.are_equal(values):
                 got = f"{values}, whose mean is neither the sum of the ranks' shares nor weighted by their tokens"
-                raise ConfigError("sync_dist", expected="a value that is equal on all ranks", got=got, remedy=REMEDY)
+                raise ConfigError(
+                    "sync_dist", expected="a value that is equal on all ranks", got=got, remedy=user_modules.REMEDY
+                )
             return tensor
         return super().reduce(tensor, group, reduce_op)
 

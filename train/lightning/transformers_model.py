@@ -126,24 +126,18 @@ class TransformersModel(RingModule):
             self.strict_loading = False  # a checkpoint holds no base model
         self.config: Any = _read_config(model) if isinstance(model, str | Path) else model
 
-    def configure_model(self) -> None:
-        """Builds the model, with each layer sharded under `RingAttentionStrategy`, or whole under another strategy.
+    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Any:
+        """Returns the model, with each layer sharded under `RingAttentionStrategy`.
 
         Raises:
-            ConfigError: as in `LanguageModel`; or the model lacks a target of `lora`, or `lora.init_from` has others.
+            ConfigError: the model lacks a target of `lora`, or `lora.init_from` has others.
             CheckpointError: `lora.init_from` has no adapters, or those of another model.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
             CheckpointError: on every rank, when the folder does not fit the model or a rank cannot read it.
         """
-        if self._decoder is not None:
-            return
         strategy = self.trainer.strategy
-        self._check_strategy()
-        compute = self.resolved_dtype(strategy.root_device)
-        self._check_context_length()
-        checkpointing, kept_blocks = self._choose_activations()
         model, weights = self._build()
-        model.to(torch.float64 if compute == torch.float64 else torch.float32).train()
+        model.to(dtype).train()
         with stand_in_weights(model):
             rf.hf.check_model(model)
             why = why_whole_logits(model)
@@ -166,7 +160,7 @@ class TransformersModel(RingModule):
                 weights.fill(model)
 
             self._on_every_rank(read)
-        self._decoder = model
+        return model
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; a collective of all ranks.

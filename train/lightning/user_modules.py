@@ -99,13 +99,6 @@ class MetricGuard(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compares the metrics before ModelCheckpoint and EarlyStopping read them."""
-        self._compare(trainer)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compares the metrics before ModelCheckpoint and EarlyStopping read them."""
-        self._compare(trainer)
-
-    def _compare(self, trainer: pl.Trainer) -> None:
         strategy: ShardedStrategy = trainer.strategy  # pyright: ignore[reportAssignmentType]
         mine = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         gathered: list[Any] = [None] * strategy.world_size
@@ -124,6 +117,8 @@ class MetricGuard(Callback):
                 self._warned.add(name)
                 if trainer.is_global_zero:
                     logger.warning("%s differs between ranks: %s. Each logs its own share. %s", name, values, REMEDY)
+
+    on_train_epoch_end = on_validation_end
 
 
 def are_equal(values: list[float]) -> bool:
