@@ -18,16 +18,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
@@ -272,14 +264,14 @@ def _enter_worker() -> None:
     threading.Thread(target=leave, daemon=True).start()
 
 
-def _progress(console: Console | None) -> Progress:
+def _progress(console: Console | None) -> progress.Progress:
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]} tokens{task.fields[kept]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TextColumn("{task.fields[tokens]} tokens{task.fields[kept]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console or Console(quiet=True), disable=console is None)
+    return progress.Progress(*columns, console=console or Console(quiet=True), disable=console is None)

@@ -274,9 +274,7 @@ class RetrievalDataModule(pl.LightningDataModule):
         batches = self.grid.batches(self.batch_size * self.context_length, ranks)
         return MeasuringLoader(self.grid, self.task, [numbers[rank::ranks] for numbers in batches])
 
-    def test_dataloader(self) -> MeasuringLoader:
-        """Returns the loader of `val_dataloader`."""
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that give the number of a batch its meaning."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -201,13 +201,7 @@ def parse_shard_header(content: object, path: Path) -> ShardHeader:
     Raises:
         CorpusError: a field is missing or unknown, or has a value that no preparation writes.
     """
-    names = [field.name for field in fields(ShardHeader)]
-    if not isinstance(content, dict):
-        raise damaged(path, f"header: expected an object, got {_short(content)}")
-    if content.get("version") != FORMAT_VERSION:
-        raise damaged(path, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
-    if odd := sorted({*names} ^ {"num_learnt", *content}):
-        raise damaged(path, f"header: fields that are missing or unknown: {_short(', '.join(odd))}")
+    content = _fields_of(ShardHeader, content, path, "header: ", optional=("num_learnt",))
     for name in ("key", "digest", "dtype", "tokenizer"):
         if not isinstance(content[name], str):
             raise damaged(path, f"{name}: expected text, got {_short(content[name])}")
@@ -276,13 +270,7 @@ def read_dataset(file: Path) -> Header:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(file, str(error)) from error
-    names = [field.name for field in fields(Header)]
-    if not isinstance(content, dict):
-        raise damaged(file, f"expected an object, got {_short(content)}")
-    if content.get("version") != FORMAT_VERSION:
-        raise damaged(file, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
-    if odd := sorted({*names} ^ content.keys()):
-        raise damaged(file, f"fields that are missing or unknown: {_short(', '.join(odd))}")
+    content = _fields_of(Header, content, file)
     key, fraction, shards = content["key"], content["val_fraction"], content["shards"]
     if not isinstance(key, str):
         raise damaged(file, f"key: expected text, got {_short(key)}")
@@ -292,6 +280,23 @@ def read_dataset(file: Path) -> Header:
     if not isinstance(shards, list):
         raise damaged(file, f"shards: expected a list, got {_short(shards)}")
     return Header(key, tuple(parse_shard_header(shard, file) for shard in shards), fraction)
+
+
+def _fields_of(
+    kind: type[Header | ShardHeader], content: object, path: Path, where: str = "", optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns the parsed `content` if it is an object of this format with the fields of `kind`.
+
+    Raises:
+        CorpusError: it is anything else; the message begins with `where`.
+    """
+    if not isinstance(content, dict):
+        raise damaged(path, f"{where}expected an object, got {_short(content)}")
+    if content.get("version") != FORMAT_VERSION:
+        raise damaged(path, f"of format {_short(content.get('version'))}, not {FORMAT_VERSION}")
+    if odd := sorted({field.name for field in fields(kind)} ^ {*optional, *content}):
+        raise damaged(path, f"{where}fields that are missing or unknown: {_short(', '.join(odd))}")
+    return content
 
 
 def _short(value: object) -> str:
