@@ -147,18 +147,13 @@ def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float3
     path = locate(Path(path))
     rest = _open(path, alone=True)
     if not isinstance(config := rest.get("model_config"), dict):
-        raise CheckpointError(
-            str(path), expected="a checkpoint of LanguageModel", got="no model_config", remedy="Pass another folder."
-        )
+        raise _no_language_model(path, "no model_config")
     try:
         if "model_type" in config:
             raise of_transformers(path, config)
         shape = ModelConfig.from_fields(config)
     except ConfigError as error:
-        remedy = "Pass another folder."
-        raise CheckpointError(
-            str(path), expected="a checkpoint of LanguageModel", got=f"one of another model: {error}", remedy=remedy
-        ) from error
+        raise _no_language_model(path, f"one of another model: {error}") from error
     with torch.device("meta"):
         decoder = Decoder(shape)
     decoder.to(dtype).to_empty(device="cpu")
@@ -169,12 +164,12 @@ def load_decoder_and_rest(path: str | Path, *, dtype: torch.dtype = torch.float3
 
 def of_transformers(path: Path, config: dict[str, Any]) -> CheckpointError:
     """Makes the error for a checkpoint of `TransformersModel` where only a Decoder can be used."""
-    return CheckpointError(
-        str(path),
-        expected="a checkpoint of LanguageModel",
-        got=f"one of TransformersModel ({config['model_type']})",
-        remedy="`ringflash export` writes it as a folder, for use with transformers.",
-    )
+    remedy = "`ringflash export` writes it as a folder, for use with transformers."
+    return _no_language_model(path, f"one of TransformersModel ({config['model_type']})", remedy)
+
+
+def _no_language_model(path: Path, got: str, remedy: str = "Pass another folder.") -> CheckpointError:
+    return CheckpointError(str(path), expected="a checkpoint of LanguageModel", got=got, remedy=remedy)
 
 
 def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, Any]) -> Any:
@@ -277,24 +272,17 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
 
 def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
     """Reads `tensors` in place, after comparing names and shapes with all index entries under `prefix`."""
-    index = SafeReader(path).read_metadata().state_dict_metadata
+    index, remedy = SafeReader(path).read_metadata().state_dict_metadata, "Load it into what it was saved from."
     for name, tensor in tensors.items():
         entry = index.get(name)
         saved = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         if saved != tuple(tensor.shape):
-            raise CheckpointError(
-                str(path),
-                expected=f"{name} of shape {tuple(tensor.shape)}",
-                got="no such tensor" if saved is None else saved,
-                remedy="Load it into what it was saved from.",
-            )
+            expected, got = f"{name} of shape {tuple(tensor.shape)}", "no such tensor" if saved is None else saved
+            raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy)
     if more := sorted(name for name in index if name.startswith(prefix) and name not in tensors):
-        raise CheckpointError(
-            str(path),
-            expected=f"the {len(tensors)} tensors under {prefix}* that there is a place for",
-            got=f"{len(more)} more, the first {more[0]}",
-            remedy="Load it into what it was saved from.",
-        )
+        expected = f"the {len(tensors)} tensors under {prefix}* that there is a place for"
+        got = f"{len(more)} more, the first {more[0]}"
+        raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy)
     with warnings.catch_warnings():
         # DCP warns whenever it loads in one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
