@@ -62,9 +62,7 @@ class LastCheckpoint(Checkpoint):
         self._step = self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Saves when a checkpoint is due.
 
         Raises:

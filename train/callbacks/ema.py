@@ -65,9 +65,7 @@ class ExponentialMovingAverage(Callback):
             self._shadows = _copies(pl_module)
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Updates the averages after an optimizer step."""
         if trainer.global_step == self._step:
             return

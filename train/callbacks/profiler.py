@@ -79,9 +79,7 @@ class Profile(Callback):
         self._profiler = profile(activities=activities, schedule=_warm_up_then_record, acc_events=True)
         self._profiler.start()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Advances the profiler at each optimizer step, and writes the trace after the last one."""
         if self._profiler is None or trainer.global_step == self._step:  # in the middle of an accumulation window
             self._step = trainer.global_step

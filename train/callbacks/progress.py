@@ -43,12 +43,10 @@ class RingProgressBar(RichProgressBar):
             self._texts, self._read_at = progress_texts(trainer.callback_metrics), now
         return self._texts
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Moves the bar, or prints the line."""
         self._in_step = True
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         self._in_step = False
         step, now = trainer.global_step, time.monotonic()
         if self.lines and trainer.is_global_zero and step != self._printed_step:

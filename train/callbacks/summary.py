@@ -60,9 +60,7 @@ class RunSummary(Callback):
         """Records that there are steps to train; a run that resumes at its end has none."""
         self.trained = True
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Records the loss."""
         loss = trainer.callback_metrics.get("train/loss")
         if loss is not None and trainer.global_step != self._step:

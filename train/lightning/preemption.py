@@ -55,9 +55,7 @@ class Preemption(Callback):
         self._step = trainer.global_step
         self._listen()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Raises Preempted after an optimizer step, if a rank received SIGTERM."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
