@@ -427,13 +427,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dim: int,
-        context: ContextParallel,
-        control: ControlPlane,
-        seqlen: int,
-        mask: Mask | None,
+        ctx: Any, x: Tensor, dim: int, context: ContextParallel, control: ControlPlane, seqlen: int, mask: Mask | None
     ) -> Tensor:
         ctx.dim, ctx.context, ctx.control, ctx.mask = dim, context, control, mask
         cut = context._cut(seqlen, mask)

@@ -40,10 +40,7 @@ COMMANDS: Commands = {
         "how far back a model finds things: `retrieval fit --config FILE`, then measure it",
     ),
     "ruler": ("train.commands.ruler", "score RULER's tasks by length, alone or over a ring of torchrun's"),
-    "checkpoint": (
-        "train.commands.verify",
-        "compare checkpoints with what was saved: `checkpoint verify FOLDER`",
-    ),
+    "checkpoint": ("train.commands.verify", "compare checkpoints with what was saved: `checkpoint verify FOLDER`"),
     "export": ("train.commands.export", "write a trained model as a folder that transformers loads"),
     "bench": ("", "measure attention on this machine: `bench ring`, `scaling`, `kernels`, ...; `bench --help`"),
     "plan": ("commands.plan", "show what each rank of a ring holds, computes and sends, as tables and a picture"),
@@ -51,10 +48,7 @@ COMMANDS: Commands = {
         "commands.plan_memory",
         "show what a training run takes of a GPU's memory: `plan-memory --config FILE`",
     ),
-    "warmup": (
-        "commands.warmup",
-        "compile a run's kernels ahead of time, on a GPU of the run: `warmup --config FILE`",
-    ),
+    "warmup": ("commands.warmup", "compile a run's kernels ahead of time, on a GPU of the run: `warmup --config FILE`"),
     "doctor": ("commands.doctor", "show what is installed, and test attention on each device"),
 }
 

@@ -289,12 +289,7 @@ def cache_info() -> CacheInfo:
 
 
 def _call(
-    context: str,
-    mask: Mask,
-    softmax_scale: float,
-    dropout: Dropout | None,
-    softcap: float,
-    options: AttentionOptions,
+    context: str, mask: Mask, softmax_scale: float, dropout: Dropout | None, softcap: float, options: AttentionOptions
 ) -> AttentionCall:
     """Returns the parameters of a call with checked arguments."""
     if dropout is not None and dropout.p == 0.0:

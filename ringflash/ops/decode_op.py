@@ -101,14 +101,7 @@ def _check_shardable(mask: Mask) -> None:
 
 
 def _agree(
-    ranks: ContextParallel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    step: Step,
-    kernels: Backend,
-    newest_rank: int,
+    ranks: ContextParallel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, step: Step, kernels: Backend, newest_rank: int
 ) -> None:
     """Raises RankMismatch on every rank unless all make the same call; capacities may differ."""
     if ranks._control is None:

@@ -61,14 +61,7 @@ class TileGradients:
     """
 
     def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        plan: Plan,
-        kernel_run: KernelRun,
-        gradients: Buffers,
+        self, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, plan: Plan, kernel_run: KernelRun, gradients: Buffers
     ) -> None:
         self._dout, self._q, self._lse, self._delta = dout, q, lse, delta
         self._plan, self._kernel_run, self._gradients = plan, kernel_run, gradients

@@ -12,13 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
 from ringflash.train.models.budget import AUTO, ActivationPlan, available_memory, plan_activations
-from ringflash.train.models.memory import (
-    GIB,
-    TrainingShape,
-    check_host_memory,
-    check_memory,
-    host_memory,
-)
+from ringflash.train.models.memory import GIB, TrainingShape, check_host_memory, check_memory, host_memory
 
 if TYPE_CHECKING:
     from ringflash.train.lightning.ring_module import RingModule

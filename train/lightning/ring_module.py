@@ -318,10 +318,7 @@ class RingModule(pl.LightningModule, ABC):
     on_train_end = on_train_epoch_end
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clips gradients. Clipping by norm takes the norm that `on_before_optimizer_step` has computed and logged."""
         norm, self._norm = self._norm, None

@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.train.models.activations import (
-    ActivationCheckpointing,
-    HostMemory,
-    by_block,
-    check_offload,
-    recompute,
-)
+from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block, check_offload, recompute
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.kv_cache import KVCache
 from ringflash.train.models.linear_loss import linear_token_loss

@@ -79,10 +79,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def scaled_length(
-    config: ModelConfig,
-    seqlen: int,
-    context: rf.ContextParallel | None = None,
-    documents: rf.Documents | None = None,
+    config: ModelConfig, seqlen: int, context: rf.ContextParallel | None = None, documents: rf.Documents | None = None
 ) -> int | None:
     """Returns the length that "dynamic" scaling uses, the same on every rank; None for other scaling.
 

@@ -224,10 +224,7 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tens
 
 
 def _take_turns(
-    setups: dict[str, Setup],
-    matmul: Callable[[], Tensor],
-    rows: dict[str, dict[str, Any]],
-    options: argparse.Namespace,
+    setups: dict[str, Setup], matmul: Callable[[], Tensor], rows: dict[str, dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, timing.Sampler]:
     """Returns samples of every pass of every contender, and of the matmul as the forward of `MATMUL`."""
     on_gpu = matmul().is_cuda

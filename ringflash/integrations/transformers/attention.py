@@ -139,12 +139,7 @@ KNOWN_OR_OTHERS = KNOWN | OF_OTHERS
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: object,
-    **keywords: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Calls `ring_attention` if the keywords have a context, else `flash_attention`; the entry of `AttentionInterface`.
 
