@@ -301,6 +301,11 @@ class ContextParallel(TokenMeans):
         """Returns whether all ranks are in this process, so that calls need no agreement."""
         return self._control is None
 
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called."""
+        return isinstance(self._control, Closed)
+
     def check_heads(self, nheads: int) -> None:
         """Raises ArgumentError unless `nheads` query heads can be split evenly over the ranks of a group."""
         if nheads % self.grid.heads:

@@ -21,8 +21,8 @@ C = TypeVar("C", Connection, MeshConnection)
 class Registry:
     """Registry of living contexts. Custom ops take no objects, so they look contexts up here by name.
 
-    Contexts of virtual ranks have no resources and stay registered. Other contexts stay as long as something refers to
-    them. Contexts of one name are equal.
+    Contexts stay as long as something refers to them. The registry refers to the newest context of virtual ranks of
+    each name, because it has no resources. Contexts of one name are equal, but a closed one serves no calls.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,7 @@ class Registry:
         """Adds a context that uses `connections`. Calling the returned finalizer removes the context."""
         if not connections:
             self._virtual[context.name] = context
-        else:
-            self._contexts.setdefault(context.name, []).append(weakref.ref(context))
+        self._contexts.setdefault(context.name, []).append(weakref.ref(context))
         for connection in connections:
             self._users[connection] = self._users.get(connection, 0) + 1
         left = weakref.finalize(context, self._leave, context.name, tuple(connections))
@@ -45,19 +44,17 @@ class Registry:
         return left
 
     def by_name(self, name: str) -> ContextParallel:
-        """Returns the newest context of this name.
+        """Returns the newest open context of this name, or the newest if all are closed.
 
         Raises:
             ArgumentError: no context of this name is alive.
         """
-        found = self._virtual.get(name)
-        for reference in reversed(self._contexts.get(name, [])):
-            found = found or reference()
-        if found is None:
+        living = [each for reference in reversed(self._contexts.get(name, [])) if (each := reference()) is not None]
+        if not living:
             remedy = "Keep a reference until the last backward of its calls; a copy from another process does not work."
             got = f"{name}, which is gone or was never made in this process"
             raise ArgumentError("context", expected="one that lives here", got=got, remedy=remedy)
-        return found
+        return next((each for each in living if not each.is_closed), living[0])
 
     def connections(self, kind: type[C]) -> list[C]:
         """Returns the open connections of one kind, newest first."""

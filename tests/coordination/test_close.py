@@ -172,6 +172,30 @@ def test_a_closed_context_raises_and_leaves_others_open() -> None:
             assert "Create a new ContextParallel" in outcome.text
 
 
+def _compiled_after_another_is_closed(context: rf.ContextParallel, other: rf.ContextParallel) -> bool:
+    """Returns whether compiled attention gives the same as eager attention, after an equal context was closed."""
+    assert context.name == other.name
+    other.close()
+    x = context.shard(torch.ones(1, 4, 2, 16)).requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return as_tensor(rf.ring_attention(x, x, x, context, mask=rf.Causal()))
+
+    compiled = torch.compile(attend, backend="aot_eager")(x)
+    compiled.sum().backward()
+    return torch.equal(compiled, attend(x))
+
+
+def _compiled_on_processes() -> bool:
+    contexts = rf.ContextParallel(dist.group.WORLD), rf.ContextParallel(dist.group.WORLD)
+    return _compiled_after_another_is_closed(*contexts)
+
+
+def test_compiled_attention_finds_its_context_after_an_equal_one_is_closed() -> None:
+    assert _compiled_after_another_is_closed(rf.ContextParallel.local(2), rf.ContextParallel.local(2))
+    assert run_ranks(2, _compiled_on_processes) == [True, True]
+
+
 def _dropped_before_the_backward() -> bool:
     problem = Problem.random(seqlen=8, batch=1)
     x = rf.ContextParallel(dist.group.WORLD).shard(problem.k).requires_grad_()
