@@ -112,10 +112,13 @@ def _load(
     _read(named_tensors("model", state), path, "model.")
     set_model_state_dict(model, state, options=StateDictOptions(strict=len(state) == len(whole)))
     for index, optimizer in enumerate(optimizers):
-        optimizer_state = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
+        whole = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
+        optimizer_state = _without_unused(index, whole, path)
         _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")
         try:
-            set_optimizer_state_dict(model, optimizer, {**optimizer_state, "param_groups": groups[index]})
+            options = StateDictOptions(strict=len(optimizer_state["state"]) == len(whole["state"]))
+            loaded: dict[str, Any] = {**optimizer_state, "param_groups": groups[index]}
+            set_optimizer_state_dict(model, optimizer, loaded, options=options)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise damaged(path / STATE, f"groups of parameters that do not fit: {error}") from error
     return {**rest, FOLDER: str(path)}
@@ -268,6 +271,22 @@ def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
     if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
         raise damaged(path / STATE, "no dictionary of a run's state")
     return rest
+
+
+def _without_unused(index: int, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the `index`-th optimizer's `state` without parameters that had no gradient before the checkpoint.
+
+    An optimizer makes the state of a parameter at its first gradient, but torch makes that of all parameters to load.
+    """
+    saved = SafeReader(path).read_metadata().state_dict_metadata
+    if not any(name.startswith(f"optimizer.{index}.") for name in saved):
+        return state  # an optimizer without a state is another one
+
+    def is_used(parameter: str, own: dict[str, Any]) -> bool:
+        return not own or any(f"optimizer.{index}.{parameter}.{name}" in saved for name in own)
+
+    used = {parameter: own for parameter, own in state["state"].items() if is_used(parameter, own)}
+    return {**state, "state": used}
 
 
 def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:

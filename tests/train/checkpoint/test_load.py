@@ -19,6 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ringflash.errors import CheckpointCorrupt, CheckpointError
 from ringflash.train.checkpoint.load import load, load_decoder
@@ -402,3 +405,38 @@ def test_other_names(tmp_path: Path) -> None:
         assert "the state of 2 optimizer(s), got 1. Resume with the optimizers" in optimizers
         assert "optimizer.0.0.weight.step: expected a tensor, got int" in counter
         assert "model._extra_state: expected a tensor, got dict" in extra
+
+
+class PartlyUsed(nn.Module):
+    """A module with a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def _resumed_without_gradients(folder: str) -> list[dict[str, float]]:
+    """Returns the steps that AdamW counted for each parameter, before a save and after it was loaded."""
+    counts = []
+    for _ in range(2):
+        model = PartlyUsed()
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if counts:
+            load(Path(folder), model, [optimizer])
+        else:
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            states = [get_optimizer_state_dict(model, optimizer)]
+            save({"state_dict": get_model_state_dict(model), "optimizer_states": states}, Path(folder) / "last")
+        names = dict(model.named_parameters()).items()
+        counts.append({name: float(optimizer.state[p]["step"]) for name, p in names if p in optimizer.state})
+    return counts
+
+
+def test_a_parameter_that_had_no_gradient_resumes_without_a_state(tmp_path: Path) -> None:
+    expected = {"used.weight": 1.0, "used.bias": 1.0}
+    assert run_ranks(2, _resumed_without_gradients, str(tmp_path)) == [[expected, expected]] * 2
