@@ -260,17 +260,41 @@ def compare_model_configs(saved: dict[str, Any] | None, current: dict[str, Any])
 
 
 def _open(path: Path, *, alone: bool = False) -> dict[str, Any]:
+    rest: dict[str, Any] = {}
+
+    def read(part: int, parts: int) -> None:
+        verify(path, part=part, parts=parts)
+        rest.update(_read_state(path / STATE))
+
     if alone:
-        verify(path)
+        read(0, 1)
     else:
-        on_every_rank(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()), path)
-    try:
-        rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # content with the right digest may still raise almost any error
-        raise damaged(path / STATE, f"unreadable: {error}") from error
-    if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
-        raise damaged(path / STATE, "no dictionary of a run's state")
+        on_every_rank(lambda: read(dist.get_rank(), dist.get_world_size()), path)
     return rest
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        rest = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # content with the right digest may still raise almost any error
+        raise damaged(file, f"unreadable: {error}") from error
+    if not isinstance(rest, dict) or not isinstance(rest.get("param_groups", []), list):
+        raise damaged(file, "no dictionary of a run's state")
+    return rest
+
+
+def _read_index(path: Path, *, alone: bool = False) -> dict[str, Any]:
+    """Returns the index entries of all tensors by name."""
+    index: dict[str, Any] = {}
+
+    def read() -> None:
+        index.update(SafeReader(path).read_metadata().state_dict_metadata)
+
+    if alone:
+        read()
+    else:
+        on_every_rank(read, path)
+    return index
 
 
 def _without_unused(index: int, state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -278,7 +302,7 @@ def _without_unused(index: int, state: dict[str, Any], path: Path) -> dict[str, 
 
     An optimizer makes the state of a parameter at its first gradient, but torch makes that of all parameters to load.
     """
-    saved = SafeReader(path).read_metadata().state_dict_metadata
+    saved = _read_index(path)
     if not any(name.startswith(f"optimizer.{index}.") for name in saved):
         return state  # an optimizer without a state is another one
 
@@ -291,7 +315,7 @@ def _without_unused(index: int, state: dict[str, Any], path: Path) -> dict[str, 
 
 def _read(tensors: dict[str, Any], path: Path, prefix: str, *, alone: bool = False) -> None:
     """Reads `tensors` in place, after comparing names and shapes with all index entries under `prefix`."""
-    index, remedy = SafeReader(path).read_metadata().state_dict_metadata, "Load it into what it was saved from."
+    index, remedy = _read_index(path, alone=alone), "Load it into what it was saved from."
     for name, tensor in tensors.items():
         entry = index.get(name)
         saved = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

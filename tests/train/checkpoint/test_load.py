@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from ringflash.errors import CheckpointCorrupt, CheckpointError
 from ringflash.train.checkpoint.load import load, load_decoder
 from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, Keep, locate, verify
+from ringflash.train.checkpoint.safe_reader import SafeReader
 from ringflash.train.checkpoint.save import save
 from tests.distributed import run_ranks
 from tests.train.conftest import Worlds
@@ -440,3 +442,26 @@ def _resumed_without_gradients(folder: str) -> list[dict[str, float]]:
 def test_a_parameter_that_had_no_gradient_resumes_without_a_state(tmp_path: Path) -> None:
     expected = {"used.weight": 1.0, "used.bias": 1.0}
     assert run_ranks(2, _resumed_without_gradients, str(tmp_path)) == [[expected, expected]] * 2
+
+
+def _load_where_one_rank_cannot_read(folder: str, name: str) -> list[str]:
+    """Returns the errors of loads while rank 1 alone cannot open a file that rank 0 verifies."""
+    path = Path(folder) / "last"
+    save(state_of(filled(1)), path)
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(*((torch, "load") if name == STATE else (SafeReader, "read_metadata")), stale)
+        text = refusal(load, path, filled(2), [])
+    load(path, filled(2), [])
+    return [text]
+
+
+@pytest.mark.parametrize("name", [STATE, TENSOR_INDEX])
+def test_a_rank_that_cannot_read_is_named_on_every_rank(tmp_path: Path, name: str) -> None:
+    texts = run_ranks(2, _load_where_one_rank_cannot_read, str(tmp_path), name)
+    assert texts[0] == texts[1]
+    assert "Stale file handle" in texts[0][0]
