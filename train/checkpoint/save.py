@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,8 +83,8 @@ def save(
 
     Raises:
         CheckpointError: on every rank, when one rank could not write; the error names that rank. Also when `path`
-            exists and is no checkpoint, for an entry that weights_only loading refuses, or for an entry of a state_dict
-            that is no tensor.
+            exists and is no checkpoint, for an entry that weights_only loading refuses, for an entry of a state_dict
+            that is no tensor, or for a DTensor in another entry.
     """
     _write(_begin(checkpoint, path, keep, group), None, group)
 
@@ -295,9 +296,23 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _has_shards(value: Any) -> bool:
+    """Returns whether `value` is a DTensor, or a collection that holds one."""
+    if isinstance(value, Mapping):
+        return any(map(_has_shards, value.values()))
+    return isinstance(value, DTensor) or (isinstance(value, list | tuple) and any(map(_has_shards, value)))
+
+
 def _pack(rest: dict[str, Any]) -> bytes:
     """Returns `rest` in the format of torch.save, after a trial of loading it with weights_only."""
     for key, value in rest.items():
+        if _has_shards(value):
+            raise CheckpointError(
+                f"checkpoint[{key!r}]",
+                expected="whole tensors",
+                got="a DTensor, of which only the first rank's shard would be saved",
+                remedy=f"Save DTensors by name as checkpoint[{SHARDED!r}][prefix], or their full_tensor().",
+            )
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)

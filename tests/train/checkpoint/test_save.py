@@ -55,6 +55,20 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path, asynchronous: bool) -> No
     assert [verify(path).step for path in complete_in(tmp_path)] == [1]
 
 
+def _sharded_in_another_entry(folder: str) -> list[Outcome]:
+    sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    path = Path(folder) / "last"
+    entries: list[Any] = [sharded, {"teacher": {"weight": sharded}}, [(1, sharded)]]
+    return [outcome_of(saving.save, {"state_dict": {}, "mine": entry}, path) for entry in entries]
+
+
+def test_a_sharded_tensor_in_another_entry_is_refused(tmp_path: Path) -> None:
+    for outcomes in run_ranks(2, _sharded_in_another_entry, str(tmp_path)):
+        for outcome in outcomes:
+            assert outcome.kind == "CheckpointError"
+            assert "checkpoint['mine']: expected whole tensors, got a DTensor" in outcome.text
+
+
 def _copied_from_gpus(folder: str) -> list[bool]:
     rank, path = dist.get_rank(), Path(folder) / "last"
     saver = Saver(timedelta(seconds=20))
