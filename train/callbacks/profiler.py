@@ -93,8 +93,15 @@ class Profile(Callback):
         else:
             self._write(trainer, pl_module.device)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Drops a trace that an error has cut short: Lightning calls no `teardown` after one."""
+        self._drop()
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drops a trace that an error or an early end has cut short."""
+        """Drops a trace that an early end has cut short."""
+        self._drop()
+
+    def _drop(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
