@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,8 @@ class ExponentialMovingAverage(Callback):
         self.decay = decay
         self._shadows: dict[str, Tensor] = {}
         self._backups: dict[str, Tensor] = {}
-        self._step = 0
+        self._step = self._swaps = 0
+        self._averaged: weakref.ref[pl.LightningModule] | None = None  # the module of the averages
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -59,10 +61,12 @@ class ExponentialMovingAverage(Callback):
             self._swap_out(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts from the weights, unless a checkpoint held averages."""
+        """Starts from the weights, unless a checkpoint held averages or an earlier fit averaged the same module."""
         self._step = trainer.global_step
-        if not self._shadows:
-            self._shadows = _copies(pl_module)
+        if self._averaged is None or self._averaged() is not pl_module:
+            self._start(pl_module)
+        for name, parameter in _trained(pl_module):  # a checkpoint may be loaded before the module moves to its device
+            self._shadows[name] = self._shadows[name].to(parameter.device)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +91,7 @@ class ExponentialMovingAverage(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restores the weights."""
+        self._swaps = 0
         self._swap_out(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +122,7 @@ class ExponentialMovingAverage(Callback):
         Raises:
             CheckpointError: the averages belong to another model.
         """
-        self._shadows = _copies(pl_module)
+        self._start(pl_module)
         if self.state_key not in checkpoint.get("callbacks", {}):
             return
         if FOLDER in checkpoint:
@@ -126,8 +131,13 @@ class ExponentialMovingAverage(Callback):
             for name, saved in checkpoint.get(SHARDED, {}).get(PREFIX, {}).items():
                 self._shadows[name].copy_(saved)
 
+    def _start(self, pl_module: pl.LightningModule) -> None:
+        self._shadows, self._averaged = _copies(pl_module), weakref.ref(pl_module)
+
     @torch.no_grad()
     def _swap_in(self, pl_module: pl.LightningModule) -> None:
+        """Replaces the weights with the averages, unless that was done; each call is followed by a `_swap_out`."""
+        self._swaps += 1
         if not self._shadows or self._backups:
             return
         reshard(pl_module)
@@ -137,7 +147,9 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _swap_out(self, pl_module: pl.LightningModule) -> None:
-        if not self._backups:
+        """Restores the weights at the end of the outermost swap."""
+        self._swaps = max(self._swaps - 1, 0)
+        if not self._backups or self._swaps:
             return
         reshard(pl_module)
         for name, parameter in _trained(pl_module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -102,6 +103,73 @@ def test_a_plain_average_saved_resumed_and_validated(world_size: int, tmp_path: 
         torch.testing.assert_close(resumed["weights"][name], straight["weights"][name], atol=1e-12, rtol=0)
         for validated, average in zip(straight["validated"], averages[1::2], strict=True):
             torch.testing.assert_close(validated[name], average[name], atol=1e-12, rtol=0)
+
+
+class Line(pl.LightningModule):
+    """A line that trains by SGD in this process, with one batch of validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.line(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(cast("Any", torch.ones(8, 3)))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(cast("Any", torch.ones(1, 3)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trainer(ema: ExponentialMovingAverage, steps: int) -> pl.Trainer:
+    quiet()
+    return pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ema],
+    )
+
+
+def test_a_second_module_gets_averages_of_its_own() -> None:
+    ema = ExponentialMovingAverage(DECAY)
+    _trainer(ema, 3).fit(Line())
+    second = Line()
+    before = whole(second.line.weight)
+    _trainer(ema, 1).fit(second)
+    expected = DECAY * before + (1 - DECAY) * second.line.weight
+    torch.testing.assert_close(ema.averages["line.weight"], expected, check_dtype=False)
+
+
+def test_a_validation_leaves_the_averages_of_the_code_around_it() -> None:
+    ema, module = ExponentialMovingAverage(DECAY), Line()
+    trainer = _trainer(ema, 3)
+    trainer.fit(module)
+    weight = whole(module.line.weight)
+    with ema.averaged(module):
+        trainer.validate(module, verbose=False)
+        assert torch.equal(module.line.weight, ema.averages["line.weight"])
+    assert torch.equal(module.line.weight, weight)
+    assert not torch.equal(module.line.weight, ema.averages["line.weight"])
+
+
+def test_averages_of_a_checkpoint_follow_the_module_to_its_device() -> None:
+    ema, module, trainer = ExponentialMovingAverage(DECAY), Line(), cast("Any", SimpleNamespace(global_step=1))
+    ema.on_load_checkpoint(trainer, module, {})  # before the strategy moves the module
+    module.to("meta")
+    ema.on_train_start(trainer, module)
+    assert {average.device.type for average in ema.averages.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
