@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -121,8 +122,8 @@ def _mask(options: argparse.Namespace) -> Mask:
 
 def _lengths(given: str) -> list[int]:
     """Returns the whole numbers in `given` or in the file of that name, separated by commas or white space."""
-    path = Path(given)
-    text = path.read_text(errors="replace") if path.is_file() else given
+    # os.path takes any text; Path.is_file raises OSError for lengths that are too long for a name.
+    text = Path(given).read_text(errors="replace") if os.path.isfile(given) else given
     words = text.replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdigit() for word in words):
         wrong = next((word for word in words if not word.isascii() or not word.isdigit()), "none")

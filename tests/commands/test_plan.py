@@ -127,6 +127,12 @@ def test_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixt
     assert "Traceback" not in captured.err
 
 
+def test_a_list_of_documents_longer_than_a_file_name(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ",".join(["10"] * 400)
+    assert main(["plan", "--seqlen", "4000", "--world-size", "2", "--documents", lengths]) == 0
+    assert "4000 tokens over 2 ranks" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_mask_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*COMMON, "--mask", "triangle"])
