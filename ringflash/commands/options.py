@@ -19,9 +19,17 @@ LEAVE_OUT = "Leave it out for the default."
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that explain or prepare a training run."""
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration of the run")
+    text = "configuration of the run; several are merged, as in `ringflash train fit`"
+    parser.add_argument("--config", type=Path, action="append", required=True, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def config_arguments(options: argparse.Namespace) -> list[str]:
+    """Returns the configurations of `add_run_options` as arguments. Raises ConfigError for a file that is missing."""
+    for path in options.config:
+        check_config(path)
+    return [argument for path in options.config for argument in ("--config", str(path))]
 
 
 def check_config(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringflash.commands.options import add_run_options, check_config, check_positive
+from ringflash.commands.options import add_run_options, check_positive, config_arguments
 from ringflash.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table or JSON. Raises ConfigError where `ringflash train` would refuse the run for its memory."""
     options, overrides = _parser().parse_known_args(argv)
     check_positive(options, ["gpu_memory"])
-    check_config(options.config)
+    configs = config_arguments(options)
     total = _gpu_memory(options.gpu_memory)
     from ringflash.train.commands.configured import configured
     from ringflash.train.lightning.memory_plan import shape_of
     from ringflash.train.models.budget import available_memory, plan_activations
     from ringflash.train.models.memory import check_memory, estimate_memory
 
-    run = configured(["--config", str(options.config), *overrides])
+    run = configured([*configs, *overrides])
     device = torch.device("cpu" if run.accelerator == "cpu" else "cuda")
     shape = shape_of(run.model, run.datamodule, device, run.strategy, run.ranks)
     if not shape.tokens:

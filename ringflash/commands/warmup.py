@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ringflash as rf
-from ringflash.commands.options import add_run_options, check_at_least, check_config
+from ringflash.commands.options import add_run_options, check_at_least, config_arguments
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.masks import Mask
 
@@ -98,8 +98,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles what is not in the cache, and prints a table or JSON; returns 1 if a kernel cannot be compiled."""
     options, overrides = _parser().parse_known_args(argv)
     check_at_least(options, ["processes"])
-    check_config(options.config)
-    calls = calls_of(["--config", str(options.config), *overrides])
+    calls = calls_of([*config_arguments(options), *overrides])
     if not torch.cuda.is_available():
         raise ArgumentError(
             "warmup",

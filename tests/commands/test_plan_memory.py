@@ -91,6 +91,13 @@ def test_errors(
     assert message in error
 
 
+def test_configurations_are_merged_in_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = tmp_path / "more.yaml"
+    more.write_text("trainer:\n  devices: 8\n")
+    out, _ = run(capsys, "--config", str(more), *BUDGET, "--json")
+    assert json.loads(out)["ranks"] == 8
+
+
 def test_a_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", "--config", "llama-8b-256k.yaml", "--gpu-memory", "140"]) == 2
     assert "--config: expected a configuration file, got no file llama-8b-256k.yaml. Did you" in capsys.readouterr().err
