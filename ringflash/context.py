@@ -272,9 +272,12 @@ class ContextParallel(TokenMeans):
                 itemsize. With hops="auto" they decide on grouping; without them the plan is a ring.
 
         Raises:
-            ArgumentError: no whole number of tokens, no such rank, a mask of another sequence; or as `make_layout`.
+            ArgumentError: no whole number of tokens or bytes, no such rank, a mask of another sequence; or as
+                `make_layout`.
         """
         check_whole("seqlen", seqlen, 1, "Pass the number of tokens in the whole sequence.")
+        if row_bytes is not None:
+            check_whole("row_bytes", row_bytes, 1, "Pass the bytes of a token's keys and values, or leave it out.")
         rank = self.rank if rank is None else rank
         if not isinstance(rank, int) or rank not in range(self.world_size):
             expected = f"one of the {self.world_size} ranks, counted from 0"

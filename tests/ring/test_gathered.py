@@ -272,6 +272,8 @@ def test_auto_goes_by_the_bytes_that_a_rank_receives() -> None:
         assert not context.plan(rf.Causal(), 64).grouped  # on a CPU
     assert not rf.ContextParallel.local(4, hops="ring").plan(rf.Causal(), 64, row_bytes=row).grouped
     assert not rf.ContextParallel.local(4, inner_ring=2).plan(rf.Causal(), 64, row_bytes=row).grouped
+    with pytest.raises(ArgumentError, match="row_bytes: expected a whole number, at least 1, got 0"):
+        one.plan(rf.Causal(), 64, row_bytes=0)
 
 
 @pytest.mark.parametrize(("heads", "ranks", "most"), [((8, 2), 1, 2), ((8, 2), 2, 1), ((8, 2), 4, 1), ((12, 3), 4, 2)])
