@@ -190,7 +190,8 @@ class _WithValue(torch.autograd.Function):
 
 
 def _check_labels(labels: object) -> None:
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+    is_number = isinstance(labels, Tensor) and labels.dtype != torch.bool and not labels.is_complex()
+    if not isinstance(labels, Tensor) or not is_number or labels.is_floating_point():
         raise ArgumentError(
             "labels",
             expected="a tensor of whole numbers, -100 where there is no target",

@@ -244,4 +244,7 @@ def test_labels_that_cannot_be_counted() -> None:
         LOCAL.count_valid_tokens([])
     with pytest.raises(ArgumentError, match="labels: expected a tensor of whole numbers"):
         LOCAL.count_valid_tokens(torch.zeros(3))
+    mask, context = torch.tensor([[True, False]]), rf.ContextParallel.local(1)
+    with pytest.raises(ArgumentError, match=r"labels: expected a tensor of whole numbers.* got torch\.bool"):
+        context.token_mean(torch.ones(1, 2), mask)
     assert LOCAL.count_valid_tokens([LABELS, LABELS]).item() == 4
