@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from ringflash.commands.picture import picture
+from ringflash.errors import ConfigError
 from ringflash.train.data.retrieval import Grid, RetrievalDataModule
 from ringflash.train.models.loss import IGNORE_INDEX
 
@@ -74,9 +75,15 @@ class RetrievalAccuracy(Callback):
 
     Args:
         filename: name of the picture in the run's folder; a .json of the same name is written next to it.
+
+    Raises:
+        ConfigError: `filename` is no name of a picture.
     """
 
     def __init__(self, filename: str = "retrieval.png") -> None:
+        if Path(filename).suffix not in (".png", ".svg", ".pdf") or Path(filename).name != filename:
+            expected, remedy = "a name that ends in .png, .svg or .pdf", "Try retrieval.png."
+            raise ConfigError("filename", expected=expected, got=filename, remedy=remedy)
         self.filename = filename
         self.cells: list[Cell] = []
         self._right = torch.empty(0)

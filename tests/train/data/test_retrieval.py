@@ -208,3 +208,9 @@ def test_training_and_measuring_over_ranks() -> None:
 def test_the_command_with_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["retrieval", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("filename", ["retrieval.json", "retrieval.xyz", "folder/retrieval.png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(filename: str) -> None:
+    with pytest.raises(ConfigError, match="filename: expected a name that ends in"):
+        RetrievalAccuracy(filename)
