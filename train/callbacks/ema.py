@@ -53,7 +53,10 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def averaged(self, pl_module: pl.LightningModule) -> Iterator[None]:
-        """Runs the body with the averages as weights, for instance to save or export them."""
+        """Runs the body with the averages as weights, for instance to evaluate or export them.
+
+        A checkpoint that the Trainer saves in the body still holds the weights as the model's, beside the averages.
+        """
         self._swap_in(pl_module)
         try:
             yield

@@ -38,7 +38,7 @@ class Profile(Callback):
 
     Args:
         steps: first and last step to trace, counted from 1 as in the progress bar; the step before the first warms the
-            profiler up. None: no trace. A run that resumes after the first step traces nothing.
+            profiler up. None: no trace. A run that resumes after the step before the first traces nothing.
 
     Raises:
         ConfigError: `steps` is no such pair.

@@ -24,10 +24,10 @@ GIB = 2.0**30
 class Throughput(Callback):
     """Logs train/tokens_per_second of all ranks, .../per_rank, train/mfu and the largest rank's train/peak_memory_gib.
 
-    A rate covers the optimizer steps since the last logging step, including data loading and checkpoints, but not
-    validation. It counts all tokens that pass through the model, with a label or without. MFU counts matrix products
-    and the pairs visible under attention's mask (see `training_flops`). It is logged if the device's peak is known.
-    Between logging steps the host does not wait for the device.
+    A rate covers the optimizer steps since the last logging step or the end of an epoch, including data loading and
+    checkpoints, but not validation. It counts all tokens that pass through the model, with a label or without. MFU
+    counts matrix products and the pairs visible under attention's mask (see `training_flops`). It is logged if the
+    device's peak is known. Between these steps the host does not wait for the device.
 
     Args:
         warmup_steps: first optimizer steps of this run that the averages exclude, because kernels are compiled in them.
