@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -52,11 +53,11 @@ def train_on_conversations(folder: Path) -> Outcome:
 def plain_loss(decoder: Decoder, data: TextDataModule, *, held_out: bool) -> Tensor:
     """Returns the mean over the learnt tokens of all training or held-out conversations, each alone in the model."""
     line, split, losses = data.train_samples().line, data.val_samples().first, []
-    for document, end in zip(line.order.tolist(), line.ends.tolist(), strict=True):
+    for document, end in zip(*line.documents(range(len(line.edges) - 1)), strict=True):
         if (end > split) == held_out:
-            length = int(data.tokens.lengths[document])
-            ids = torch.tensor(data.tokens.read(document, 0, length).astype(int))
-            learnt = torch.tensor(data.tokens.learnt(document, 1, length))
+            length = int(data.tokens.lengths_of(np.array([document]))[0])
+            ids = torch.tensor(data.tokens.read(int(document), 0, length).astype(int))
+            learnt = torch.tensor(data.tokens.learnt(int(document), 1, length))
             logits = decoder(ids[None, :-1], torch.arange(length - 1))[0]
             losses.append(cross_entropy(logits, ids[1:], reduction="none")[learnt])
     return torch.cat(losses).mean()

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringflash.errors import ConfigError
-from ringflash.train.data.samples import TokenSamples
+from ringflash.train.data.permutation import BlockPermutation
+from ringflash.train.data.samples import Positions, TokenSamples
 
 PADDING = -1
 
@@ -18,7 +19,8 @@ PADDING = -1
 class BatchSampler(DistributedSampler[list[int]]):
     """Batches of an epoch for one data-parallel rank.
 
-    The epoch's order is a pure function of (seed, epoch). It is cut into batches of `batch_size` samples over all
+    The epoch's order is a keyed permutation, a pure function of (seed, epoch) that is computed batch by batch, so that
+    memory does not grow with the number of samples. It is cut into batches of `batch_size` samples over all
     ranks, and rank r takes rows r, r + num_replicas, ... of each. The last batch is padded with `PADDING`. Every sample
     is thus seen exactly once an epoch, and every rank has the same number of equal batches. Progress is counted in
     samples over all ranks, and so carries over to another number of ranks or batch size.
@@ -33,13 +35,22 @@ class BatchSampler(DistributedSampler[list[int]]):
         num_replicas: data-parallel size.
         seed: seed of the order.
         shuffle: if False, samples come in order, and every iteration starts at the first sample.
+        edges: (blocks + 1,) see `TokenSamples.edges`. The order takes one block after another; None is one block.
 
     Raises:
         ConfigError: `batch_size` is not a positive multiple of `num_replicas`.
     """
 
     def __init__(
-        self, num_samples: int, batch_size: int, *, rank: int = 0, num_replicas: int = 1, seed: int, shuffle: bool
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        num_replicas: int = 1,
+        seed: int,
+        shuffle: bool,
+        edges: Positions | None = None,
     ) -> None:
         if batch_size < 1 or batch_size % num_replicas:
             raise ConfigError(
@@ -50,6 +61,7 @@ class BatchSampler(DistributedSampler[list[int]]):
             )
         super().__init__(range(num_samples), num_replicas, rank, shuffle, seed)  # pyright: ignore[reportArgumentType]
         self.total, self.batch_size = num_samples, batch_size
+        self._edges = np.array([0, num_samples]) if edges is None else edges
         self.consumed = self.batches_before = self.handed_out = 0
 
     def __len__(self) -> int:
@@ -57,11 +69,10 @@ class BatchSampler(DistributedSampler[list[int]]):
         return self.batches_before + -(-(self.total - self.consumed) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        order = np.arange(self.total)
-        if self.shuffle:
-            order = np.random.Generator(np.random.PCG64((self.seed, self.epoch))).permutation(order)
+        order = BlockPermutation(self._edges, self.seed, self.epoch) if self.shuffle else None
         for start in range(self.consumed, self.total, self.batch_size):
-            batch = order[start : start + self.batch_size].tolist()
+            places = np.arange(start, min(start + self.batch_size, self.total))
+            batch = (places if order is None else order(places)).tolist()
             batch += [PADDING] * (self.batch_size - len(batch))
             yield batch[self.rank :: self.num_replicas]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -13,55 +13,60 @@ from torch import Tensor
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.packing import fit
+from ringflash.train.data.permutation import BlockPermutation, Permutation, shuffle_columns
 from ringflash.train.data.tokens import TokenFiles
 from ringflash.train.models.loss import IGNORE_INDEX
 
 Packing = Literal["packed", "whole", "joined"]
 PACKINGS = ("packed", "whole", "joined")
 ORDER_SEED = 0  # fixed, so that no run with another seed trains on held-out documents
+GROUP = 256  # documents of a group at most; 10^9 documents take 30 MiB of edges
+BLOCK = 1 << 12  # groups of a block, which `WholeSamples` packs together
+CACHED_GROUPS = 64
 
 Positions = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class TokenStream:
     """All documents of token files one after another, in an order that is a pure function of their number.
 
-    Neighbouring documents in a folder are often alike; neighbouring documents in the stream are not.
+    Neighbouring documents in a folder are often alike; neighbouring documents in the stream are not. The folder's
+    documents are the rows of a table of at most `GROUP` rows, each rotated by a keyed shift. A column of the table is a
+    group, and holds documents of the whole folder. Keyed permutations order the blocks of columns, the columns of each
+    block, and the documents of each column. Only the ends of groups are held in memory, and found in one pass over the
+    index; the documents of a group are looked up when they are read.
     """
 
-    tokens: TokenFiles
+    def __init__(self, tokens: TokenFiles) -> None:
+        self.tokens, total = tokens, tokens.header.num_documents
+        self._width = max(-(-total // GROUP), 1)
+        rows = np.arange(-(-total // self._width))
+        self._shifts = Permutation(max(self._width, GROUP), ORDER_SEED)(rows) % self._width
+        self._columns = BlockPermutation(np.append(np.arange(0, self._width, BLOCK), self._width), ORDER_SEED)
+        sums = np.zeros(self._width, np.int64)
+        for row, shift in enumerate(self._shifts.tolist()):
+            lengths = tokens.lengths(row * self._width, min((row + 1) * self._width, total))
+            sums += np.roll(np.pad(lengths, (0, self._width - len(lengths))), -shift)
+        # (groups + 1,) start of each group in the stream, and the stream's length.
+        self.edges: Positions = np.concatenate([[0], np.cumsum(sums[self._columns(np.arange(self._width))])])
+        self._group = lru_cache(CACHED_GROUPS)(lambda group: self.documents(range(group, group + 1)))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @cached_property
-    def order(self) -> Positions:
-        """Document at each place."""
-        return np.random.Generator(np.random.PCG64(ORDER_SEED)).permutation(len(self.tokens.lengths))
+    def documents(self, groups: range) -> tuple[Positions, Positions]:
+        """Returns the documents of neighbouring groups in order, and where each of them ends in the stream."""
+        total = self.tokens.header.num_documents
+        columns = self._columns(np.arange(groups.start, groups.stop))
+        table = np.arange(len(self._shifts))[:, None] * self._width + (columns + self._shifts[:, None]) % self._width
+        documents = shuffle_columns(table, ORDER_SEED).T.ravel()
+        documents = documents[documents < total]
+        return documents, self.edges[groups.start] + np.cumsum(self.tokens.lengths_of(documents))
 
-    @cached_property
-    def ends(self) -> Positions:
-        """End in the stream of the document at each place."""
-        return np.cumsum(self.tokens.lengths[self.order])
-
-    @cached_property
-    def _learnt_runs(self) -> tuple[Positions, Positions, Positions]:
-        """Begins and lengths of the runs of learnt tokens in the stream, and the learnt tokens before each."""
-        document, begin, end = self.tokens.learnt_runs()
-        begins = np.empty(len(self.order), np.int64)
-        begins[self.order] = self.ends - self.tokens.lengths[self.order]
-        runs = begins[document] + begin
-        by_place = np.argsort(runs)
-        # The empty run at the start serves positions before the first learnt token.
-        runs, lengths = (np.concatenate([[0], x[by_place]]) for x in (runs, end - begin))
-        return runs, lengths, np.cumsum(lengths) - lengths
-
-    def learnt_before(self, positions: Positions) -> Positions:
-        """Returns the learnt tokens before each position in the stream, without the first tokens of documents."""
-        begins, lengths, before = self._learnt_runs
-        run = np.searchsorted(begins, positions, side="right") - 1
-        return before[run] + np.minimum(positions - begins[run], lengths[run])
+    def groups_of(self, first: int, last: int) -> range:
+        """Returns the places of the groups that have tokens in [first, last)."""
+        begin = int(np.searchsorted(self.edges, first, side="right")) - 1
+        return range(begin, int(np.searchsorted(self.edges, last, side="left")))
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor, Positions]:
         """Returns the tokens [start, stop), int64, the same as labels, and the ends of documents.
@@ -74,19 +79,21 @@ class TokenStream:
         """
         out = np.empty(stop - start, np.int64)
         ignored = np.zeros(stop - start, bool)
-        place, found = int(np.searchsorted(self.ends, start, side="right")), []
-        position = start
-        while position < stop:
-            document, end = int(self.order[place]), int(self.ends[place])
-            begin = end - int(self.tokens.lengths[document])
-            until = min(end, stop)
-            here = slice(position - start, until - start)
-            out[here] = self.tokens.read(document, position - begin, until - begin)
-            if (learnt := self.tokens.learnt(document, position - begin, until - begin)) is not None:
-                ignored[here] = ~learnt
-            if until == end and end > begin:
-                found.append(end)
-            position, place = until, place + 1
+        found, position = [], start
+        for group in self.groups_of(start, stop):
+            documents, ends = self._group(group)
+            place = int(np.searchsorted(ends, position, side="right"))
+            while position < stop and place < len(ends):
+                document, end = int(documents[place]), int(ends[place])
+                begin = int(ends[place - 1] if place else self.edges[group])
+                until = min(end, stop)
+                here = slice(position - start, until - start)
+                out[here] = self.tokens.read(document, position - begin, until - begin)
+                if (learnt := self.tokens.learnt(document, position - begin, until - begin)) is not None:
+                    ignored[here] = ~learnt
+                if until == end and end > begin:
+                    found.append(end)
+                position, place = until, place + 1
         labels = torch.from_numpy(np.where(ignored, IGNORE_INDEX, out))
         return torch.from_numpy(out), labels, np.array(found, np.int64)
 
@@ -98,8 +105,10 @@ class TokenStream:
         """
         wanted = round(len(self) * val_fraction)
         cut = len(self) - wanted
-        place = int(np.searchsorted(self.ends, cut, side="right"))
-        begin = int(self.ends[place - 1]) if place else 0
+        if not 0 < cut < len(self):
+            return cut
+        group = self.groups_of(cut, len(self))[0]
+        begin = int(max([self.edges[group], *(end for end in self._group(group)[1] if end <= cut)]))
         return begin if 0 < cut - begin <= wanted and begin else cut
 
 
@@ -124,10 +133,14 @@ class TokenSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return max(min(self.last, len(self.line) - 1) - self.first, 0) // self.seqlen
 
-    def num_learnt(self) -> Positions:
-        """Returns the number of learnt labels of each sample of conversations."""
-        edges = self.first + 1 + np.arange(len(self) + 1) * self.seqlen
-        return np.diff(self.line.learnt_before(edges))
+    @property
+    def edges(self) -> Positions:
+        """First sample of each block of samples that share what `_sample` needs, and the number of all samples."""
+        return np.array([0, len(self)])
+
+    def num_labels(self, indices: Sequence[int]) -> Positions:
+        """Returns the number of labels of each of the samples `indices`."""
+        return np.array([int((self._sample(index)[1] != IGNORE_INDEX).sum()) for index in indices], np.int64)
 
     def __getitem__(self, index: int | list[int]) -> dict[str, Tensor]:
         if not isinstance(index, list):
@@ -168,41 +181,56 @@ class WholeSamples(TokenSamples):
     """Samples like packed ones, but of whole documents, combined so that little room remains.
 
     Documents longer than a sample are cut into pieces of its length. The remaining room holds a document of
-    end-of-document tokens without labels.
+    end-of-document tokens without labels. Blocks of `block` groups that follow each other in the stream, of about a
+    million documents, are packed separately. One block is held in memory, and the number of samples of each.
     """
 
-    def __init__(self, line: TokenStream, seqlen: int, first: int, last: int) -> None:
+    def __init__(self, line: TokenStream, seqlen: int, first: int, last: int, block: int = BLOCK) -> None:
         super().__init__(line, seqlen, first, last, "whole")
-        ends = line.ends.clip(first, last)
-        starts = np.concatenate([[first], ends[:-1]])
-        pieces = -(-(ends - starts) // seqlen)  # number for each document, 0 for an empty one
-        which = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        starts = np.repeat(starts, pieces) + which * seqlen
-        stops = np.minimum(starts + seqlen, np.repeat(ends, pieces))
-        order, self._begins = fit(stops - starts, seqlen)
-        self._starts, self._stops = starts[order], stops[order]
+        groups = line.groups_of(first, last)
+        self._blocks = [groups[i : i + block] for i in range(0, len(groups), block)]
+        self._block = lru_cache(1)(self._pack)
+        counts = [len(self._block(number)[2]) - 1 for number in range(len(self._blocks))]
+        self._edges: Positions = np.cumsum([0, *counts])
+
+    @property
+    def edges(self) -> Positions:
+        """First sample of each block, and the number of all samples."""
+        return self._edges
 
     def __len__(self) -> int:
-        return len(self._begins) - 1
+        return int(self._edges[-1])
 
-    def num_learnt(self) -> Positions:
-        """Returns the number of learnt labels of each sample of conversations."""
-        # A piece's labels are the tokens after its first, and the next one. That counts 0 if it opens a document.
-        counts = self.line.learnt_before(self._stops + 1) - self.line.learnt_before(self._starts + 1)
-        return np.add.reduceat(counts, self._begins[:-1]) if len(counts) else counts
+    def _pack(self, block: int) -> tuple[Positions, Positions, Positions]:
+        """Returns the start and stop of each piece in the stream, ordered by sample, and the samples' first pieces."""
+        groups = self._blocks[block]
+        ends = self.line.documents(groups)[1].clip(self.first, self.last)
+        starts = np.concatenate([[max(self.first, self.line.edges[groups[0]])], ends[:-1]])
+        pieces = -(-(ends - starts) // self.seqlen)  # number for each document, 0 for an empty one
+        which = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = np.repeat(starts, pieces) + which * self.seqlen
+        stops = np.minimum(starts + self.seqlen, np.repeat(ends, pieces))
+        order, begins = fit(stops - starts, self.seqlen)
+        return starts[order], stops[order], begins
 
     def _sample(self, index: int) -> tuple[Tensor, Tensor, Positions]:
         ids = torch.full((self.seqlen,), self.line.tokens.header.shards[0].end_of_document)
         labels = torch.full((self.seqlen,), IGNORE_INDEX)
-        inside = slice(int(self._begins[index]), int(self._begins[index + 1]))
-        ends = np.cumsum(self._stops[inside] - self._starts[inside])
-        for start, stop, end in zip(self._starts[inside], self._stops[inside], ends, strict=True):
-            window, targets, over = self.line.read(int(start), min(int(stop) + 1, len(self.line)))
-            here = slice(int(end - stop + start), int(end))
+        block = int(np.searchsorted(self._edges, index, side="right")) - 1
+        starts, stops, begins = self._block(block)
+        inside = slice(*begins[index - self._edges[block] :][:2].tolist())
+        starts, stops = starts[inside].tolist(), stops[inside].tolist()
+        end = 0
+        ends = []
+        for start, stop in zip(starts, stops, strict=True):
+            window, targets, over = self.line.read(start, min(stop + 1, len(self.line)))
+            here = slice(end, end + stop - start)
             ids[here] = window[: stop - start]
             known = targets[1:] if stop not in over else targets[1 : stop - start]
             labels[here][: len(known)] = known
-        return ids, labels, ends
+            end = here.stop
+            ends.append(end)
+        return ids, labels, np.array(ends, np.int64)
 
 
 def train_and_held_out(

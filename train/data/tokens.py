@@ -7,18 +7,21 @@
 
 A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 if the vocabulary is larger than
 65536. A document of text that is not empty ends with the end-of-document id. A shard holds one int64 end a document,
-counted in the shard's ids. The ends begin at a multiple of 8 bytes. Shards of conversations also hold one bit an id, in
-numpy's order of packed bits: 1 if training learns the id, 0 if it is context only.
+counted in the shard's ids: the index of documents, which is read on demand too. The ends begin at a multiple of 8
+bytes. Shards of conversations also hold one bit an id, in numpy's order of packed bits: 1 if training learns the id, 0
+if it is context only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ DATASET = "dataset.json"
 FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 BLOCK = 1 << 20
+MAPS = 256  # shards mapped at once; each holds a file open, and many systems allow a process 1024 files
 MAX_VOCAB_SIZE = 1 << 32  # uint32 holds all its ids
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -151,11 +155,12 @@ def write_shard(
         tokenizer: tokenizer of the ids.
         with_bits: whether the pieces say which ids are learnt.
     """
-    dtype = dtype_of(tokenizer.vocab_size)
-    partial, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), []
-    bits = [np.zeros(0, bool)]
+    dtype = np.dtype(dtype_of(tokenizer.vocab_size))
+    temporary, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), array("q")
+    closing = [] if with_bits else [tokenizer.end_of_document]
+    bits, waiting, num_learnt = bytearray(), np.zeros(0, bool), 0  # `waiting` has less than 8 bits
     try:
-        with partial.open("wb") as stream:
+        with temporary.open("wb") as stream:
             stream.write(b" " * HEADER_BYTES)
 
             def write(content: bytes) -> None:
@@ -167,27 +172,30 @@ def write_shard(
                 write(ids.astype(dtype).tobytes())
                 end += len(ids)
                 if learnt is not None:
-                    bits.append(learnt)
+                    waiting = np.concatenate([waiting, learnt])
+                    whole = len(waiting) // 8 * 8
+                    bits += np.packbits(waiting[:whole]).tobytes()
+                    waiting, num_learnt = waiting[whole:], num_learnt + int(learnt.sum())
                 if last:
-                    if end > begin and not with_bits:
-                        write(np.array(tokenizer.end_of_document, dtype).tobytes())
-                        end += 1
+                    if end > begin:
+                        write(np.asarray(closing, dtype).tobytes())
+                        end += len(closing)
                     ends.append(end)
                     begin = end
-            write(b"\0" * (-(HEADER_BYTES + end * np.dtype(dtype).itemsize) % 8))
+            write(b"\0" * (-(HEADER_BYTES + end * dtype.itemsize) % 8))
             write(np.array(ends, "<i8").tobytes())
-            learnt = np.concatenate(bits)
-            write(np.packbits(learnt).tobytes())
-            num_learnt = int(learnt.sum()) if with_bits else None
+            write(bytes(bits) + np.packbits(waiting).tobytes())
             vocabulary = tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.digest
-            header = ShardHeader(key, end, len(ends), digest.hexdigest(), dtype, *vocabulary, num_learnt=num_learnt)
+            learnt = num_learnt if with_bits else None
+            header = ShardHeader(key, end, len(ends), digest.hexdigest(), dtype_of(vocabulary[0]), *vocabulary)
+            header = replace(header, num_learnt=learnt)
             stream.seek(0)
             stream.write(json.dumps(header.written()).encode())
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(path)
+        temporary.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return header
 
 
@@ -252,12 +260,12 @@ def verify_shard(path: Path, header: ShardHeader) -> bool:
 
 def write_dataset(folder: Path, header: Header) -> None:
     """Writes the header that completes a folder."""
-    partial = folder / f".{DATASET}.{os.getpid()}"
+    temporary = folder / f".{DATASET}.{os.getpid()}"
     content = asdict(header) | {"shards": [shard.written() for shard in header.shards]}
-    partial.write_text(json.dumps(content, indent=1))
-    with partial.open("rb") as stream:
+    temporary.write_text(json.dumps(content, indent=1))
+    with temporary.open("rb") as stream:
         os.fsync(stream.fileno())
-    partial.replace(folder / DATASET)
+    temporary.replace(folder / DATASET)
 
 
 def read_dataset(file: Path) -> Header:
@@ -330,26 +338,25 @@ class TokenFiles:
         self.header = read_dataset(file)
         if not self.header.num_tokens:
             raise damaged(file, "no tokens")
-        lengths, starts = [], []
         for index, shard in enumerate(self.header.shards):
             path = shard_path(folder, index)
             if read_header(path) != shard:
                 raise damaged(path, "a file of another preparation")
             if (shard.num_learnt is None) != (self.header.num_learnt is None):
                 raise damaged(path, "num_learnt: expected it in all shards or in none")
-            ends = np.fromfile(path, "<i8", shard.num_documents, offset=shard.ends_at)
-            bounds = np.concatenate([np.zeros(1, np.int64), ends])
-            # Compares neighbours instead of subtracting them, because a difference of 64-bit numbers may overflow.
-            if (bounds[1:] < bounds[:-1]).any() or bounds[-1] != shard.num_tokens:
+            last = 0
+            for begin in range(0, shard.num_documents, BLOCK):
+                ends = _read_ends(path, shard, begin, min(begin + BLOCK, shard.num_documents))
+                # Compares neighbours instead of subtracting them: a difference of 64-bit numbers may overflow.
+                if ends[0] < last or (ends[1:] < ends[:-1]).any():
+                    last = -1
+                    break
+                last = int(ends[-1])
+            if last != shard.num_tokens:
                 raise damaged(path, "ends of documents that do not fit its tokens")
-            starts.append(bounds[:-1])
-            lengths.append(np.diff(bounds))
-        self.lengths: npt.NDArray[np.int64] = np.concatenate(lengths)  # length of each document
-        self._starts: npt.NDArray[np.int64] = np.concatenate(starts)  # start of each document in its shard
         # First document of each shard.
         self._first = np.cumsum([0, *(shard.num_documents for shard in self.header.shards)])
-        self._maps: dict[int, Ids] = {}
-        self._bits: dict[int, npt.NDArray[np.uint8]] = {}
+        self._map = lru_cache(MAPS)(partial(_map_shard, folder, self.header))
 
     def __len__(self) -> int:
         return self.header.num_tokens
@@ -377,13 +384,8 @@ class TokenFiles:
         Raises:
             CorpusError: one of them is outside the vocabulary.
         """
-        shard = self._shard_of(document)
-        if shard not in self._maps:
-            header = self.header.shards[shard]
-            shape = (header.num_tokens,)
-            self._maps[shard] = np.memmap(shard_path(self.folder, shard), header.dtype, "r", HEADER_BYTES, shape)
-        start = self._starts[document]
-        ids = self._maps[shard][start + begin : start + end]
+        shard, start = self._locate(document)
+        ids = self._map(shard).ids[start + begin : start + end]
         if len(ids) and int(ids.max()) >= self.vocab_size:
             what = f"token id {int(ids.max())}, which is outside its vocabulary of {self.vocab_size}"
             raise damaged(shard_path(self.folder, shard), what)
@@ -393,35 +395,68 @@ class TokenFiles:
         """Returns which of the ids [begin, end) of a document training learns; None if all documents are learnt."""
         if self.header.num_learnt is None:
             return None
-        first = int(self._starts[document]) + begin
-        bits = self._bits_of(self._shard_of(document))[first // 8 : -(-(first + end - begin) // 8)]
+        shard, start = self._locate(document)
+        first = start + begin
+        bits = self._map(shard).bits[first // 8 : -(-(first + end - begin) // 8)]
         return np.unpackbits(bits)[first % 8 :][: end - begin].astype(bool)
 
-    def learnt_runs(self) -> tuple[Vector, Vector, Vector]:
-        """Returns the document, begin and end of each run of learnt ids, counted from the document's first id.
+    def lengths(self, begin: int = 0, end: int | None = None) -> Vector:
+        """Returns the lengths of the documents [begin, end), read from the files one after another."""
+        end, parts = self.header.num_documents if end is None else end, [np.zeros(0, np.int64)]
+        for shard in range(self._shard_of(begin), len(self.header.shards)):
+            first, after = self._first[shard : shard + 2].tolist()
+            if first >= end:
+                break
+            inside = max(begin - first, 0), min(end, after) - first
+            if inside[0] < inside[1]:
+                one_more = max(inside[0] - 1, 0), inside[1]
+                ends = _read_ends(shard_path(self.folder, shard), self.header.shards[shard], *one_more)
+                parts.append(np.diff(ends) if inside[0] else np.diff(ends, prepend=0))
+        return np.concatenate(parts)
 
-        First ids of documents count as not learnt, because no id before them predicts them.
-        """
-        runs = [np.zeros((3, 0), np.int64)]
-        for shard, header in enumerate(self.header.shards):
-            documents = slice(*self._first[shard : shard + 2])
-            starts = self._starts[documents]
-            bits = np.unpackbits(self._bits_of(shard), count=header.num_tokens)
-            bits[starts[self.lengths[documents] > 0]] = 0
-            edges = np.flatnonzero(np.diff(bits, prepend=0, append=0))
-            # Several documents may start at one place; the last of them is not empty, and the others are.
-            inside = np.searchsorted(starts, edges[::2], side="right") - 1
-            runs.append(np.stack([inside + documents.start, edges[::2] - starts[inside], edges[1::2] - starts[inside]]))
-        document, begin, end = np.concatenate(runs, axis=1)
-        return document, begin, end
+    def lengths_of(self, documents: Vector) -> Vector:
+        """Returns the lengths of any documents, from the mapped index."""
+        shards = np.searchsorted(self._first, documents, side="right") - 1
+        lengths = np.empty(len(documents), np.int64)
+        by_shard = np.argsort(shards, kind="stable")
+        for these in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
+            if len(these):
+                shard = int(shards[these[0]])
+                local, ends = documents[these] - self._first[shard], self._map(shard).ends
+                lengths[these] = ends[local] - np.where(local > 0, ends[local - 1], 0)
+        return lengths
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        """Returns the shard of a document, and its start there."""
+        shard = self._shard_of(document)
+        local = document - int(self._first[shard])
+        return shard, int(self._map(shard).ends[local - 1]) if local else 0
 
     def _shard_of(self, document: int) -> int:
         return int(np.searchsorted(self._first, document, side="right")) - 1
 
-    def _bits_of(self, shard: int) -> npt.NDArray[np.uint8]:
-        if shard not in self._bits:
-            header, path = self.header.shards[shard], shard_path(self.folder, shard)
-            shape = (-(-header.num_tokens // 8),)
-            # An empty file cannot be mapped.
-            self._bits[shard] = np.memmap(path, np.uint8, "r", header.bits_at, shape) if shape[0] else np.zeros(0, "u1")
-        return self._bits[shard]
+
+@dataclass(frozen=True)
+class _Map:
+    """Parts of a mapped shard: its ids, the ends of its documents, and the bits of its learnt ids."""
+
+    ids: Ids
+    ends: Vector
+    bits: npt.NDArray[np.uint8]
+
+
+def _map_shard(folder: Path, header: Header, index: int) -> _Map:
+    shard = header.shards[index]
+    with shard_path(folder, index).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Documents are looked up in random order, and reading ahead would read many times the index.
+    page = shard.ends_at // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_RANDOM, page, shard.size - page)
+    content = np.frombuffer(mapped, np.uint8)
+    ids = content[HEADER_BYTES:][: shard.num_tokens * np.dtype(shard.dtype).itemsize].view(shard.dtype)
+    return _Map(ids, content[shard.ends_at : shard.bits_at].view("<i8"), content[shard.bits_at :])
+
+
+def _read_ends(path: Path, shard: ShardHeader, begin: int, end: int) -> Vector:
+    """Reads the ends of documents [begin, end) of a shard; a mapped file would count as memory of the process."""
+    return np.fromfile(path, "<i8", end - begin, offset=shard.ends_at + 8 * begin)

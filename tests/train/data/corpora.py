@@ -63,7 +63,7 @@ def prepared(
 
 def documents(files: TokenFiles) -> list[list[int]]:
     """Returns the ids of each document in order."""
-    return [files.read(i, 0, int(n)).tolist() for i, n in enumerate(files.lengths)]
+    return [files.read(i, 0, int(n)).tolist() for i, n in enumerate(files.lengths())]
 
 
 def learnt_files(folder: Path, shards: list[list[list[tuple[int, bool]]]]) -> TokenFiles:

@@ -104,7 +104,7 @@ def test_samples_without_a_token_to_learn_are_counted(tmp_path: Path, caplog: py
     ]
     data.setup("validate")
     assert len(caplog.records) == 2
-    for documents, part in (([prompt] * 11, "training"), ([[*answer, *prompt], *[prompt] * 10], "held-out")):
+    for documents, part in (([prompt] * 11, "training"), ([prompt, [*answer, *prompt], *[prompt] * 9], "held-out")):
         learnt_files(tmp_path / "chats", [documents])
         with pytest.raises(DataError, match=rf"a token to learn in one of \d+ {part} samples, got none"):
             TextDataModule(str(files.folder), context_length=10, val_fraction=0.2).setup("validate")

@@ -50,6 +50,18 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert [sorted(b) for b in take(ranks(40, 4, 2))] == [sorted(b) for b in first]
 
 
+def test_an_epoch_of_any_size_starts_at_once() -> None:
+    samplers = ranks(10**15, 6, 2)
+    first = [next(iter(sampler)) for sampler in samplers]
+    assert len({index for rows in first for index in rows}) == 6
+    state = {"epoch": 2, "consumed": 10**15 - 4, "batches": 9}
+    for sampler in samplers:
+        sampler.load_state_dict(state)
+    last = [index for sampler in samplers for rows in sampler for index in rows]
+    assert last.count(PADDING) == 2
+    assert len({*last}) == 5
+
+
 @pytest.mark.parametrize("batch_size", [6, 12])
 def test_resume_at_another_data_parallel_size(batch_size: int) -> None:
     total, seen, state = 103, [], None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +16,9 @@ from hypothesis import strategies as st
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.packing import fit
-from ringflash.train.data.samples import TokenSamples, TokenStream, train_and_held_out
-from ringflash.train.data.tokens import TokenFiles
+from ringflash.train.data.sampler import BatchSampler, ResumableLoader
+from ringflash.train.data.samples import TokenSamples, TokenStream, WholeSamples, train_and_held_out
+from ringflash.train.data.tokens import HEADER_BYTES, TokenFiles, shard_path, write_dataset
 from tests.train.data.corpora import documents, learnt_files, prepared, write_lines
 
 END = 256
@@ -26,9 +30,13 @@ def line_of(folder: Path, lengths: list[int], shard_bytes: int = 200) -> TokenSt
     return TokenStream(prepared(folder / "to", write_lines(folder / "in.jsonl", texts), shard_bytes=shard_bytes))
 
 
+def order_of(line: TokenStream) -> list[int]:
+    return line.documents(range(len(line.edges) - 1))[0].tolist()
+
+
 def spread(line: TokenStream) -> list[int]:
     whole = documents(line.tokens)
-    return [token for document in line.order for token in whole[document]]
+    return [token for document in order_of(line) for token in whole[document]]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,12 +139,12 @@ def test_labels_are_learnt_tokens_only(tmp_path: Path, shards: list[list[list[bo
     for how in ("packed", "whole", "joined"):
         samples, _ = train_and_held_out(line, seqlen, 0.0, how)
         everything = train_and_held_out(TokenStream(Unmasked(files.folder)), seqlen, 0.0, how)[0]
-        for index, count in enumerate(samples.num_learnt().tolist()):
+        for index, count in enumerate(samples.num_labels(range(len(samples))).tolist()):
             row, plain = samples[index], everything[index]
             expected = torch.where(plain["labels"] % 2 == 1, plain["labels"], -100)
             assert row["labels"].equal(torch.where(plain["labels"] == -100, -100, expected))
             assert row["input_ids"].equal(plain["input_ids"])
-            assert count == int(((row["labels"] != -100) & (row["labels"] > 1)).sum())  # 1 opens a document
+            assert count == int((row["labels"] != -100).sum())
 
 
 class Unmasked(TokenFiles):
@@ -150,8 +158,66 @@ def test_the_order_is_fixed_and_mixes(tmp_path: Path) -> None:
     line = line_of(tmp_path, [4] * 50)
     again = line_of(tmp_path / "again", [4] * 50, shard_bytes=10**6)
     assert len(line.tokens.header.shards) > len(again.tokens.header.shards)
-    assert line.order.tolist() == again.order.tolist() != [*range(50)]
+    assert order_of(line) == order_of(again) != [*range(50)]
     assert line.read(0, 200)[0].tolist() == spread(line)
+
+
+def test_documents_of_many_groups_appear_once(tmp_path: Path) -> None:
+    line = line_of(tmp_path, [2 + i % 5 for i in range(1000)], shard_bytes=5000)
+    assert len(line.edges) - 1 == 4
+    order = order_of(line)
+    assert sorted(order) == [*range(1000)]
+    # Neighbours in the stream are far apart in the folder.
+    assert sum(abs(a - b) < 4 for a, b in pairwise(order)) < 20
+    lengths = line.tokens.lengths()
+    assert lengths.tolist() == [2 + i % 5 for i in range(1000)]
+    assert line.documents(range(4))[1].tolist() == np.cumsum(lengths[order]).tolist()
+    assert line.edges.tolist() == [0, *(int(line.documents(range(i, i + 1))[1][-1]) for i in range(4))]
+    for begin, end in ((0, 1000), (3, 3), (250, 777), (999, 1000)):
+        assert line.tokens.lengths(begin, end).tolist() == lengths[begin:end].tolist()
+    assert line.read(0, len(line))[0].tolist() == spread(line)
+    assert line.read(1234, 3210)[0].tolist() == spread(line)[1234:3210]
+    held_out = len(line) - line.split(0.1)
+    assert 0.1 * len(line) <= held_out < 0.1 * len(line) + 6
+
+
+def test_blocks_of_whole_documents_are_packed_one_by_one(tmp_path: Path) -> None:
+    line = line_of(tmp_path, [2 + i % 5 for i in range(1000)], shard_bytes=5000)
+    first, last = 501, len(line) - 333
+    blocks = WholeSamples(line, 32, first, last, block=1)
+    together = WholeSamples(line, 32, first, last)
+    assert (len(blocks.edges), together.edges.tolist()) == (5, [0, len(together)])
+    assert len(together) <= len(blocks) <= len(together) + 4
+    for samples in (blocks, together):
+        taken = [samples[i]["input_ids"] for i in np.random.default_rng(0).permutation(len(samples)).tolist()]
+        ids = torch.cat(taken).bincount(minlength=END + 1)
+        expected = line.read(first, last)[0].bincount(minlength=END + 1)
+        assert ids[:END].equal(expected[:END])
+    (numbers,) = [list(BatchSampler(len(blocks), 2, seed=1, shuffle=True, edges=blocks.edges))]
+    places = [index for batch in numbers for index in batch if index >= 0]
+    assert sorted(places) == [*range(len(blocks))]
+    assert (np.diff(np.searchsorted(blocks.edges, places, side="right")) != 0).sum() == 3
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path) -> None:
+    total = 1 << 20
+    files = learnt_files(tmp_path, [[[(1, False)]]])
+    header = replace(files.header.shards[0], num_tokens=3 * total, num_documents=total, num_learnt=None)
+    with shard_path(tmp_path, 0).open("wb") as stream:
+        stream.write(json.dumps(header.written()).encode().ljust(HEADER_BYTES))
+        stream.seek(header.ends_at)
+        np.arange(3, 3 * total + 3, 3).tofile(stream)
+    write_dataset(tmp_path, replace(files.header, shards=(header,)))
+    tracemalloc.start()
+    try:
+        train, _ = train_and_held_out(TokenStream(TokenFiles(tmp_path)), 30, 0.01, "packed")
+        loader = ResumableLoader(train, BatchSampler(len(train), 4, seed=0, shuffle=True, edges=train.edges))
+        batch = next(iter(loader))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert batch["input_ids"].shape == (4, 30)
+    assert held < total / 2  # one int64 a document would be 8 * total
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def rewrite(folder: Path, change: dict[str, Any]) -> None:
 
 def read_all(folder: Path) -> None:
     files = TokenFiles(folder)
-    for document, length in enumerate(files.lengths):
+    for document, length in enumerate(files.lengths()):
         ids = files.read(document, 0, int(length))
         assert ids.dtype == np.uint16
         assert len(ids) == length

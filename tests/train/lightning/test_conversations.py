@@ -14,9 +14,9 @@ from tests.train.lightning.test_equivalence import assert_gradients
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_and_losses_count_learnt_tokens_only(worlds: Worlds, world_size: int) -> None:
     data, outcome = conversations(worlds.folder / "chats"), worlds[world_size]["conversations"]
-    counts = data.train_samples().num_learnt()
-    assert int(data.tokens.lengths.max()) <= LENGTH
-    assert 2 < len({*counts.tolist()}) <= len(counts) < len(data.tokens.lengths) / 2  # unequal, and packed
+    counts = data.train_samples().num_labels(range(len(data.train_samples())))
+    assert int(data.tokens.lengths().max()) <= LENGTH
+    assert 2 < len({*counts.tolist()}) <= len(counts) < len(data.tokens.lengths()) / 2  # unequal, and packed
     with torch.device("meta"):
         decoder = Decoder(run_of(data).model, seed=5).double()
     decoder.materialise("cpu")
