@@ -13,14 +13,16 @@ from rich.console import Console
 
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.data.chat import Chat, Learn
-from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare
+from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare, skipped_rows
+from ringflash.train.data.sources import MAX_LINE
 from ringflash.train.data.tokenizer import BYTES, Tokenizer
 
+REPORTED = 5  # skipped rows that the end of a preparation describes
 DESCRIPTION = """Turns text or conversations into token files, which `ringflash train` reads with --data.corpus=FOLDER.
 
 SOURCES are files, folders and globs: .jsonl and .ndjson (a document a line), .parquet (a document a row), folders of
-datasets' save_to_disk, and any other file, which is a document of UTF-8 text. Run it again when it was interrupted:
-what is finished is checked and kept.
+datasets' save_to_disk, and any other file, which is a document of UTF-8 text. Lines and text may be compressed: .gz,
+and .zst with the package zstandard. Run it again when it was interrupted: what is finished is checked and kept.
 
 With --chat, rows are conversations: {"messages": [{"role": ..., "content": ...}, ...]}, with "tools" if there are
 any, or {"prompt": ..., "completion": ...}, where "response" may stand for "completion". The chat template of
@@ -41,6 +43,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text-field", default="text", help="field or column of the text (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="rows are conversations; needs transformers")
     parser.add_argument("--learn", choices=get_args(Learn), help="turns that --chat learns (default: assistant)")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out rows that are no documents, and report them at the end"
+    )
+    parser.add_argument(
+        "--max-line-mib", type=int, default=MAX_LINE >> 20, help="of a line of JSON, at most (default: %(default)s)"
+    )
     parser.add_argument("--val-fraction", type=float, help="part of the tokens to hold out when training")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=cores, help="that encode (default: the %(default)s cores)")
@@ -59,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         files = prepare(
             options.sources,
             options.to.expanduser(),
-            Recipe(tokenizer, options.text_field, chat),
+            Recipe(tokenizer, options.text_field, chat, options.skip_bad, options.max_line_mib << 20),
             processes=options.processes,
             val_fraction=options.val_fraction,
             shard_bytes=options.shard_mib << 20,
@@ -73,6 +81,13 @@ def main(argv: Sequence[str]) -> int:
         print("ringflash: interrupted. Run it again to go on: finished files are kept.", file=sys.stderr)
         return 130
     header = files.header
+    total, first = skipped_rows(files.folder, REPORTED)
+    if total:
+        print(
+            f"ringflash: skipped {total:,} bad row(s); {files.folder}/tokens-*.skipped.jsonl lists them all.",
+            file=sys.stderr,
+        )
+        print(*(f"  {row}" for row in first), *(["  ..."] if total > len(first) else []), sep="\n", file=sys.stderr)
     learnt = "" if header.num_learnt is None else f", {header.num_learnt:,} of them to learn,"
     print(
         f"{options.to}: {header.num_tokens:,} tokens{learnt} in {header.num_documents:,} documents and "

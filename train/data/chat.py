@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringflash.errors import DataError
-from ringflash.train.data.sources import Part, field_names, name_row, read_rows
+from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, field_names, read_rows
 from ringflash.train.data.tokenizer import BYTES, Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"  # transformers' name
@@ -75,8 +75,8 @@ class Chat:
         """SHA-256 of everything that determines a conversation's text and the learnt part of it."""
         return hashlib.sha256(f"{self.learn}\0{self.template}".encode()).hexdigest()
 
-    def read(self, part: Part) -> Iterator[tuple[str, Spans]]:
-        """Yields the text of each conversation of a part, and the spans of it that are learnt.
+    def read(self, part: Part, max_line: int = MAX_LINE, skip: Skip | None = None) -> Iterator[tuple[str, Spans]]:
+        """Returns the text of each conversation of a part, and the spans of it that are learnt; see `read_rows`.
 
         Raises:
             DataError: a source has no rows, or a row is no conversation (see `messages_of`). Or the template does not
@@ -89,13 +89,7 @@ class Chat:
                 got=f"{part.source.path}, a file of text",
                 remedy="Leave it out, for instance with a glob: folder/*.jsonl.",
             )
-        for row, place in read_rows(part, FIELDS):
-            try:
-                yield self._render(row)
-            except _BadRow as bad:
-                raise DataError(
-                    bad.argument, expected=bad.expected, got=f"{bad.got} in {name_row(part, place)}", remedy=bad.remedy
-                ) from bad
+        return read_rows(part, FIELDS, self._render, max_line, skip)
 
     def prompt(self, question: str) -> str:
         """Returns a user's message as the template renders it, up to the beginning of the assistant's turn.
@@ -105,7 +99,7 @@ class Chat:
         """
         try:
             return self._apply([[{"role": "user", "content": question}]], None, add_generation_prompt=True)[0][0]
-        except _BadRow as bad:
+        except BadRow as bad:
             raise DataError(bad.argument, expected=bad.expected, got=bad.got, remedy=bad.remedy) from bad
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
@@ -118,7 +112,7 @@ class Chat:
         messages = [{"role": "user", "content": "What is six times seven?"}, {"role": ASSISTANT, "content": answer}]
         try:
             text = self._apply([messages], None)[0][0]
-        except (_BadRow, ImportError) as error:
+        except (BadRow, ImportError) as error:
             remedy = "Install ringflash[hf], or set eos_token_id in the generation_config.json of the folder."
             raise DataError(CHAT_TEMPLATE, expected="a turn to render", got=str(error), remedy=remedy) from error
         after = tokenizer.encode(text.rpartition(answer)[2])
@@ -129,7 +123,7 @@ class Chat:
         if tools and (not isinstance(tools, list) or not re.search(r"\btools\b", self.template)):
             got = type(tools).__name__ if not isinstance(tools, list) else "a template that ignores them"
             remedy = "Leave `tools` out, or write them as a list of JSON schemas for a template that shows them."
-            raise _BadRow("--chat", "`tools` as a list, and a template that shows them", got, remedy)
+            raise BadRow("--chat", "`tools` as a list, and a template that shows them", got, remedy)
         if self.learn == "all":
             text = self._apply([messages], tools)[0][0]
             spans = [(0, len(text))]
@@ -138,9 +132,7 @@ class Chat:
         else:
             text, spans = self._spans_between(messages, tools)
         if not any(begin < end for begin, end in spans):
-            raise _BadRow(
-                "--tokenizer", "a template that shows the assistant's turns", "no text of the assistant", MARK
-            )
+            raise BadRow("--tokenizer", "a template that shows the assistant's turns", "no text of the assistant", MARK)
         return text, spans
 
     def _spans_between(self, messages: list[Any], tools: Any) -> tuple[str, Spans]:
@@ -153,7 +145,7 @@ class Chat:
             if not following.startswith(one):
                 turn = turns[(number + 1) // 2]
                 expected = "a chat template that only adds text for a further message"
-                raise _BadRow("--tokenizer", expected, f"one that changes the text before message {turn}", MARK)
+                raise BadRow("--tokenizer", expected, f"one that changes the text before message {turn}", MARK)
         return through[-1], [(len(a), len(b)) for a, b in zip(before, through, strict=True)]
 
     def _apply(self, conversations: Sequence[Any], tools: Any, **options: bool) -> tuple[list[str], list[Spans]]:
@@ -164,23 +156,15 @@ class Chat:
             result: Any = render_jinja_template(list(conversations), tools or None, None, self.template, **options)
         except Exception as error:  # a template may raise anything
             remedy = "Correct the order of roles and the contents, or leave the row out."
-            raise _BadRow("--chat", "messages that the chat template takes", f"{error!s}", remedy) from error
+            raise BadRow("--chat", "messages that the chat template takes", f"{error!s}", remedy) from error
         return result
-
-
-class _BadRow(Exception):
-    """A row that is no conversation to train on; its reader adds the file and the number of the row."""
-
-    def __init__(self, argument: str, expected: str, got: str, remedy: str) -> None:
-        super().__init__(got)
-        self.argument, self.expected, self.got, self.remedy = argument, expected, got, remedy
 
 
 def messages_of(row: Any) -> list[dict[str, Any]]:
     """Returns the messages of a row: its "messages", or its "prompt" and its "completion" or "response".
 
     Raises:
-        _BadRow: neither form, no message, one without a role or content, an assistant's turn first, or another's last.
+        BadRow: neither form, no message, one without a role or content, an assistant's turn first, or another's last.
     """
     known = row if isinstance(row, dict) else {}
     if (messages := known.get("messages")) is None:
@@ -188,11 +172,11 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         if not isinstance(prompt, str) or not isinstance(answer, str):
             expected = "`messages` as a list, or `prompt` and `completion` or `response` as text"
             got, remedy = f"neither, of the fields {field_names(row)}", "Rename or convert the fields of the rows."
-            raise _BadRow("--chat", expected, got, remedy)
+            raise BadRow("--chat", expected, got, remedy)
         messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
     if not isinstance(messages, list) or not messages:
         got = "an empty list" if isinstance(messages, list) else type(messages).__name__
-        raise _BadRow("--chat", "at least one message", got, "Leave the row out.")
+        raise BadRow("--chat", "at least one message", got, "Leave the row out.")
     # Tables write fields that only some messages have as None.
     messages = [
         {name: value for name, value in message.items() if value is not None or name == "content"}
@@ -205,13 +189,13 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         says = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
         if not isinstance(fields.get("role"), str) or not says:
             expected = "messages with a `role`, and `content` or `tool_calls`"
-            raise _BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
+            raise BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
     roles: list[str] = [message["role"] for message in messages]  # pyright: ignore[reportAssignmentType] - checked
     first = next((role for role in roles if role not in INTRODUCTION), ASSISTANT)
     if first == ASSISTANT or roles[-1] != ASSISTANT:
         expected = "a turn of the user first, after any system message, and one of the assistant last"
         got = f"the roles {', '.join(roles if len(roles) < 9 else [*roles[:4], '...', *roles[-4:]])}"
-        raise _BadRow("--chat", expected, got, "Cut the conversation to end with an answer, or leave it out.")
+        raise BadRow("--chat", expected, got, "Cut the conversation to end with an answer, or leave it out.")
     return messages
 
 

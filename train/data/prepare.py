@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
-from ringflash.train.data.sources import Part, divide, find_sources, read
+from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, divide, find_sources, name_row, read
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import (
     DATASET,
@@ -41,6 +41,7 @@ from ringflash.train.data.tokens import (
 
 SHARD_BYTES = 64 << 20
 BATCH_CHARACTERS = 1 << 22  # text encoded at once, enough for all threads of a tokenizer
+REASON = 500  # characters of the reason for which a row was skipped
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,22 @@ class Recipe:
         tokenizer: tokenizer of the text.
         text_field: field of the text in JSON lines and tables.
         chat: chat template, if rows are conversations; None if they are text.
+        skip_bad: whether rows that are no documents are left out, and noted beside the shard. Otherwise the first one
+            is an error.
+        max_line: bytes of the longest line of JSON; a longer one is a bad row.
     """
 
     tokenizer: Tokenizer
     text_field: str = "text"
     chat: Chat | None = None
+    skip_bad: bool = False
+    max_line: int = MAX_LINE
 
     def key(self, parts: Sequence[Part]) -> str:
         """Returns a digest of the inputs of a shard of `parts`; files are identified by path, size and time."""
         what = self.text_field if self.chat is None else f"\0{self.chat.digest}"
+        if self.skip_bad:  # otherwise a line that is too long leaves no shard
+            what += f"\0{self.max_line}"
         key = hashlib.sha256(f"{FORMAT_VERSION}\0{self.tokenizer.digest}\0{what}".encode())
         for part in parts:
             s = part.source
@@ -99,6 +107,8 @@ def prepare(
         raise ConfigError("processes", expected="at least 1", got=processes, remedy="Pass the number of CPU cores.")
     if shard_bytes < 1:
         raise ConfigError("shard_bytes", expected="at least 1", got=shard_bytes, remedy=f"Try {SHARD_BYTES}.")
+    if recipe.max_line < 1:
+        raise ConfigError("max_line", expected="at least 1", got=recipe.max_line, remedy=f"Try {MAX_LINE}.")
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise ConfigError("val_fraction", expected="from 0 to below 1", got=val_fraction, remedy="Try 0.01.")
     found = [s for s in find_sources(sources) if not Path(s.path).is_relative_to(folder.absolute())]
@@ -110,15 +120,18 @@ def prepare(
         if _key_of(folder) != key:
             (folder / DATASET).unlink(missing_ok=True)  # the new shards will not match it
         headers = _shards(folder, shards, recipe, processes, console)
+        for index in range(len(shards), len(shards) + sum(1 for _ in folder.glob("tokens-*"))):
+            for left in (shard_path(folder, index), _skipped_path(shard_path(folder, index))):
+                left.unlink(missing_ok=True)  # by an earlier preparation with more shards
         if not sum(header.num_tokens for header in headers):
+            total, first = skipped_rows(folder, 1)
+            got = f"{total} bad row(s) and no other, for instance {first[0]}" if total else "nothing but empty ones"
             raise DataError(
                 "corpus",
                 expected="text",
-                got=f"{len(found)} file(s), all of them empty",
+                got=f"{len(found)} file(s) with {got}",
                 remedy="Name files with text in them.",
             )
-        for index in range(len(shards), len(shards) + sum(1 for _ in folder.glob("tokens-*.bin"))):
-            shard_path(folder, index).unlink(missing_ok=True)  # left by an earlier preparation with more shards
         recipe.tokenizer.save(folder / "tokenizer")
         template = folder / "tokenizer" / CHAT_TEMPLATE
         template.unlink(missing_ok=True)
@@ -222,10 +235,55 @@ def make_shard(path: Path, parts: Sequence[Part], recipe: Recipe) -> tuple[Shard
                 return header, True
         except DataError:
             pass  # damaged: write_shard replaces it
-    return write_shard(path, _encoded(parts, recipe), key, recipe.tokenizer, recipe.chat is not None), False
+    with _skipping(path, recipe.skip_bad) as skip:
+        documents = _encoded(parts, recipe, skip)
+        return write_shard(path, documents, key, recipe.tokenizer, recipe.chat is not None), False
 
 
-def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[Piece]:
+def skipped_rows(folder: Path, most: int) -> tuple[int, list[str]]:
+    """Returns the number of rows that the preparation of a folder skipped, and file, line and reason of the first.
+
+    Args:
+        folder: the prepared folder.
+        most: rows to describe, at most.
+    """
+    total, rows = 0, []
+    for path in sorted(folder.glob("tokens-*.skipped.jsonl")):
+        with path.open(encoding="utf-8") as stream:
+            for line in stream:
+                total += 1
+                if len(rows) < most:
+                    row = json.loads(line)
+                    # Counts lines only here, because this reads the file up to the row.
+                    rows.append(f"{name_row(row['file'], row['kind'], row['place'])}: {row['reason']}")
+    return total, rows
+
+
+def _skipped_path(shard: Path) -> Path:
+    return shard.with_suffix(".skipped.jsonl")
+
+
+@contextmanager
+def _skipping(shard: Path, skip_bad: bool) -> Iterator[Skip | None]:
+    """Gives a function that notes skipped rows beside a shard, or None; no rows leave no file."""
+    path = _skipped_path(shard)
+    path.unlink(missing_ok=True)
+    if not skip_bad:
+        yield None
+        return
+    with path.open("w", encoding="utf-8", buffering=1) as stream:  # complete when the shard gets its name
+
+        def skip(part: Part, place: int, bad: BadRow) -> None:
+            reason = f"{bad.argument}: expected {bad.expected}, got {bad.got}"[:REASON]
+            row = {"file": part.source.path, "kind": part.source.kind, "place": place, "reason": reason}
+            stream.write(json.dumps(row) + "\n")
+
+        yield skip
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def _encoded(parts: Sequence[Part], recipe: Recipe, skip: Skip | None) -> Iterator[Piece]:
     """Yields pieces of documents as ids, many encoded at once."""
     tokenizer, chat = recipe.tokenizer, recipe.chat
     texts: list[str] = []
@@ -238,7 +296,8 @@ def _encoded(parts: Sequence[Part], recipe: Recipe) -> Iterator[Piece]:
         return zip(tokenizer.encode_batch(texts), marks, repeat(None))
 
     for part in parts:
-        for text, mark in read(part, recipe.text_field) if chat is None else chat.read(part):
+        rules = recipe.max_line, skip
+        for text, mark in read(part, recipe.text_field, *rules) if chat is None else chat.read(part, *rules):
             texts.append(text)
             marks.append(mark)
             characters += len(text)

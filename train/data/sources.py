@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import glob
 import importlib
+import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, TypeVar
 
 from ringflash.errors import DataError
+from ringflash.train.data.streams import COMPRESSED, is_compressed, opened, read_lines, skip_line
 
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 PIECE = 1 << 20  # characters of a text file in memory, and encoded, at once
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # a folder of datasets' save_to_disk has one of these
 ROWS = 1000  # rows of a table in memory at once
+MAX_LINE = 64 << 20  # bytes of the longest line of JSON
 
 Kind = Literal["text", "lines", "parquet", "saved"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,25 @@ class Part:
     size: int
 
 
+class BadRow(Exception):
+    """A row that is no document; its reader adds the file and the number of the row."""
+
+    def __init__(self, argument: str, expected: str, got: str, remedy: str) -> None:
+        super().__init__(got)
+        self.argument, self.expected, self.got, self.remedy = argument, expected, got, remedy
+
+
+Skip = Callable[[Part, int, BadRow], None]  # takes note of a row that is left out, and of its place
+
+
 def find_sources(sources: str | Sequence[str]) -> list[Source]:
     """Finds the sources that `sources` name, sorted by name.
 
     Args:
         sources: files, folders (all files below, except hidden ones), globs, or "stdlib", the sources of the running
             Python's standard library without its tests. .jsonl, .ndjson and .parquet files are read by their suffix. A
-            folder of datasets' save_to_disk is one source. Any other file is a document of text.
+            folder of datasets' save_to_disk is one source. Any other file is a document of text. Text and lines may
+            be compressed, with .gz or .zst as a further suffix.
 
     Raises:
         DataError: a source names no file, or cannot be read.
@@ -110,48 +126,85 @@ def divide(sources: Iterable[Source], part_bytes: int) -> list[tuple[Part, ...]]
     return [tuple(group) for group in groups if group]
 
 
-def read(part: Part, text_field: str) -> Iterator[tuple[str, bool]]:
+def read(part: Part, text_field: str, max_line: int = MAX_LINE, skip: Skip | None = None) -> Iterator[tuple[str, bool]]:
     """Yields pieces of the documents of a part, each with a flag for the last piece of its document.
+
+    Args:
+        part: the part.
+        text_field: field of the text in rows.
+        max_line: see `read_rows`.
+        skip: see `read_rows`.
 
     Raises:
         DataError: a source cannot be read, is not UTF-8 text, or has no such field.
     """
-    if part.source.kind == "text":
-        with _readable(part.source.path):
-            yield from _read_text(part.source.path)
-        return
-    for row, place in read_rows(part, [text_field]):
+
+    def text_of(row: Any) -> str:
         text = row.get(text_field) if isinstance(row, dict) else None
         if not isinstance(text, str):
-            got = "none" if text is None else type(text).__name__
-            raise DataError(
-                "text_field",
-                expected=f"text in the field {text_field!r} of every row",
-                got=f"{got} in {name_row(part, place)}; fields are {field_names(row)}",
-                remedy="Name the field that holds the text with --text-field, or leave out rows without text.",
-            )
-        yield text, True
+            got = f"{'none' if text is None else type(text).__name__}, of the fields {field_names(row)},"
+            remedy = "Name the field that holds the text with --text-field, or leave out rows without text."
+            raise BadRow("text_field", f"text in the field {text_field!r} of every row", got, remedy)
+        return text
+
+    if part.source.kind == "text":
+        path = part.source.path
+        with _readable(path), opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
+            for piece, last in _pieces(text):
+                if "\0" in piece:
+                    raise _not_text(path)
+                yield piece, last
+        return
+    for text in read_rows(part, [text_field], text_of, max_line, skip):
+        # A tokenizer needs many times the memory of the text that it encodes at once.
+        yield from _pieces(io.StringIO(text, newline="")) if len(text) > PIECE else [(text, True)]
 
 
-def read_rows(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
-    """Yields the rows of a part of lines or a table, and the place of each for `name_row`.
+def read_rows(
+    part: Part,
+    names: Sequence[str],
+    convert: Callable[[Any], Result],
+    max_line: int = MAX_LINE,
+    skip: Skip | None = None,
+) -> Iterator[Result]:
+    """Yields what `convert` makes of each row of a part of lines or a table.
 
     A row of a table has those fields of `names` that the table has, or all fields if it has none of them. A line gives
     its JSON, which may be no object.
 
+    Args:
+        part: the part.
+        names: fields to read.
+        convert: function of a row. It raises BadRow for a row that is no document.
+        max_line: bytes of the longest line; a longer one is a bad row.
+        skip: takes note of each bad row, which is then left out; None raises an error for the first one.
+
     Raises:
-        DataError: a source cannot be read, is not UTF-8 text, or is not JSON.
+        DataError: a source cannot be read, or a row is bad and there is no `skip`.
     """
     with _readable(part.source.path):
-        yield from {"lines": _read_lines, "parquet": _read_parquet, "saved": _read_saved}[part.source.kind](part, names)
+        rows = {
+            "lines": lambda: _read_lines(part, max_line),
+            "parquet": lambda: _read_parquet(part, names),
+            "saved": lambda: _read_saved(part, names),
+        }[part.source.kind]()
+        for row, place in rows:
+            try:
+                result = convert(_parsed(row, max_line) if part.source.kind == "lines" else row)
+            except BadRow as bad:
+                if skip is None:
+                    got = f"{bad.got} in {name_row(part.source.path, part.source.kind, place)}"
+                    raise DataError(bad.argument, expected=bad.expected, got=got, remedy=bad.remedy) from bad
+                skip(part, place, bad)
+                continue
+            yield result
 
 
-def name_row(part: Part, place: int) -> str:
+def name_row(path: str, kind: str, place: int) -> str:
     """Returns the file and the number of a row: lines count from 1, as in editors, and rows of tables from 0."""
-    path = part.source.path
-    if part.source.kind != "lines":
+    if kind != "lines":
         return f"{path}, row {place}"
-    with open(path, "rb") as stream:
+    with opened(path) as stream:
         blocks = (stream.read(min(PIECE, place - begin)) for begin in range(0, place, PIECE))
         line = 1 + sum(block.count(b"\n") for block in blocks)
     return f"{path}, line {line}, byte {place}"
@@ -202,12 +255,15 @@ def _source(path: Path) -> Source:
     except OSError as error:
         raise _unreadable(str(path), error) from error
     kinds: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
-    return Source(str(path), kinds.get(path.suffix.lower(), "text"), status.st_size, status.st_mtime_ns)
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED:  # a compressed Parquet file cannot be read in part
+        suffix = path.with_suffix("").suffix.lower().replace(".parquet", "")
+    return Source(str(path), kinds.get(suffix, "text"), status.st_size, status.st_mtime_ns)
 
 
 def _parts(source: Source, part_bytes: int) -> list[Part]:
-    if source.kind == "text":
-        return [Part(source, 0, source.size, source.size)]
+    if source.kind == "text" or (is_compressed(source.path) and source.kind == "lines" and source.size):
+        return [Part(source, 0, source.size, source.size)]  # decompression cannot start in the middle
     if source.kind == "lines":
         edges = [*range(0, source.size, part_bytes), source.size]
         return [Part(source, begin, end, end - begin) for begin, end in pairwise(edges)]
@@ -221,43 +277,42 @@ def _parts(source: Source, part_bytes: int) -> list[Part]:
     return [Part(source, begin, end, source.size * (end - begin) // rows) for begin, end in pairwise(edges)]
 
 
-def _read_text(path: str) -> Iterator[tuple[str, bool]]:
-    """Yields pieces of about `PIECE` characters that end with a line."""
-    with open(path, encoding="utf-8", newline="") as stream:
-        piece = stream.read(PIECE)
-        while True:
-            piece += stream.readline(PIECE)
-            if "\0" in piece:
-                raise _not_text(path)
-            following = stream.read(PIECE)
-            yield piece, not following
-            if not following:
-                return
-            piece = following
+def _pieces(stream: TextIO) -> Iterator[tuple[str, bool]]:
+    """Yields pieces of about `PIECE` characters that end with a line, each with a flag for the last one."""
+    piece = stream.read(PIECE)
+    while True:
+        piece += stream.readline(PIECE)
+        following = stream.read(PIECE)
+        yield piece, not following
+        if not following:
+            return
+        piece = following
 
 
-def _read_lines(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:
+def _read_lines(part: Part, max_line: int) -> Iterator[tuple[bytes | None, int]]:
     path = part.source.path
-    with open(path, "rb") as stream:
-        if part.begin:
-            stream.seek(part.begin - 1)
-            stream.readline()  # skips the rest of a line of the previous part
-        while (place := stream.tell()) < part.end:
-            line = stream.readline()
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError:
-                raise
-            except ValueError as error:
-                raise DataError(
-                    "corpus",
-                    expected="a JSON object a line",
-                    got=f"{name_row(part, place)}: {error}",
-                    remedy="Correct the line or leave it out.",
-                ) from error
-            yield row, place
+    with opened(path) as stream:
+        start = part.begin
+        if start:
+            stream.seek(start - 1)
+            start += skip_line(stream) - 1  # the rest of a line belongs to the previous part
+        for place, line in read_lines(stream, start, max_line):
+            if place >= part.end and not is_compressed(path):
+                return
+            if line is None or line.strip():
+                yield line, place
+
+
+def _parsed(line: bytes | None, max_line: int) -> Any:
+    if line is None:
+        remedy = "Raise --max-line-mib if the memory allows it, or leave the line out, for instance with --skip-bad."
+        raise BadRow("corpus", f"lines of at most {max_line} bytes", "more", remedy)
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise BadRow("corpus", "UTF-8 text", "bytes that are not", "Correct the line or leave it out.") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow("corpus", "a JSON object a line", str(error), "Correct the line or leave it out.") from error
 
 
 def _read_parquet(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, int]]:

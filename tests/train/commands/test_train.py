@@ -232,7 +232,7 @@ def test_a_precision_is_refused_as_it_was_given(
     assert f"precision: expected 32-true, the Trainer's default, got {precision}." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "all of them empty"), ("short", "lower the context length")])
+@pytest.mark.parametrize(("content", "message"), [("", "but empty ones"), ("short", "lower the context length")])
 def test_bad_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

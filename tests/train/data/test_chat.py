@@ -17,7 +17,7 @@ from ringflash.commands import main
 from ringflash.errors import DataError
 from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.module import TextDataModule
-from ringflash.train.data.prepare import Recipe, make_shard, prepare
+from ringflash.train.data.prepare import Recipe, make_shard, prepare, skipped_rows
 from ringflash.train.data.sources import divide, find_sources
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import TokenFiles, shard_path
@@ -78,7 +78,7 @@ def chats(
 
 
 def learnt(files: TokenFiles) -> list[list[bool]]:
-    found = [files.learnt(i, 0, int(n)) for i, n in enumerate(files.lengths)]
+    found = [files.learnt(i, 0, int(n)) for i, n in enumerate(files.lengths())]
     return [each.tolist() for each in found if each is not None]
 
 
@@ -180,6 +180,22 @@ def test_rows_that_are_no_conversations(tmp_path: Path, row: Any, template: str,
     with pytest.raises(DataError, match=message):
         chats(tmp_path, [*good, row], template)
     assert not (tmp_path / "to" / "dataset.json").exists()
+
+
+def test_rows_that_are_no_conversations_are_skipped(tmp_path: Path) -> None:
+    swapped = {"messages": messages("a", "b")["messages"][::-1]}
+    bad = [{"text": "a"}, swapped, {"messages": [*messages("a")["messages"], *messages("a", "b")["messages"]]}]
+    model = write_chat_tokenizer(tmp_path / "model", STRICT)
+    source = write_rows(tmp_path / "rows.jsonl", [bad[0], ROWS[0], bad[1], bad[2], ROWS[1]])
+    recipe = Recipe(Tokenizer.load(model), chat=Chat.load(model), skip_bad=True)
+    files = prepare(str(source), tmp_path / "to", recipe)
+    alone = prepare(str(write_rows(tmp_path / "good.jsonl", ROWS[:2])), tmp_path / "alone", recipe)
+    assert (documents(files), learnt(files)) == (documents(alone), learnt(alone))
+    total, first = skipped_rows(files.folder, 9)
+    assert total == 3
+    for row, line, reason in zip(first, (1, 3, 4), ("neither", "roles assistant, user", "must alternate"), strict=True):
+        assert f"rows.jsonl, line {line}, byte " in row
+        assert reason in row
 
 
 def test_a_run_keeps_the_template(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,8 +18,9 @@ import pytest
 from ringflash.commands import main
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import prepare as preparing
+from ringflash.train.data import tokens
 from ringflash.train.data.corpus import load_corpus
-from ringflash.train.data.prepare import Recipe, prepare
+from ringflash.train.data.prepare import Recipe, prepare, skipped_rows
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import HEADER_BYTES, TokenFiles, dtype_of, shard_path
 from tests.train.data.corpora import documents, prepared, write, write_lines, write_tokenizer
@@ -35,7 +37,7 @@ def test_bytes_of_documents(tmp_path: Path) -> None:
     assert (len(files), files.header.num_documents, files.vocab_size) == (6, 3, 257)
     assert files.header.shards[0].dtype == "<u2"
     assert files.tokenizer == Tokenizer()
-    assert isinstance(files.read(0, 0, 3), np.memmap)
+    assert not files.read(0, 0, 3).flags.owndata
     assert dtype_of(65536) == "<u2"
     assert dtype_of(65537) == "<u4"
 
@@ -54,19 +56,77 @@ def test_every_kind_of_source_with_a_tokenizer(tmp_path: Path) -> None:
     assert other.header.digest != files.header.digest
 
 
+LONG = "around and around\n" * 600
+
+
+def bad_lines(path: Path) -> Path:
+    """Writes lines of which every seventh is bad, and one is longer than many shards; returns the file."""
+    lines = [json.dumps({"text": f"the ring turns {i} times"}) if i % 7 else '{"text": ' for i in range(200)]
+    lines[50] = json.dumps({"text": LONG})
+    path.write_text("\n".join(lines))
+    return path
+
+
 def test_the_number_of_processes_does_not_matter(tmp_path: Path) -> None:
-    lines = write_lines(tmp_path / "lines.jsonl", [f"the ring turns {i} times" for i in range(200)])
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model"))
-    one = prepared(tmp_path / "one", lines, tokenizer, shard_bytes=1500)
-    two = prepared(tmp_path / "two", lines, tokenizer, shard_bytes=1500, processes=2)
+    lines = bad_lines(tmp_path / "lines.jsonl")
+    recipe = Recipe(Tokenizer.load(write_tokenizer(tmp_path / "model")), skip_bad=True)
+    one = prepare(str(lines), tmp_path / "one", recipe, shard_bytes=1500)
+    two = prepare(str(lines), tmp_path / "two", recipe, shard_bytes=1500, processes=2)
     assert len(one.header.shards) > 4
     assert contents(one.folder) == contents(two.folder)
-    assert [tokenizer.decode(ids) for ids in documents(two)] == [f"the ring turns {i} times" for i in range(200)]
+    assert any("skipped" in name for name in contents(two.folder))
+    expected = [f"the ring turns {i} times" for i in range(200) if i % 7]
+    expected[expected.index("the ring turns 50 times")] = LONG
+    assert [recipe.tokenizer.decode(ids) for ids in documents(two)] == expected
+
+
+def test_skipped_rows_are_noted_beside_the_shards(tmp_path: Path) -> None:
+    lines = bad_lines(tmp_path / "lines.jsonl")
+    recipe = Recipe(Tokenizer.load(write_tokenizer(tmp_path / "model")), skip_bad=True)
+    one = prepare(str(lines), tmp_path / "one", recipe, shard_bytes=1500)
+    before = contents(one.folder)
+    assert len(documents(one)) == 200 - 29
+    total, first = skipped_rows(one.folder, 3)
+    assert total == 29
+    assert [re.sub(", byte.*: corpus", ": corpus", row)[len(str(lines)) :] for row in first] == [
+        f", line {i}: corpus: expected a JSON object a line, got Expecting value: line 2 column 1 (char 10)"
+        for i in (1, 8, 15)
+    ]
+    # A run that goes on keeps the notes of finished shards.
+    shard_path(one.folder, 3).unlink()
+    assert contents(prepare(str(lines), one.folder, recipe, shard_bytes=1500).folder) == before
+    shorter = prepare(str(lines), one.folder, replace(recipe, max_line=1000), shard_bytes=10**6)
+    assert (len(documents(shorter)), skipped_rows(one.folder, 0)) == (200 - 30, (30, []))
+    with pytest.raises(DataError, match="expected a JSON object a line, got Expecting .*, line 1, byte 0"):
+        prepare(str(lines), one.folder, replace(recipe, skip_bad=False))
+    assert not list(one.folder.glob("*skipped*"))
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "lines.jsonl", ["a"] * 9, "body")
+    expected = r"got 1 file\(s\) with 9 bad row\(s\) and no other, for instance .*, line 1, byte 0: text_field"
+    with pytest.raises(DataError, match=expected):
+        prepare(str(lines), tmp_path / "to", Recipe(Tokenizer(), skip_bad=True), shard_bytes=50)
+    with pytest.raises(ConfigError, match="max_line: expected at least 1, got 0"):
+        prepare(str(lines), tmp_path / "to", Recipe(Tokenizer(), max_line=0))
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "MAPS", 3)
+    lines = write_lines(tmp_path / "lines.jsonl", [f"the ring turns {i} times" for i in range(40)])
+    before = len(os.listdir("/proc/self/fd"))
+    files = prepared(tmp_path / "to", lines, shard_bytes=100)
+    assert len(files.header.shards) > 9
+    assert [bytes(ids[:-1]).decode() for ids in documents(files)] == [f"the ring turns {i} times" for i in range(40)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
 def test_what_a_process_raises_comes_back(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "lines.jsonl", ["a"] * 9, "body")
-    with pytest.raises(DataError, match="text_field: expected text in the field 'text' of every row, got none in"):
+    with pytest.raises(
+        DataError,
+        match="text_field: expected text in the field 'text' of every row, got none, of the fields body, id, in",
+    ):
         prepared(tmp_path / "two", lines, shard_bytes=30, processes=2)
     assert not list((tmp_path / "two").glob("*tokens*"))
 
@@ -106,7 +166,7 @@ def test_an_interrupted_preparation_goes_on(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("empty", "all of them empty"), ("binary", "UTF-8"), ("latin", "UTF-8"), ("other", "with notes.txt in it")],
+    [("empty", "nothing but empty ones"), ("binary", "UTF-8"), ("latin", "UTF-8"), ("other", "with notes.txt in it")],
 )
 def test_what_cannot_be_prepared(tmp_path: Path, case: str, message: str) -> None:
     contents = {"empty": b"", "binary": b"a\0b", "latin": "caf\xe9".encode("latin-1"), "other": b"a"}
@@ -252,6 +312,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert TokenFiles(to).header.val_fraction == 0.25
     assert main.main(command) == 2
     assert "with --text-field" in capsys.readouterr().err
+    with lines.open("a") as stream:
+        stream.write('{"body": 3}\n' * 7)
+    assert main.main([*command, "--text-field=body", "--skip-bad"]) == 0
+    report = capsys.readouterr().err
+    assert f"skipped 7 bad row(s); {to}/tokens-*.skipped.jsonl lists them all.\n" in report
+    assert len(re.findall(rf"\n  {lines}, line [3-7], byte \d+: text_field: .*, got int", report)) == 5
+    assert report.endswith("\n  ...\n")
+    assert main.main([*command, "--text-field=body", "--skip-bad", "--max-line-mib=0"]) == 2
+    assert "max_line: expected at least 1, got 0" in capsys.readouterr().err
     for error, code, message in (
         (OSError(28, "No space left on device"), 2, "No space left on device. Make room"),
         (KeyboardInterrupt(), 130, "interrupted. Run it again to go on"),

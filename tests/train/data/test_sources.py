@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ringflash.errors import DataError
-from ringflash.train.data.sources import PIECE, divide, find_sources, read
+from ringflash.train.data.sources import PIECE, BadRow, Part, divide, find_sources, name_row, read
 from tests.train.data.corpora import write, write_lines
 
 
@@ -105,10 +106,10 @@ def test_tables(tmp_path: Path) -> None:
     groups = texts(tmp_path / "a.parquet", 1, "body")
     assert [len(group) for group in groups] == [1200, 1200, 100]
     assert [*chain(*groups)] == expected
-    with pytest.raises(DataError, match="text_field: expected text in the field 'text' .*; fields are body, id"):
+    with pytest.raises(DataError, match="text_field: expected text in the field 'text' .*, of the fields body, id, in"):
         texts(tmp_path / "a.parquet", 1)
     pq.write_table(pa.table({"body": [*expected[:2000], None]}), tmp_path / "a.parquet", row_group_size=1200)
-    with pytest.raises(DataError, match="got none in .*a.parquet, row 2000; fields are body. Name"):
+    with pytest.raises(DataError, match="got none, of the fields body, in .*a.parquet, row 2000. Name"):
         texts(tmp_path / "a.parquet", 1, "body")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="corpus: expected a Parquet file, got .*a.parquet"):
@@ -146,7 +147,7 @@ def test_saved_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [len(group) for group in texts(folder, 40)] == [8, 8, 4]
     loaded = splits
     assert [*chain(*texts(folder, 40))] == ["e", *splits["train"].texts]
-    with pytest.raises(DataError, match="fields are text"):
+    with pytest.raises(DataError, match="of the fields text, in"):
         texts(folder, 40, "body")
 
 
@@ -155,18 +156,57 @@ def test_saved_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             b'{"text": "a"}\n{"text": 3}\n',
-            "expected text in the field 'text' .* got int in .*bad.jsonl, line 2, byte 14; fields are text",
+            "expected text in the field 'text' .* got int, of the fields text, in .*bad.jsonl, line 2, byte 14",
         ),
-        (b'{"body": "a"}\n', "got none in .*byte 0; fields are body. Name the field .* with --text-field"),
-        (b'["a"]\n', "got none in .*fields are none"),
-        (b'{"text": "a"\n', "expected a JSON object a line, got .*byte 0: Expecting"),
-        (b'{"text": "\xe9"}\n', "expected UTF-8 text, got .*bad.jsonl, which is not"),
+        (b'{"body": "a"}\n', "got none, of the fields body, in .*byte 0. Name the field .* with --text-field"),
+        (b'["a"]\n', "got none, of the fields none, in"),
+        (b'{"text": "a"\n', "expected a JSON object a line, got Expecting .* in .*byte 0"),
+        (b'{"text": "\xe9"}\n', "expected UTF-8 text, got bytes that are not in .*bad.jsonl, line 1, byte 0"),
     ],
 )
 def test_lines_that_are_no_documents(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "bad.jsonl").write_bytes(line)
     with pytest.raises(DataError, match=message):
         texts(tmp_path / "bad.jsonl", 1000)
+
+
+BAD_LINES = [
+    (b'{"text": 3}', "text_field: expected text in the field 'text' of every row, got int, of the fields text,"),
+    (b"[" * 5000, "corpus: expected a JSON object a line, got maximum recursion"),
+    (b'{"text": "\xe9"}', "corpus: expected UTF-8 text, got bytes that are not"),
+    (b'{"text": "' + b"x" * 9000 + b'"}', "corpus: expected lines of at most 8000 bytes, got more"),
+    (b"null", "text_field: expected text in the field 'text' of every row, got none, of the fields none,"),
+]
+
+
+@pytest.mark.parametrize("part_bytes", [13, 1000, 10**6])
+def test_bad_lines_are_skipped_and_noted(tmp_path: Path, part_bytes: int) -> None:
+    good = [json.dumps({"text": f"good {i}"}).encode() for i in range(len(BAD_LINES) + 1)]
+    lines = [good[0], *(line for i, (bad, _) in enumerate(BAD_LINES) for line in (bad, good[i + 1]))]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    noted: list[tuple[str, str]] = []
+
+    def skip(part: Part, place: int, bad: BadRow) -> None:
+        reason = f"{bad.argument}: expected {bad.expected}, got {bad.got}"
+        noted.append((name_row(part.source.path, part.source.kind, place), reason))
+
+    parts = [part for group in divide(find_sources(str(path)), part_bytes) for part in group]
+    found = [text for part in parts for text, _ in read(part, "text", 8000, skip)]
+    assert found == [f"good {i}" for i in range(len(good))]
+    assert len(noted) == len(BAD_LINES)
+    for number, ((place, reason), (_, expected)) in enumerate(zip(noted, BAD_LINES, strict=True)):
+        assert place.startswith(f"{path}, line {2 * number + 2}, byte ")
+        assert reason.startswith(expected)
+
+
+def test_a_long_text_of_a_row_comes_in_pieces(tmp_path: Path) -> None:
+    text = "line é\r\n" * PIECE
+    path = write_lines(tmp_path / "long.jsonl", [text, "short"])
+    pieces = [piece for (part,) in divide(find_sources(str(path)), 10**9) for piece in read(part, "text")]
+    assert [last for _, last in pieces].count(True) == 2
+    assert all(len(piece) < 2.1 * PIECE and piece.endswith("\n") for piece, _ in pieces[:-1])
+    assert "".join(piece for piece, _ in pieces) == text + "short"
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "folder"])
