@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = Tokenizer.of_run(options.checkpoint) if named is None else Tokenizer.load(named)
         new = continue_prompts(
             decoder,
-            [torch.tensor(tokenizer.encode(prompt)) for prompt in prompts],
+            [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt in prompts],
             options.max_new_tokens,
             replace(sampling, stop_token=tokenizer.end_of_document, vocab_size=tokenizer.vocab_size),
             context=context,

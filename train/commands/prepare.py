@@ -40,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
         "--tokenizer", default=BYTES, metavar="FILE", help="a tokenizer.json, a folder with one, or bytes (the default)"
     )
     parser.add_argument("--end-of-document", metavar="TOKEN", help="the token after each document (default: its EOS)")
+    parser.add_argument(
+        "--begin-of-document", metavar="TOKEN", help="a token before each document of text (default: none)"
+    )
     parser.add_argument("--text-field", default="text", help="field or column of the text (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="rows are conversations; needs transformers")
     parser.add_argument("--learn", choices=get_args(Learn), help="turns that --chat learns (default: assistant)")
@@ -61,7 +64,14 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     if options.learn and not options.chat:
         raise ArgumentError("--learn", expected="--chat beside it", got="none", remedy="Add --chat, or leave it out.")
-    tokenizer = Tokenizer.load(options.tokenizer, options.end_of_document)
+    if options.begin_of_document and options.chat:
+        raise ArgumentError(
+            "--begin-of-document",
+            expected="none with --chat",
+            got=options.begin_of_document,
+            remedy="Leave it out: the chat template writes the tokens around a conversation.",
+        )
+    tokenizer = Tokenizer.load(options.tokenizer, options.end_of_document, options.begin_of_document)
     chat = Chat.load(options.tokenizer, options.learn or "assistant") if options.chat else None
     try:
         files = prepare(

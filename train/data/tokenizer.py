@@ -20,6 +20,7 @@ from ringflash.errors import DataError
 BYTES = "bytes"
 NUM_BYTES = 256
 MODEL_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # transformers' names
+BEGIN = "begin_of_document"  # key of CONFIG_FILE; a bos_token alone is in many of them, and says too little
 RUN_FOLDER = "tokenizer"  # in a run's folder
 # Common end-of-document tokens, for tokenizers without a tokenizer_config.json.
 KNOWN_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -34,19 +35,24 @@ class Tokenizer:
         end_of_document: the id that ends every document.
         model: the text of a tokenizer.json; None is UTF-8 bytes, with the end of document 256.
         pad_token: token with which transformers pads texts, kept for exports; training never pads with it.
+        begin_of_document: the id that begins every document of text that is not empty; None adds none.
     """
 
     vocab_size: int = NUM_BYTES + 1
     end_of_document: int = NUM_BYTES
     model: str | None = None
     pad_token: str | None = field(default=None, compare=False)
+    begin_of_document: int | None = None
 
     @classmethod
-    def load(cls, source: str | Path, end_of_document: str | None = None) -> Tokenizer:
+    def load(
+        cls, source: str | Path, end_of_document: str | None = None, begin_of_document: str | None = None
+    ) -> Tokenizer:
         """Loads the tokenizer of a tokenizer.json, of a folder with one, or "bytes".
 
         The end of a document is the token `end_of_document`, if given. Otherwise it is the "eos_token" of the
-        tokenizer_config.json next to the file, or else one of `KNOWN_ENDS`.
+        tokenizer_config.json next to the file, or else one of `KNOWN_ENDS`. The token `begin_of_document` begins a
+        document, if it is given or `save` wrote it into the folder. No other token does.
 
         Raises:
             DataError: no such file, a file that is no tokenizer, a token that it lacks, or the `tokenizers` library is
@@ -54,9 +60,13 @@ class Tokenizer:
         """
         path = Path(source).expanduser()
         if str(source) == BYTES or (path.is_dir() and _config(path / CONFIG_FILE).get("tokenizer_class") == BYTES):
-            if end_of_document is not None:
-                remedy = "Leave it out: with bytes it is the id 256."
-                raise DataError("end_of_document", expected="none with bytes", got=end_of_document, remedy=remedy)
+            for name, token, what in (
+                ("end_of_document", end_of_document, "it is the id 256"),
+                ("begin_of_document", begin_of_document, "no byte can begin a document"),
+            ):
+                if token is not None:
+                    remedy = f"Leave it out: with bytes {what}."
+                    raise DataError(name, expected="none with bytes", got=token, remedy=remedy)
             return cls()
         file = path / MODEL_FILE if path.is_dir() else path
         try:
@@ -72,8 +82,14 @@ class Tokenizer:
         if not vocabulary:
             raise DataError("tokenizer", expected="a vocabulary", got=f"none in {file}", remedy="Pass another one.")
         end = _end_of_document(vocabulary, end_of_document, file.parent / CONFIG_FILE)
-        pad = _token(_config(file.parent / CONFIG_FILE).get("pad_token"))
-        return cls(max(vocabulary.values()) + 1, end, model, pad if pad in vocabulary else None)
+        config = _config(file.parent / CONFIG_FILE)
+        pad = _token(config.get("pad_token"))
+        begin = _token(config.get(BEGIN)) if begin_of_document is None else begin_of_document
+        if begin is not None and begin not in vocabulary:
+            remedy = "Name a token of the tokenizer with --begin-of-document, or leave it out."
+            raise DataError(BEGIN, expected="a token of the vocabulary", got=repr(begin), remedy=remedy)
+        begin_id = None if begin is None else vocabulary[begin]
+        return cls(max(vocabulary.values()) + 1, end, model, pad if pad in vocabulary else None, begin_id)
 
     @classmethod
     def of_run(cls, path: str | Path) -> Tokenizer:
@@ -106,13 +122,16 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that determines the ids of a text."""
-        return hashlib.sha256(f"{self.end_of_document}\0{self.model or BYTES}".encode()).hexdigest()
+        ends = (
+            self.end_of_document if self.begin_of_document is None else (self.begin_of_document, self.end_of_document)
+        )
+        return hashlib.sha256(f"{ends}\0{self.model or BYTES}".encode()).hexdigest()
 
     def agrees_with(self, folder: Path) -> bool:
         """Returns whether the tokenizer in a model's `folder` gives the same ids for a text, or the folder has none.
 
-        The end-of-document token is not compared. Nor are a file's rules for truncation, decoding and special tokens
-        around a text, because they do not affect the ids of a document.
+        The tokens that begin and end a document are not compared. Nor are a file's rules for truncation, decoding and
+        special tokens around a text, because they do not affect the ids of a document.
 
         Raises:
             DataError: the file in the folder cannot be read.
@@ -132,6 +151,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without ids that begin or end a document."""
         return self.encode_batch([text])[0].tolist()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a document that begins with `text`, as training has seen them."""
+        return [*([] if self.begin_of_document is None else [self.begin_of_document]), *self.encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """Returns the ids of each text; lone surrogates, which valid text never has, count as U+FFFD or "?"."""
@@ -184,6 +207,8 @@ class Tokenizer:
             _put(folder / MODEL_FILE, self.model)
             end = self._model.id_to_token(self.end_of_document)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            if self.begin_of_document is not None:
+                config[BEGIN] = config["bos_token"] = self._model.id_to_token(self.begin_of_document)
             if self.pad_token is not None:
                 config["pad_token"] = self.pad_token
         _put(folder / CONFIG_FILE, json.dumps(config, indent=1))

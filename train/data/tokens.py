@@ -6,10 +6,10 @@
       tokens-00000.bin        a shard: a header of 4096 bytes, the ids, the end of each document, and the learnt ids
 
 A shard's header is JSON padded with blanks. Ids are little-endian uint16, or uint32 if the vocabulary is larger than
-65536. A document of text that is not empty ends with the end-of-document id. A shard holds one int64 end a document,
-counted in the shard's ids: the index of documents, which is read on demand too. The ends begin at a multiple of 8
-bytes. Shards of conversations also hold one bit an id, in numpy's order of packed bits: 1 if training learns the id, 0
-if it is context only.
+65536. A document of text that is not empty ends with the end-of-document id, and begins with the begin-of-document id
+if its tokenizer has one. A shard holds one int64 end a document, counted in the shard's ids: the index of documents,
+which is read on demand too. The ends begin at a multiple of 8 bytes. Shards of conversations also hold one bit an id,
+in numpy's order of packed bits: 1 if training learns the id, 0 if it is context only.
 """
 
 from __future__ import annotations
@@ -149,14 +149,15 @@ def write_shard(
 
     Args:
         path: path of the shard.
-        documents: pieces of documents. The end-of-document id is added to documents of text only: a chat template ends
-            a conversation itself.
+        documents: pieces of documents. The ids that begin and end a document are added to documents of text only: a
+            chat template begins and ends a conversation itself.
         key: see `ShardHeader`.
         tokenizer: tokenizer of the ids.
         with_bits: whether the pieces say which ids are learnt.
     """
     dtype = np.dtype(dtype_of(tokenizer.vocab_size))
     temporary, digest, ends = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), array("q")
+    opening = [] if with_bits or tokenizer.begin_of_document is None else [tokenizer.begin_of_document]
     closing = [] if with_bits else [tokenizer.end_of_document]
     bits, waiting, num_learnt = bytearray(), np.zeros(0, bool), 0  # `waiting` has less than 8 bits
     try:
@@ -169,8 +170,9 @@ def write_shard(
 
             begin = end = 0
             for ids, last, learnt in documents:
-                write(ids.astype(dtype).tobytes())
-                end += len(ids)
+                for part in (opening if end == begin and len(ids) else [], ids):
+                    write(np.asarray(part, dtype).tobytes())
+                    end += len(part)
                 if learnt is not None:
                     waiting = np.concatenate([waiting, learnt])
                     whole = len(waiting) // 8 * 8

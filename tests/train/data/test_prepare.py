@@ -18,6 +18,7 @@ import pytest
 from ringflash.commands import main
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data import prepare as preparing
+from ringflash.train.data import sources as reading
 from ringflash.train.data import tokens
 from ringflash.train.data.corpus import load_corpus
 from ringflash.train.data.prepare import Recipe, prepare, skipped_rows
@@ -109,6 +110,25 @@ def test_only_bad_rows(tmp_path: Path) -> None:
         prepare(str(lines), tmp_path / "to", Recipe(Tokenizer(), skip_bad=True), shard_bytes=50)
     with pytest.raises(ConfigError, match="max_line: expected at least 1, got 0"):
         prepare(str(lines), tmp_path / "to", Recipe(Tokenizer(), max_line=0))
+
+
+def test_a_token_begins_each_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", 100)
+    file = write_tokenizer(tmp_path / "model", special=("<s>",))
+    tokenizer = Tokenizer.load(file, begin_of_document="<s>")
+    plain, begin = Tokenizer.load(file), tokenizer.begin_of_document
+    lines = write_lines(tmp_path / "lines.jsonl", ["the ring", "", "around\n" * 99])
+    files, others = prepared(tmp_path / "to", lines, tokenizer), prepared(tmp_path / "others", lines, plain)
+    assert begin is not None
+    assert documents(files) == [[begin, *ids] if ids else [] for ids in documents(others)]
+    assert TokenFiles(files.folder).tokenizer == tokenizer != others.tokenizer == plain
+    assert tokenizer.encode_prompt("ring") == [begin, *plain.encode("ring")]
+    assert plain.encode_prompt("ring") == plain.encode("ring")
+    assert tokenizer.agrees_with(tmp_path / "model")
+    with pytest.raises(DataError, match="begin_of_document: expected a token of the vocabulary, got '<x>'. Name a"):
+        Tokenizer.load(file, begin_of_document="<x>")
+    with pytest.raises(DataError, match="begin_of_document: expected none with bytes, got <s>. Leave it out"):
+        Tokenizer.load("bytes", begin_of_document="<s>")
 
 
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +339,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert f"skipped 7 bad row(s); {to}/tokens-*.skipped.jsonl lists them all.\n" in report
     assert len(re.findall(rf"\n  {lines}, line [3-7], byte \d+: text_field: .*, got int", report)) == 5
     assert report.endswith("\n  ...\n")
+    assert main.main([*command, "--text-field=body", "--begin-of-document=</s>", "--skip-bad"]) == 0
+    assert documents(TokenFiles(to))[0][0] == documents(TokenFiles(to))[0][-1]
     assert main.main([*command, "--text-field=body", "--skip-bad", "--max-line-mib=0"]) == 2
     assert "max_line: expected at least 1, got 0" in capsys.readouterr().err
+    assert main.main([*command, "--chat", "--begin-of-document=</s>"]) == 2
+    assert "--begin-of-document: expected none with --chat, got </s>. Leave it out" in capsys.readouterr().err
     for error, code, message in (
         (OSError(28, "No space left on device"), 2, "No space left on device. Make room"),
         (KeyboardInterrupt(), 130, "interrupted. Run it again to go on"),
