@@ -150,7 +150,7 @@ def _cases() -> Iterator[Case]:
 def _hopper_cases() -> Iterator[Case]:
     for headdim, mask in product((64, 96, 128, 256), ("full", "causal", "table")):
         yield Case("hopper_forward", "bfloat16", headdim, mask)
-    for headdim, mask, mode in product((64, 128), ("full", "causal", "table"), ("first", "middle", "last")):
+    for headdim, mask, mode in product((64, 96, 128), ("full", "causal", "table"), ("first", "middle", "last")):
         yield Case("hopper_forward", "bfloat16", headdim, mask, mode)
     yield Case("hopper_forward", "float16", 128, "causal")
     for mode in ("long", "long first", "long middle", "long last"):  # tile sizes for many tiles of keys
@@ -162,7 +162,7 @@ def _hopper_cases() -> Iterator[Case]:
     for kernel in HOPPER_BACKWARDS:
         for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)
-        for headdim, mode in product((64, 128), ("mha", "carried")):
+        for headdim, mode in product((64, 96, 128), ("mha", "carried")):
             yield Case(kernel, "bfloat16", headdim, "causal", mode)
         yield Case(kernel, "bfloat16", 128, "packed")
         yield Case(kernel, "bfloat16", 64, "band")

@@ -21,6 +21,7 @@ Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -del
 P^T and dS^T are operands of dv and dk straight from registers. dq needs dS of both warpgroups, which passes through
 shared memory. dq of a tile is computed during the next tile, and each consumer computes one half. Two more warps add dq
 to global memory, each every other tile.
+At headdim 96 dk and dv have two parts (`columns.py`), and the second half of dq includes 32 columns of zeros.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with tiles and an order of matmuls measured best on an H200.
 """
 
@@ -43,6 +44,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringflash.kernels.hopper.columns import (
+    count,
+    operand_layout,
+    start_scores,
+    start_sums,
+    wait_parts,
+    width_of,
+    zero_parts,
+)
 from ringflash.kernels.hopper.dkdv_store import Gradients, make_parts, pass_gradients
 from ringflash.kernels.hopper.dq_accumulator import SemaphoreOrder, add_tile, pass_dq
 from ringflash.kernels.hopper.isolation import isolate_keys, isolate_queries
@@ -116,11 +126,11 @@ class BackwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     MASKED, BELOW and ABOVE are as in `Intervals` (`mask_tables.py`): whether tiles need a mask, and on which side.
-    BLOCK_D, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig` (`config.py`). With CHECKED, keys are searched
-    for NaN and Inf (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the first
-    addition to a tile is then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for all
-    heads before the next tile. With BY_HEADS too, all tiles of a head come before those of the next head. ACCUMULATE
-    adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer.
+    BLOCK_D, WIDTHS, BLOCK_M, DS_STAGES and PRELOADED are as in `BackwardConfig` (`config.py`). With CHECKED, keys are
+    searched for NaN and Inf (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the
+    first addition to a tile is then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for
+    all heads before the next tile. With BY_HEADS too, all tiles of a head come before those of the next head.
+    ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer.
     """
 
     MASKED: Any
@@ -134,6 +144,7 @@ class BackwardConstants(NamedTuple):
     GROUP: Any
     PRELOADED: Any
     BLOCK_D: Any
+    WIDTHS: Any
     BLOCK_M: Any
     DS_STAGES: Any
     ROWS: Any
@@ -266,8 +277,8 @@ def _step(
     before its dq is computed. Matmuls are issued as early as their operands allow, so that they overlap the arithmetic.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
+    PARTS: gl.constexpr = count(kind.WIDTHS)  # matmuls of S, dP, dv and dk each; dq has two
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
     # The opaque index keeps the descriptors of k and v out of registers between steps.
     k = buffer_of(shared.k, opaque_index(C)).reshape([kind.ROWS, kind.BLOCK_D])
@@ -280,14 +291,14 @@ def _step(
         minus_lse, _ = gl.broadcast(_numbers_of(shared, i, 0, S)[None, :], shape)
         minus_delta, _ = gl.broadcast(_numbers_of(shared, i, STAGES, S)[None, :], shape)
         minus_delta = fixed(minus_delta)
-        s = warpgroup_mma(k, q.permute((1, 0)), minus_lse, is_async=True)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), minus_delta, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = start_scores(k, q, minus_lse, True, kind.WIDTHS)
+        dp = start_scores(v, dout, minus_delta, True, kind.WIDTHS)
+        s = warpgroup_mma_wait(PARTS, deps=[s])
         p = gl.exp2(s * gradients.scale)
     else:
-        s = warpgroup_mma(k, q.permute((1, 0)), shape, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), shape, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = start_scores(k, q, shape, False, kind.WIDTHS)
+        dp = start_scores(v, dout, shape, False, kind.WIDTHS)
+        s = warpgroup_mma_wait(PARTS, deps=[s])
         p = gl.exp2(s * gradients.scale + _numbers_of(shared, opaque_index(i), 0, S)[None, :])
     if MASKED:
         queries = row + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(0, S))
@@ -301,7 +312,7 @@ def _step(
     ds = p * dp
     if MASKED and (kind.CHECKED or gradients.lost < 0):
         ds = gl.where(p == 0.0, 0.0, ds)  # dP may be NaN or infinite at masked pairs
-    dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+    dv = start_sums(p_operand, dout, dv, kind.WIDTHS)
     ds = ds.to(q.dtype)
     ds_operand = gl.convert_layout(ds, OPERAND)
     if BEGINS:
@@ -313,16 +324,16 @@ def _step(
     mbarrier.arrive(full_barrier(shared.ds, i), count=1)
     if not BEGINS:
         dq = _start_dq(C, i - 1, shared, kind)
-        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        dv = warpgroup_mma_wait(3, deps=[dv])  # the three later matmuls are two of dq and one of dk
+        dk = start_sums(ds_operand, q, dk, kind.WIDTHS)
+        dv = wait_parts(2 + PARTS, dv, kind.WIDTHS)  # the later matmuls are two of dq and those of dk
         release(shared.dout, i)
-        dq = warpgroup_mma_wait(1, deps=[dq])
+        dq = warpgroup_mma_wait(PARTS, deps=[dq])
         pass_dq(C, dq, i - 1, shared.dq)
     else:
-        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv])
+        dk = start_sums(ds_operand, q, dk, kind.WIDTHS)
+        dv = wait_parts(PARTS, dv, kind.WIDTHS)
         release(shared.dout, i)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    dk = wait_parts(0, dk, kind.WIDTHS)
     release(shared.q, i)
     return dk, dv
 
@@ -351,7 +362,6 @@ def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
     """Runs consumer `C`: dk and dv of 64 keys of each tile, and half of dq of the queries that see the 128 keys."""
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     begin = 0  # tiles of queries so far: uses of the rings q, dout and ds
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
@@ -362,8 +372,8 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             wait_full(shared.v, taken * 2 + c)
         if kind.MASKED and (kind.CHECKED or gradients.lost < 0):
             isolate_keys(C, shared.k, kind)
-        dk = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
-        dv = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)
+        dk = zero_parts(kind.ROWS, kind.WIDTHS)
+        dv = zero_parts(kind.ROWS, kind.WIDTHS)
         if place.end > place.begin:
             n, _ = _visit(place, 0, kind)
             row = n * kind.BLOCK_M
@@ -408,7 +418,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         taken += 1
         place = pop_tile(shared.tile_queue, taken)  # now: its bounds load while the gradients are stored
         first, stop = _seen_by(C, place, bounds, gradients, kind)
-        pass_gradients(C, dk * gradients.softmax_scale, dv, done, begin, gradients, shared.parts, kind)
+        pass_gradients(C, dk, dv, done, begin, gradients, shared.parts, kind)
     tma.store_wait(0)
 
 

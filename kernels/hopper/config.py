@@ -25,7 +25,8 @@ class ForwardConfig:
     """Tile sizes of the forward.
 
     Args:
-        block_d: headdim rounded up to a tile's.
+        block_d: columns of a tile in shared memory, a power of two.
+        widths: columns that are multiplied, in parts; see `columns.py`.
         block_n: rows of keys in a tile.
         stages: stages of the rings of k and v: tiles of each in flight.
         consumers: consumer warpgroups, with 64 queries each.
@@ -35,6 +36,7 @@ class ForwardConfig:
     """
 
     block_d: int
+    widths: tuple[int, ...]
     block_n: int
     stages: int
     consumers: int
@@ -44,14 +46,15 @@ class ForwardConfig:
 
 
 _FORWARD = {
-    64: ForwardConfig(64, 128, 2, 2, 240),
-    128: ForwardConfig(128, 128, 2, 2, 240),
-    256: ForwardConfig(256, 64, 2, 2, 240, out_in_q=True),
+    64: ForwardConfig(64, (64,), 128, 2, 2, 240),
+    96: ForwardConfig(128, (64, 32), 128, 2, 2, 240, turns=True),
+    128: ForwardConfig(128, (128,), 128, 2, 2, 240),
+    256: ForwardConfig(256, (256,), 64, 2, 2, 240, out_in_q=True),
 }
 
 
 # A third consumer keeps the tensor cores busier, but its longer tile wastes more where rows see short spans.
-_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, 128, 2, 3, 160, turns=True)}
+_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, (64,), 128, 2, 3, 160, turns=True)}
 LONG_VISITS = 12
 
 
@@ -72,7 +75,7 @@ class BackwardConfig:
     """Tile sizes of the backward.
 
     Args:
-        block_d: headdim rounded up to a tile's.
+        block_d, widths: as in `ForwardConfig`.
         block_m: rows of queries in a tile.
         ds_stages: stages of the ring of dS, at least three: one being written, one being read and one between. A fourth
             is needed where half of a stage is no larger than a part of dk (`dkdv_store.py`).
@@ -84,6 +87,7 @@ class BackwardConfig:
     """
 
     block_d: int
+    widths: tuple[int, ...]
     block_m: int
     ds_stages: int
     descending: bool
@@ -91,7 +95,11 @@ class BackwardConfig:
     preloaded_masked: bool
 
 
-_BACKWARD = {64: BackwardConfig(64, 128, 3, True, True, False), 128: BackwardConfig(128, 64, 4, False, True, True)}
+_BACKWARD = {
+    64: BackwardConfig(64, (64,), 128, 3, True, True, False),
+    96: BackwardConfig(128, (64, 32), 64, 4, False, True, True),
+    128: BackwardConfig(128, (128,), 64, 4, False, True, True),
+}
 
 
 def backward_config(headdim: int) -> BackwardConfig:

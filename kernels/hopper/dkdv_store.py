@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ringflash.kernels.hopper.columns import scale_all, total_width, width_of
 from ringflash.kernels.hopper.pipeline import slot_of
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add, reinterpret
 
@@ -63,21 +64,33 @@ def _free_part(C: gl.constexpr, WHICH: gl.constexpr, parts, use, STAGES: gl.cons
 
 
 @gluon.jit
-def _columns(x, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Returns part number `PART` of `x`, whose columns are cut into `PARTS` equal parts."""
-    if PARTS > 1:
+def _columns(x, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns `COLUMNS` columns of the tensor `x` from `FIRST` on, or `x` if it has no more."""
+    if x.shape[1] > COLUMNS:
         ROWS: gl.constexpr = x.shape[0]
         HALF: gl.constexpr = x.shape[1] // 2
         low, high = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
-        x = _columns(low if PART < PARTS // 2 else high, PART % (PARTS // 2), PARTS // 2)
+        x = _columns(low if FIRST < HALF else high, FIRST % HALF, COLUMNS)
     return x
 
 
 @gluon.jit
-def _put(buffer, dk, dv, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Writes part `PART` to shared memory: parts below `PARTS` belong to dv, the others to dk."""
-    x = _columns(dv if PART < PARTS else dk, PART % PARTS, PARTS)
-    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(buffer.dtype))
+def _put(buffer, dk, dv, PART: gl.constexpr, PARTS: gl.constexpr, WIDTHS: gl.constexpr):
+    """Writes part `PART` to shared memory: parts below `PARTS` belong to dv, the others to dk.
+
+    The last part may be wider than what is left of the gradient. Its other columns are not written, and TMA does not
+    store them, because they lie past headdim.
+    """
+    ROWS: gl.constexpr = buffer.shape[1]
+    COLUMNS: gl.constexpr = buffer.shape[3]
+    FIRST: gl.constexpr = PART % PARTS * COLUMNS
+    WIDTH: gl.constexpr = width_of(WIDTHS, 0)
+    gradient = dv if PART < PARTS else dk
+    x = _columns(gradient[FIRST // WIDTH], FIRST % WIDTH, COLUMNS)
+    buffer = buffer.reshape([ROWS, COLUMNS])
+    if x.shape[1] < COLUMNS:
+        buffer = buffer.slice(0, x.shape[1], 1)
+    buffer.store(x.to(buffer.dtype))
 
 
 @gluon.jit
@@ -93,20 +106,21 @@ def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr
 
 @gluon.jit
 def pass_gradients(C: gl.constexpr, dk, dv, place, use, gradients, parts, kind):
-    """Stores warpgroup `C`'s 64 rows of dk and dv, two parts at a time.
+    """Stores warpgroup `C`'s 64 rows of dk * softmax_scale and dv, two parts at a time.
 
     `use` is the next use of the dS ring, not yet written. The last two stores may still read their buffers on return.
     The warpgroup therefore calls `tma.store_wait` before it writes that dS, and before it ends.
     """
-    PARTS: gl.constexpr = kind.BLOCK_D // gradients.dk.block_shape[3]
+    PARTS: gl.constexpr = -(-total_width(kind.WIDTHS) // gradients.dk.block_shape[3])
+    dk = scale_all(dk, gradients.softmax_scale, kind.WIDTHS)
     row = (place.tile * 2 + C) * kind.ROWS
     first = _free_part(C, 0, parts, use, kind.DS_STAGES, kind.BLOCK_M)
     second = _free_part(C, 1, parts, use, kind.DS_STAGES, kind.BLOCK_M)
     for i in gl.static_range(PARTS):
         if i > 0:
             tma.store_wait(0)
-        _put(first, dk, dv, 2 * i, PARTS)
-        _put(second, dk, dv, 2 * i + 1, PARTS)
+        _put(first, dk, dv, 2 * i, PARTS, kind.WIDTHS)
+        _put(second, dk, dv, 2 * i + 1, PARTS, kind.WIDTHS)
         fence_async_shared()
         _send(first, gradients, place, row, 2 * i, PARTS, kind.ACCUMULATE)
         _send(second, gradients, place, row, 2 * i + 1, PARTS, kind.ACCUMULATE)

@@ -6,8 +6,9 @@ time, 64 queries for each consumer. It processes the tiles of keys that these qu
 before tiles that need none.
 
 In step i a consumer issues S(i) = q k(i)^T and O += P(i-1) v(i-1). It waits for S(i) and computes P(i) from it. Only
-then does it wait for O, so that the softmax overlaps the second matmul. Three consumers also issue their matmuls in a
-fixed cyclic order, ping-pong by named barriers. So the softmax of one overlaps the matmuls of another.
+then does it wait for O, so that the softmax overlaps the second matmul. With `TURNS` consumers also issue their matmuls
+in a fixed cyclic order, ping-pong by named barriers. So the softmax of one overlaps the matmuls of another.
+`columns.py` describes the accumulator of O, which has two parts at headdim 96.
 Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2. The online softmax is the one of
 `ringflash.kernels.triton.forward`.
 """
@@ -25,11 +26,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.hopper.isolation import has_not_finite, isolate_values, row_checks, wait_written
+from ringflash.kernels.hopper.columns import (
+    count,
+    load_parts,
+    operand_layout,
+    scale_rows,
+    start_scores,
+    start_sums,
+    store_parts,
+    wait_parts,
+    width_of,
+    zero_parts,
+)
+from ringflash.kernels.hopper.isolation import isolate_values, lost_finite, row_checks, wait_written
 from ringflash.kernels.hopper.launch import Sizes
 from ringflash.kernels.hopper.pipeline import (
     Bounds,
@@ -99,7 +111,7 @@ class ForwardConstants(NamedTuple):
         LOOPS: loops of `_attend` over steps, 2 if MASKED else 1.
         BELOW, ABOVE: as in `Intervals`.
         GROUP: query heads of one KV head.
-        BLOCK_D, BLOCK_N, STAGES, CONSUMERS, REGISTERS, OUT_IN_Q, TURNS: as in `ForwardConfig`.
+        BLOCK_D, WIDTHS, BLOCK_N, STAGES, CONSUMERS, REGISTERS, OUT_IN_Q, TURNS: as in `ForwardConfig`.
         PASS_OVER: consumers skip the first tiles of keys if none of their queries sees them.
         ROWS: queries of a consumer.
     """
@@ -112,6 +124,7 @@ class ForwardConstants(NamedTuple):
     ABOVE: Any
     GROUP: Any
     BLOCK_D: Any
+    WIDTHS: Any
     BLOCK_N: Any
     STAGES: Any
     CONSUMERS: Any
@@ -176,10 +189,9 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     """Computes the probabilities of the scores `s` of the keys from `row` on, and updates the online softmax.
 
     Returns:
-        p in float32, the new m and l, and the factor for the rows of O, in the layout of O.
+        p in float32, the new m and l, and the factor for the rows of O.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     if MASKED:
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
         if FEW_REGISTERS and kind.TURNS and not (kind.BELOW and kind.ABOVE):
@@ -192,7 +204,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     p = gl.exp2(s * scale - shift[:, None])
     rescale = gl.exp2(m - shift)
     l = l * rescale + gl.sum(p, 1)  # noqa: E741
-    return p, m_new, l, gl.convert_layout(rescale, gl.SliceLayout(1, A))
+    return p, m_new, l, rescale
 
 
 @gluon.jit
@@ -202,29 +214,29 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     `keys` is a use of the rings k and v, and `row` the first key of its tile. The file's docstring gives the order.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
     if MASKED and isolated:
         isolate_values(C, rings, keys, kind)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     if kind.TURNS:
         scheduler_barrier_wait(C)
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_scores(q, k, zeros, False, kind.WIDTHS)
     if FEW_REGISTERS:  # descriptors of v are made after the wait, not before
         wait_full(rings.v, keys - 1)
         v = buffer_of(rings.v, opaque_index(keys - 1)).reshape([kind.BLOCK_N, kind.BLOCK_D])
     else:
         v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(unpack_operand(p, q.dtype, OPERAND), v, acc, is_async=True)
+    acc = start_sums(unpack_operand(p, q.dtype, OPERAND), v, acc, kind.WIDTHS)
     if kind.TURNS:
         scheduler_barrier_arrive(C, kind.CONSUMERS)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(count(kind.WIDTHS), deps=[s])
     release(rings.k, keys)
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = wait_parts(0, acc, kind.WIDTHS)
     release(rings.v, keys - 1)
-    return pack_operand(p, q.dtype, OPERAND, kind.LOOPS), acc * rescale[:, None], m, l
+    acc = scale_rows(acc, rescale, kind.WIDTHS)
+    return pack_operand(p, q.dtype, OPERAND, kind.LOOPS), acc, m, l
 
 
 @gluon.jit
@@ -245,8 +257,7 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     `keys` is the use of the rings k and v at the first tile. `use` is this consumer's use of the rings q and out.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
     isolated = place.repeated != 0
     begin = 0
     if kind.PASS_OVER:
@@ -259,7 +270,7 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
         isolate_values(C, rings, keys + begin, kind)
     k = filled(rings.k, keys + begin, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_scores(q, k, zeros, False, kind.WIDTHS)
     s = warpgroup_mma_wait(0, deps=[s])
     release(rings.k, keys + begin)
     n, _ = tile_at(place, begin)  # masked even if every row sees all of this tile
@@ -267,7 +278,8 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     p = pack_operand(p, q.dtype, OPERAND, kind.LOOPS)
     if not kind.FIRST:
         wait_full(rings.out, use)
-        acc = buffer_of(rings.out, C).reshape([kind.ROWS, kind.BLOCK_D]).load(A) * rescale[:, None]
+        acc = load_parts(buffer_of(rings.out, C).reshape([kind.ROWS, kind.BLOCK_D]), kind.WIDTHS)
+        acc = scale_rows(acc, rescale, kind.WIDTHS)
     begin_full = 0
     total = place.end - place.begin
     if kind.MASKED:
@@ -282,8 +294,8 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     if not kind.OUT_IN_Q:
         release(rings.q, use)
     v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = warpgroup_mma(unpack_operand(p, q.dtype, OPERAND), v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = start_sums(unpack_operand(p, q.dtype, OPERAND), v, acc, kind.WIDTHS)
+    acc = wait_parts(0, acc, kind.WIDTHS)
     release(rings.v, keys - 1)
     return acc, m, l, keys
 
@@ -315,7 +327,6 @@ def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
 def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, checks, scale, kind):
     """Runs consumer `C`: the attention of 64 queries of each tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_D, 16])
     keys = 0
     taken = 0
     if kind.TURNS and C == kind.CONSUMERS - 1:
@@ -332,13 +343,13 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
         else:
             m = gl.load(rows.m + vector, mask=inside, other=float("-inf"))
             l = gl.load(rows.l + vector, mask=inside, other=0.0)  # noqa: E741
-        acc = gl.zeros([kind.ROWS, kind.BLOCK_D], gl.float32, A)  # `_attend` loads o of the state later
+        acc = zero_parts(kind.ROWS, kind.WIDTHS)  # `_attend` loads o of the state later
         q = filled(rings.q, use, kind.ROWS, kind.BLOCK_D)
         if place.end > place.begin:
             acc, m, l, keys = _attend(C, q, acc, m, l, keys, use, place, first, stop, unseen, scale, rings, kind)  # noqa: E741
         else:
             if not kind.FIRST:
-                acc = filled(rings.out, use, kind.ROWS, kind.BLOCK_D).load(A)
+                acc = load_parts(filled(rings.out, use, kind.ROWS, kind.BLOCK_D), kind.WIDTHS)
             if not kind.OUT_IN_Q:
                 release(rings.q, use)
 
@@ -351,9 +362,9 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
         at = [place.batch, row, place.head, 0]
         stores = True
         if kind.MASKED and kind.FIRST:
-            report(C, checks, taken, row_checks(acc), kind.CONSUMERS)
+            report(C, checks, taken, row_checks(acc, kind.WIDTHS), kind.CONSUMERS)
         elif kind.MASKED:  # a repeat reads the state again
-            stores = ask_for_repeat(C, checks, taken, place, has_not_finite(acc), kind.CONSUMERS)
+            stores = ask_for_repeat(C, checks, taken, place, lost_finite(acc, kind.WIDTHS), kind.CONSUMERS)
             inside &= stores
         release(tile_queue, taken)
         taken += 1
@@ -367,18 +378,18 @@ def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue
             divisor = gl.where(fully_masked, 1.0, l)
             lse = (m + gl.log2(divisor)) * 0.6931471805599453
             gl.store(rows.lse + vector, gl.where(fully_masked, float("-inf"), lse), mask=inside)
-            acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, A))[:, None]
+            acc = scale_rows(acc, 1.0 / divisor, kind.WIDTHS)
             if not kind.FIRST:
                 buffer = reinterpret(buffer, views.out.dtype, views.out.block_shape, views.out.layout)
             if kind.FIRST or not kind.MASKED or stores:
-                buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc.to(views.out.dtype))
+                store_parts(buffer.reshape([kind.ROWS, kind.BLOCK_D]), acc, kind.WIDTHS)
                 fence_async_shared()
                 copy_from_shared(views.out, at, buffer)
         else:
             gl.store(rows.m + vector, m, mask=inside)
             gl.store(rows.l + vector, l, mask=inside)
             if kind.FIRST or not kind.MASKED or stores:
-                buffer.reshape([kind.ROWS, kind.BLOCK_D]).store(acc)
+                store_parts(buffer.reshape([kind.ROWS, kind.BLOCK_D]), acc, kind.WIDTHS)
                 fence_async_shared()
                 copy_from_shared(state, at, buffer)
         if kind.OUT_IN_Q or not kind.FIRST:

@@ -28,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ringflash.kernels.hopper.columns import count
 from ringflash.kernels.hopper.pipeline import buffer_of, slot_of, wait_full
 
 AT_ONCE = gl.constexpr(2048)  # elements that a warpgroup loads at once: its accumulators leave few registers
@@ -44,12 +45,29 @@ def has_not_finite(x):
 
 
 @gluon.jit
-def row_checks(x):
+def lost_finite(x, WIDTHS: gl.constexpr):
+    """Returns whether any element of an accumulator is NaN or infinite; `columns.py` describes accumulators."""
+    lost = has_not_finite(x[0])
+    for P in gl.static_range(1, count(WIDTHS)):
+        lost |= has_not_finite(x[P])
+    return lost
+
+
+@gluon.jit
+def row_checks(x, WIDTHS: gl.constexpr):
     """Returns one int32 for each pair of rows of an accumulator (64, columns): not 0 if x has NaN or Inf there.
 
     It reads every second group of eight rows. That suffices because a value that is not finite spreads over a whole
     column of a matmul's result.
     """
+    checks = _row_checks(x[0])
+    for P in gl.static_range(1, count(WIDTHS)):
+        checks |= gl.convert_layout(_row_checks(x[P]), checks.type.layout)
+    return checks
+
+
+@gluon.jit
+def _row_checks(x):
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     half, _ = gl.split((x * 0.0).reshape([ROWS // 16, 2, 8, COLUMNS]).permute((0, 2, 3, 1)))
