@@ -1,6 +1,6 @@
 """Limits of the kernels for sm_90: what they take, and one log message a process for each reason against them.
 
-The kernels take bfloat16 and float16, headdim up to 128 (256 for a forward in one hop) and any interval mask. Values
+The kernels take bfloat16 and float16, headdim up to 256 (128 for a forward in a ring) and any interval mask. Values
 must have the same headdim as keys. Softcap, ALiBi, sinks, dropout and bitmaps go to the Triton kernels of all GPUs. The
 versions of Triton were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `hopper/versions.py`.
 
@@ -27,7 +27,7 @@ log = logging.getLogger("ringflash.kernels")
 SUPPORTED = ((3, 6), (3, 7), (3, 8), (3, 9))  # Gluon is experimental: each release is tried before it is added
 ALIGNMENT = 16  # bytes; addresses and strides for the tensor memory accelerator (TMA) are multiples of this
 DTYPES = (torch.bfloat16, torch.float16)
-WIDEST, WIDEST_BACKWARD = 256, 128
+WIDEST, WIDEST_STATE = 256, 128
 MOST_ROWS = 2**30  # in all heads and sequences: bounds have two numbers a row and 32-bit indices
 
 FEATURES = {
@@ -39,8 +39,8 @@ FEATURES = {
     "softmax_scale": "softmax_scale is so small that it is 0 in float32. Pass a larger one",
     "bitmap": "the mask is no interval of keys a row (BlockSparse, Tree). Use masks of intervals if they say the same",
     "unequal widths": "headdim and headdim_v differ. Pad the narrower one with zeros",
-    "wide forward": "headdim is above 128 in a ring of several hops, or above 256. Use more and narrower heads",
-    "wide backward": "headdim is above 128, for the backward alone. Use more and narrower heads",
+    "wide": "headdim is above 128 in a ring of several hops, for the forward alone, or above 256. "
+    "Use more and narrower heads",
     "odd width": "the bytes of a row of one head are no multiple of 16. Pad headdim to a multiple of 8",
     "size": "all heads and sequences together have 2**30 rows or more. Split the batch",
     "storage": "a tensor's storage is not aligned to 16 bytes, expanded, or without stride 1 in its last dimension. "

@@ -157,12 +157,12 @@ def _hopper_cases() -> Iterator[Case]:
         yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
     for mode in ("long", "long middle"):
         yield Case("hopper_forward", "bfloat16", 64, "window", mode)
-    for headdim, mode in product((64, 96, 128), ("alone", "dlse", "ordered")):
+    for headdim, mode in product((64, 96, 128, 256), ("alone", "dlse", "ordered")):
         yield Case("hopper_prepare", "bfloat16", headdim, "full", mode)
     for kernel in HOPPER_BACKWARDS:
-        for headdim, mask in product((64, 96, 128), ("full", "causal", "table")):
+        for headdim, mask in product((64, 96, 128, 256), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)
-        for headdim, mode in product((64, 96, 128), ("mha", "carried")):
+        for headdim, mode in product((64, 96, 128, 256), ("mha", "carried")):
             yield Case(kernel, "bfloat16", headdim, "causal", mode)
         yield Case(kernel, "bfloat16", 128, "packed")
         yield Case(kernel, "bfloat16", 64, "band")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.kernels.fallback import (
     WIDEST,
-    WIDEST_BACKWARD,
+    WIDEST_STATE,
     is_viewable,
     lacking_feature,
     lacking_inputs,
@@ -60,10 +60,10 @@ class HopperBackend:
         Elsewhere it returns the answer of the Triton backend; see `Backend.fuses_dq`.
         """
         if not (self._leaves_little and hops == 1 and _has_little_work(q, v)):
-            lacking = lacking_mode(score_config) or lacking_inputs(q, v, mask, WIDEST_BACKWARD)
+            lacking = lacking_mode(score_config) or lacking_inputs(q, v, mask, WIDEST)
             if lacking is None:
                 return True
-            report_feature("wide backward" if lacking == "wide" else lacking)
+            report_feature(lacking)
         return self._triton.fuses_dq(q, v, mask, score_config, hops=hops, deterministic=deterministic)
 
     def delta_of_one_hop(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> PendingDelta:
@@ -87,11 +87,11 @@ class HopperBackend:
         given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
         if calls.repeat_forward(q, k, v, problem, **given):
             return None
-        widest = WIDEST if first and last else WIDEST_BACKWARD
+        widest = WIDEST if first and last else WIDEST_STATE
         lacking = "sinks" if problem.score_config.sinks is not None else None
         lacking = lacking_feature(problem, (q, k, v), widest) or lacking
         if lacking is not None:
-            report_feature("wide forward" if lacking == "wide" else lacking)
+            report_feature(lacking)
             return self._triton.forward(q, k, v, problem, **given)
         return calls.forward(q, k, v, problem, **given)
 
@@ -114,10 +114,10 @@ class HopperBackend:
         given = dout, q, k, v, lse, delta
         if dq is not None and calls.repeat_backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq):
             return None
-        lacking = None if dq is None else lacking_feature(problem, (q, k, v, dout), WIDEST_BACKWARD)
+        lacking = None if dq is None else lacking_feature(problem, (q, k, v, dout), WIDEST)
         if dq is None or lacking is not None or _is_mostly_padding(q):
             if lacking is not None:
-                report_feature("wide backward" if lacking == "wide" else lacking)
+                report_feature(lacking)
             if isinstance(delta, PendingDelta):
                 delta = self._triton.delta(delta.out, dout, delta.dlse)
             inputs = dout, q, k, v, lse, delta
@@ -137,7 +137,7 @@ class HopperBackend:
 def _has_little_work(q: Tensor, v: Tensor) -> bool:
     """Returns whether Triton's two kernels are faster in a backward of one hop, by sweeps up to the widest headdim."""
     (batch, seqlen_q, _, headdim), (seqlen_k, nheads_kv) = q.shape, v.shape[1:3]
-    return headdim <= WIDEST_BACKWARD and prefer_triton_backward(batch, seqlen_q, seqlen_k, nheads_kv, headdim)
+    return headdim <= WIDEST and prefer_triton_backward(batch, seqlen_q, seqlen_k, nheads_kv, headdim)
 
 
 def _is_mostly_padding(q: Tensor) -> bool:

@@ -14,8 +14,7 @@ from ringflash.kernels.contract import DqSum, PendingDelta, TileProblem
 from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
 from ringflash.kernels.hopper.backward import BackwardConstants
 from ringflash.kernels.hopper.config import (
-    HALF,
-    KEYS,
+    PIECE_SHAPE,
     ROWS,
     ForwardConfig,
     adds_in_turns,
@@ -26,10 +25,17 @@ from ringflash.kernels.hopper.dkdv_store import PART_BYTES
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
 from ringflash.kernels.hopper.forward import ForwardConstants
-from ringflash.kernels.hopper.launch import Sizes, constants, new_counter, work_arguments
+from ringflash.kernels.hopper.launch import (
+    Sizes,
+    constants,
+    new_counter,
+    rows_view,
+    tile_view,
+    vector_view,
+    work_arguments,
+)
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
-from ringflash.kernels.hopper.views import rows_view, tile_view, vector_view
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 from ringflash.state import LOG2E, AttentionState
@@ -234,7 +240,14 @@ def backward(
     total = _dq_tiles(q, k, delta, problem, dq)
     ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
     known = intervals(
-        problem.mask, problem.q_chunks, problem.k_chunks, KEYS, config.block_m, q.device, by_keys=True, ordered=ordered
+        problem.mask,
+        problem.q_chunks,
+        problem.k_chunks,
+        config.keys,
+        config.block_m,
+        q.device,
+        by_keys=True,
+        ordered=ordered,
     )
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
@@ -257,7 +270,11 @@ def backward(
         BLOCK_D=config.block_d,
         WIDTHS=config.widths,
         BLOCK_M=config.block_m,
+        DOUT_STAGES=config.dout_stages,
         DS_STAGES=config.ds_stages,
+        BY_GRADIENT=config.by_gradient,
+        KEY_PARTS=config.keys // ROWS,
+        PIECES=config.pieces,
         ROWS=ROWS,
     )
     key, grid = _backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq), (programs,)
@@ -271,7 +288,7 @@ def backward(
         *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
         *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
         *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
-        rows_view(total, *HALF), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
+        rows_view(total, *PIECE_SHAPE), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
         dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, *scales,
         tables, *sizes, constants(kind),
     )  # fmt: skip

@@ -11,8 +11,8 @@ from torch import Tensor
 
 ROWS = 64  # rows of a warpgroup's matmul
 KEYS = 2 * ROWS  # keys of a tile that a program of the backward owns
-HALF = (16, 256)  # shape of half a tile of the sum of dq, as TMA copies it
-TILE = 2 * HALF[0] * HALF[1]  # numbers of a tile
+PIECE_SHAPE = (16, 256)  # shape of a piece of the sum of dq, 64 by 64 numbers, as TMA copies it
+PIECE = PIECE_SHAPE[0] * PIECE_SHAPE[1]  # numbers of a piece
 
 
 def padded_rows(seqlen: int) -> int:
@@ -84,6 +84,8 @@ class BackwardConfig:
         preloaded: whether lse and delta initialise the accumulators of the matmuls, rather than being added to their
             results. This takes fewer registers, but the matmuls begin later.
         preloaded_masked: the same for launches in which some tiles need a mask.
+        by_gradient: whether the consumers share out the gradients of the same 64 keys, rather than 128 keys
+            (`backward_step.py`). Two stages of dS are then enough.
     """
 
     block_d: int
@@ -93,17 +95,34 @@ class BackwardConfig:
     descending: bool
     preloaded: bool
     preloaded_masked: bool
+    by_gradient: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return ROWS if self.by_gradient else KEYS
+
+    @property
+    def dout_stages(self) -> int:
+        """Stages of the ring of dout."""
+        return 1 if self.by_gradient else 2
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 64 by 64 in a tile of dq."""
+        return self.block_m * self.block_d // PIECE
 
 
 _BACKWARD = {
     64: BackwardConfig(64, (64,), 128, 3, True, True, False),
     96: BackwardConfig(128, (64, 32), 64, 4, False, True, True),
     128: BackwardConfig(128, (128,), 64, 4, False, True, True),
+    256: BackwardConfig(256, (256,), 64, 2, False, True, True, by_gradient=True),
 }
 
 
 def backward_config(headdim: int) -> BackwardConfig:
-    """Returns the tile sizes of the backward for any headdim up to 128."""
+    """Returns the tile sizes of the backward for any headdim up to 256."""
     return _BACKWARD[next(block for block in _BACKWARD if headdim <= block)]
 
 
@@ -132,6 +151,11 @@ def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
     """
     unshared = SHORT_NARROW if headdim <= 64 else SHORT
     return rows <= (SHORT_SHARED if nheads > nheads_kv else unshared)
+
+
+def dq_tile(columns: int) -> int:
+    """Returns how many numbers a tile of the sum of dq has, if the sum has `columns`."""
+    return backward_config(columns).pieces * PIECE
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:

@@ -1,8 +1,8 @@
 """Store of dK and dV of a tile of keys: from registers to shared memory, and from there to global memory by TMA.
 
 After a matmul, a thread holds two adjacent numbers of a row at a time, which are slow to write to global memory
-directly. When a tile of keys ends, the free buffers of dS have room for two parts of each consumer warpgroup. A part is
-128 bytes of each of the 64 rows.
+directly. When a tile of keys ends, the free buffers of dS have room for two parts of each consumer warpgroup. With
+`BY_GRADIENT` the buffers of dq are used instead. A part is 128 bytes of each of the 64 rows.
 
 Shapes: dk, dv (batch, seqlen_k, nheads_kv, headdim), as TMA descriptors with tiles of (64, 128 bytes).
 """
@@ -41,13 +41,20 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def make_parts(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
+def parts_of_ds(ds, gradient, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
     """Returns the memory of the dS ring, in which each stage has two halves of 64 keys, as parts of a gradient."""
     ROWS: gl.constexpr = gradient.block_shape[1]
     NEEDED: gl.constexpr = 3 if BLOCK_M == 2 * ROWS else 4
     gl.static_assert(NEEDED <= STAGES, "too few buffers for two free parts")
     SHAPE: gl.constexpr = [2 * STAGES * BLOCK_M // ROWS] + gradient.block_shape  # noqa: RUF005 - Gluon unpacks no lists
     return reinterpret(ds, gradient.dtype, SHAPE, gradient.layout)
+
+
+@gluon.jit
+def parts_of_pieces(pieces, gradient):
+    """Returns the buffers of pieces of dq, one for each consumer, as two parts each of a gradient."""
+    SHAPE: gl.constexpr = [4] + gradient.block_shape  # noqa: RUF005 - Gluon unpacks no lists
+    return reinterpret(pieces, gradient.dtype, SHAPE, gradient.layout)
 
 
 @gluon.jit
@@ -106,21 +113,30 @@ def _send(buffer, gradients, place, row, PART: gl.constexpr, PARTS: gl.constexpr
 
 @gluon.jit
 def pass_gradients(C: gl.constexpr, dk, dv, place, use, gradients, parts, kind):
-    """Stores warpgroup `C`'s 64 rows of dk * softmax_scale and dv, two parts at a time.
+    """Stores warpgroup `C`'s 64 rows of dk * softmax_scale and dv, or with `BY_GRADIENT` of one of them.
+
+    Two parts are stored at a time.
 
     `use` is the next use of the dS ring, not yet written. The last two stores may still read their buffers on return.
-    The warpgroup therefore calls `tma.store_wait` before it writes that dS, and before it ends.
+    The warpgroup therefore calls `tma.store_wait` before it writes that dS, or with `BY_GRADIENT` the next dq, and
+    before it ends.
     """
     PARTS: gl.constexpr = -(-total_width(kind.WIDTHS) // gradients.dk.block_shape[3])
     dk = scale_all(dk, gradients.softmax_scale, kind.WIDTHS)
-    row = (place.tile * 2 + C) * kind.ROWS
-    first = _free_part(C, 0, parts, use, kind.DS_STAGES, kind.BLOCK_M)
-    second = _free_part(C, 1, parts, use, kind.DS_STAGES, kind.BLOCK_M)
-    for i in gl.static_range(PARTS):
-        if i > 0:
+    if kind.BY_GRADIENT:
+        row = place.tile * kind.ROWS
+        first, second = parts.index(2 * C), parts.index(2 * C + 1)
+    else:
+        row = (place.tile * 2 + C) * kind.ROWS
+        first = _free_part(C, 0, parts, use, kind.DS_STAGES, kind.BLOCK_M)
+        second = _free_part(C, 1, parts, use, kind.DS_STAGES, kind.BLOCK_M)
+    BEGIN: gl.constexpr = C * PARTS if kind.BY_GRADIENT else 0
+    COUNT: gl.constexpr = PARTS if kind.BY_GRADIENT else 2 * PARTS
+    for i in gl.static_range(BEGIN, BEGIN + COUNT, 2):
+        if i > BEGIN:
             tma.store_wait(0)
-        _put(first, dk, dv, 2 * i, PARTS, kind.WIDTHS)
-        _put(second, dk, dv, 2 * i + 1, PARTS, kind.WIDTHS)
+        _put(first, dk, dv, i, PARTS, kind.WIDTHS)
+        _put(second, dk, dv, i + 1, PARTS, kind.WIDTHS)
         fence_async_shared()
-        _send(first, gradients, place, row, 2 * i, PARTS, kind.ACCUMULATE)
-        _send(second, gradients, place, row, 2 * i + 1, PARTS, kind.ACCUMULATE)
+        _send(first, gradients, place, row, i, PARTS, kind.ACCUMULATE)
+        _send(second, gradients, place, row, i + 1, PARTS, kind.ACCUMULATE)

@@ -5,8 +5,9 @@ neighbouring rows would use the same banks of shared memory, and half of them wo
 order, four numbers of a thread are adjacent, followed by those of the next thread. So a thread writes 16 bytes at a
 time without bank conflicts, and TMA adds to consecutive memory. At the end another kernel converts the sum to rows.
 
-The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64 or 128. A tile
-of queries has two consecutive halves of 64 by 64: halves of its columns if headdim is above 64, else of its rows.
+The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64, 128 or 256. A
+tile of queries has two or four consecutive pieces of 64 by 64: parts of its columns if headdim is above 64, else of its
+rows.
 
 In deterministic mode, and for short sequences, programs add to a tile in the order of their tiles of keys. Each tile of
 dQ has a counter as semaphore. The tiles of keys that add to a tile are ranked, and its counter is the rank that may add
@@ -37,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ringflash.kernels.contract import DqSum
-from ringflash.kernels.hopper.config import TILE, dq_sum_shape
+from ringflash.kernels.hopper.config import dq_sum_shape, dq_tile
 from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
 from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.launch import Launches, layout
@@ -47,9 +48,16 @@ from ringflash.state import contiguous
 
 @gluon.jit
 def arranged(x):
-    """Returns half a tile, (64, 64) in the layout of a four-warp matmul, reordered as memory stores it."""
+    """Returns a piece, (64, 64) in the layout of a four-warp matmul, reordered as memory stores it."""
     x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, row of two, thread of eight; column group, thread of four, column of two
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([16, 256])
+
+
+@gluon.jit
+def in_rows(x, LAYOUT: gl.constexpr):
+    """Returns what `arranged` has reordered as (64, 64) in its first layout."""
+    x = x.reshape([4, 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([64, 64])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 class SemaphoreOrder(NamedTuple):
@@ -62,13 +70,19 @@ class SemaphoreOrder(NamedTuple):
 
 
 @gluon.jit
-def pass_dq(C: gl.constexpr, dq, i, ring):
-    """Writes half `C` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
-    use = i * 2 + C
-    wait_empty(ring, use + 2)  # of use - 2, four before use + 2: this half of tile i - 1, in the same buffer
-    ring.buffers.index(C).store(arranged(dq))
+def wait_passed(PIECE: gl.constexpr, i, ring, PIECES: gl.constexpr):
+    """Waits until the buffer for piece `PIECE` of dq of tile `i` is empty: pieces are alternately in two buffers."""
+    use = i * PIECES + PIECE
+    wait_empty(ring, use + 2 * PIECES - 2)  # of use - 2, in the same buffer; the ring has 2 * PIECES stages
+
+
+@gluon.jit
+def pass_dq(PIECE: gl.constexpr, dq, i, ring, PIECES: gl.constexpr):
+    """Writes piece `PIECE` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
+    wait_passed(PIECE, i, ring, PIECES)
+    ring.buffers.index(PIECE % 2).store(arranged(dq))
     fence_async_shared()
-    mbarrier.arrive(full_barrier(ring, use), count=1)
+    mbarrier.arrive(full_barrier(ring, i * PIECES + PIECE), count=1)
 
 
 @gluon.jit
@@ -108,27 +122,30 @@ def _pass_turn(counter, following):
 
 
 @gluon.jit
-def add_tile(view, tile, turns, place, n, ring, use, ORDERED: gl.constexpr):
-    """Adds uses `use` and `use + 1` of `ring`, the halves of a tile of dq, to the sum, and releases them.
+def add_tile(view, tile, turns, place, n, ring, i, ORDERED: gl.constexpr, PIECES: gl.constexpr):
+    """Adds the pieces of tile `i` of dq in `ring` to the sum, and releases them.
 
     One warp runs this. `tile` counts over the whole sum, `n` over the queries of the tile's head. With `ORDERED` the
-    warp first waits until the tile of keys `place` may add.
+    warp first waits until the tile of keys `place` may add. Of two pieces both are added before it waits for either; of
+    four, two share a buffer, so that each is released before the next.
     """
     ROWS: gl.constexpr = view.block_type.shape[0]
+    AT_ONCE: gl.constexpr = 2 if PIECES == 2 else 1
     before = 1  # 0 if the tile is not initialised: store instead of adding
     if ORDERED:
         turn, following = _turn_of(turns, place, n)
         before = _await_turn(turns.counters + tile, turn)
-    for c in gl.static_range(2):
-        wait_full(ring, use + c)
-        at = [(tile * 2 + c) * ROWS, 0]
-        if before:
-            reduce_add(view, at, ring.buffers.index(c))
-        else:
-            copy_from_shared(view, at, ring.buffers.index(c))
-    tma.store_wait(0)
-    for c in gl.static_range(2):
-        release(ring, use + c)
+    for begin in gl.static_range(0, PIECES, AT_ONCE):
+        for piece in gl.static_range(begin, begin + AT_ONCE):
+            wait_full(ring, i * PIECES + piece)
+            at = [(tile * PIECES + piece) * ROWS, 0]
+            if before:
+                reduce_add(view, at, ring.buffers.index(piece % 2))
+            else:
+                copy_from_shared(view, at, ring.buffers.index(piece % 2))
+        tma.store_wait(0)
+        for piece in gl.static_range(begin, begin + AT_ONCE):
+            release(ring, i * PIECES + piece)
     if ORDERED:
         _pass_turn(turns.counters + tile, following)
 
@@ -161,7 +178,7 @@ class DqAccumulator(DqSum):
             total = self.q.new_empty_strided(*contiguous(dq_sum_shape(self.q)), dtype=torch.float32)
             self._arranged, self._scale, cleared = total, scale, total
             if in_turns:
-                cleared = self.counters = total.new_empty(total.numel() // TILE, dtype=torch.int32)
+                cleared = self.counters = total.new_empty(total.numel() // dq_tile(total.shape[3]), dtype=torch.int32)
             if is_cleared:
                 cleared.zero_()
         assert scale == self._scale
@@ -182,7 +199,7 @@ class DqAccumulator(DqSum):
         dq = self.q.new_empty_strided(*contiguous(self.q.shape), dtype=dtype)
         batch, seqlen, nheads, headdim = dq.shape
         rows, columns = total.shape[2:]
-        ntiles = rows * columns // TILE
+        ntiles = rows * columns // dq_tile(columns)
         tensors = (total, dq) if counters is None else (total, dq, counters)
         key = self._scale, counters is None, *layout(dq)
         if not _finishes.repeat(key, tensors):
@@ -195,19 +212,20 @@ class DqAccumulator(DqSum):
 def _finish_kernel(total, counters, dq, scale, ntiles, seqlen, nheads, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Converts one tile of queries of a head to rows of dq: zeros if its counter shows that nothing was added."""
     SIZE: tl.constexpr = 64 * 64
-    BLOCK_M: tl.constexpr = 2 * SIZE // BLOCK_D
+    PIECES: tl.constexpr = BLOCK_D // 64 if BLOCK_D > 64 else 2
+    BLOCK_M: tl.constexpr = PIECES * SIZE // BLOCK_D
     program = tl.program_id(0).to(tl.int64)
     head, begin = program // ntiles, program % ntiles * BLOCK_M
     came = True
     if counters is not None:
         came = tl.load(counters + program) != 0
     target = dq + (head // nheads * seqlen * nheads + head % nheads) * HEADDIM
-    for half in tl.static_range(2):
-        x = tl.load(total + (program * 2 + half) * SIZE + tl.arange(0, SIZE), mask=came, other=0.0) * scale
+    for piece in tl.static_range(PIECES):
+        x = tl.load(total + (program * PIECES + piece) * SIZE + tl.arange(0, SIZE), mask=came, other=0.0) * scale
         x = tl.permute(x.reshape([4, 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5)).reshape([64, 64])  # undoes `arranged`
-        row, column = begin, half * 64
+        row, column = begin, piece * 64
         if BLOCK_D == 64:
-            row, column = begin + half * 64, 0
+            row, column = begin + piece * 64, 0
         rows, columns = row + tl.arange(0, 64), column + tl.arange(0, 64)
         inside = (rows < seqlen)[:, None] & (columns < HEADDIM)[None, :]
         pointers = target + rows[:, None] * nheads * HEADDIM + columns[None, :]

@@ -146,7 +146,7 @@ def isolate_queries(C: gl.constexpr, shared, i, STAGES: gl.constexpr, kind):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if C == 0:
         lse_row = shared.numbers.index(slot_of(i, STAGES))
-        minus_delta = shared.numbers.index(STAGES + slot_of(i, STAGES)).load(LAYOUT)
+        minus_delta = shared.numbers.index(STAGES + slot_of(i, kind.DOUT_STAGES)).load(LAYOUT)
         lse_row.store(gl.where(_is_finite(minus_delta), lse_row.load(LAYOUT), float("nan")))
         _zero_not_finite(buffer_of(shared.q, i).reshape([kind.BLOCK_M, kind.BLOCK_D]), kind.BLOCK_M, kind.BLOCK_D)
     else:

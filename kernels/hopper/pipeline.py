@@ -4,10 +4,10 @@ The warps of a program have roles. One producer warp (`load_warp`) copies tiles 
 warpgroups (`mma_warpgroup`) multiply them. One warp (`scheduler_warp`) decides which tile the program owns next. In the
 backward two more warps add dQ to global memory.
 
-A `Ring` has two to four stages, each a buffer of shared memory with two mbarriers, full and empty. The producer waits
-for empty and starts a copy that completes full. Consumers wait for full, read the buffer and arrive at empty. Use i of
-a ring is the i-th fill, counted from 0 over all tiles of the program. It has stage i % STAGES, and the parity of
-i // STAGES is its phase. No barrier is ever reset.
+A `Ring` has one to four stages, or eight, each a buffer of shared memory with two mbarriers, full and empty. The
+producer waits for empty and starts a copy that completes full. Consumers wait for full, read the buffer and arrive at
+empty. Use i of a ring is the i-th fill, counted from 0 over all tiles of the program. It has stage i % STAGES, and the
+parity of i // STAGES is its phase. No barrier is ever reset.
 
 Programs are persistent: each stays on its multiprocessor until no tile is left. So copies for the next tile begin while
 the current tile ends (`scheduler.py`).
@@ -78,7 +78,7 @@ def make_ring(
     READERS: gl.constexpr,
     WRITERS: gl.constexpr = 1,
 ):
-    """Makes a ring of two to four stages and initialises its barriers.
+    """Makes a ring of one, two, three, four or eight stages and initialises its barriers.
 
     A full barrier completes after `WRITERS` arrivals and an empty barrier after `READERS` arrivals, one from each role.
     """
@@ -102,7 +102,7 @@ def phase_of(i, STAGES: gl.constexpr):
     """Returns the phase of use `i`: the parity of i // STAGES, the number of earlier uses of its stage."""
     uses = i // STAGES
     if STAGES != 3:
-        uses = i >> (STAGES // 2)
+        uses = i >> (STAGES // 2 - STAGES // 8)  # log2 of 1, 2, 4 or 8
     return uses & 1
 
 

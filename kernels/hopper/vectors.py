@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.contract import PendingDelta
-from ringflash.kernels.hopper.config import TILE, padded_rows
+from ringflash.kernels.hopper.config import dq_tile, padded_rows
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
@@ -139,7 +139,7 @@ def prepared_vectors(
         arguments = (
             strided(out), strided(dout), dlse_rows, lse, minus_lse, minus_delta, lost,
             total if counters is None else None, counters, factor, ntiles, seqlen, nheads,
-            headdim, columns, TILE, PREPARED,
+            headdim, columns, dq_tile(columns), PREPARED,
         )  # fmt: skip
         _preparations.first(key, _prepare_kernel, (ntiles * batch * nheads,), arguments, FUSED, tensors)
     return minus_lse, minus_delta, lost

@@ -182,8 +182,8 @@ def _hopper_bytes(shape: Shape) -> dict[str, int]:
             shape.headdim, masked=shape.causal or shape.seqlen % hopper.KEYS > 0, visits=visits
         )
         passes["forward"] = traffic.forward_kernel(shape, Tile(tiles.consumers * hopper.ROWS, tiles.block_n))
-    if known and shape.headdim <= fallback.WIDEST_BACKWARD:
-        tile = Tile(hopper.backward_config(shape.headdim).block_m, hopper.KEYS)
+        of_backward = hopper.backward_config(shape.headdim)
+        tile = Tile(of_backward.block_m, of_backward.keys)
         before = traffic.delta_kernel(shape) + traffic.negated_statistics(shape)
         backward = before + traffic.dkdv_kernel(shape, tile)
         if not hopper.prefer_triton_backward(shape.batch, shape.seqlen, shape.seqlen, shape.nheads_kv, shape.headdim):

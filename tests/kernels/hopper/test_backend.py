@@ -96,6 +96,7 @@ KNOWN: dict[str, Call] = {
     "narrow": call(headdim=8),
     "odd": call(headdim=40),
     "128 in a ring": call(headdim=128, carried=True),
+    "256": call(headdim=256),
     "heads before rows": call(change=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
     "some of the heads": call(change=lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]]),
 }
@@ -109,7 +110,6 @@ UNKNOWN: dict[str, Call] = {
     "wider values": call(headdim=64, headdim_v=128),
     "narrower values": call(headdim=128, headdim_v=64),
     "float32": call(dtype=torch.float32),
-    "256 in a ring": call(headdim=256, carried=True),
     "wider than 256": call(headdim=264),
     "rows of 72 bytes": call(headdim=36),
     "chunks out of order": call(chunks=(Chunk(24, 24), Chunk(0, 24))),
@@ -139,11 +139,11 @@ def test_routes(calls: list[Any], name: str, kernels: str, run: Callable[[Call],
 
 
 def test_routes_of_sinks_and_of_wide_heads(calls: list[Any]) -> None:
-    """Checks that sinks only keep the forward from the Hopper kernels, and that wide heads only keep the backward."""
-    for given in (call(sinks=torch.zeros(4)), call(headdim=256)):
+    """Checks that sinks, and wide heads in a ring, keep only the forward from the Hopper kernels."""
+    for given in (call(sinks=torch.zeros(4)), call(headdim=256, carried=True)):
         run_forward(given)
         run_backward(given)
-    assert [kernels for kernels, _, _ in calls] == ["portable", "hopper", "hopper", *["portable"] * 2]
+    assert [kernels for kernels, _, _ in calls] == ["portable", "hopper"] * 2
 
 
 def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:

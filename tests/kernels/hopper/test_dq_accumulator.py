@@ -11,7 +11,8 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
 from ringflash.kernels.hopper.backend import HOPPER as BACKEND
-from ringflash.kernels.hopper.dq_accumulator import TILE, DqAccumulator
+from ringflash.kernels.hopper.config import dq_tile
+from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full
 from tests.accuracy import Problem
@@ -19,18 +20,26 @@ from tests.kernels.backends import GPU_BACKENDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = "hopper" in GPU_BACKENDS
-SHAPES = [(2, 128, 3, 64), (1, 300, 2, 64), (2, 131, 2, 128), (1, 64, 1, 96), (1, 1, 2, 40)]
+SHAPES = [
+    (2, 128, 3, 64),
+    (1, 300, 2, 64),
+    (2, 131, 2, 128),
+    (1, 64, 1, 96),
+    (1, 1, 2, 40),
+    (2, 131, 2, 256),
+    (1, 70, 1, 136),
+]
 
 
 def arrange(rows: Tensor) -> Tensor:
     """Returns `rows` (batch, nheads, tokens, columns) in the order of the kernel's sum, by definition of that order."""
     batch, nheads, tokens, columns = rows.shape
-    block_m = 8192 // columns
-    halves = (slice(0, 64), slice(64, 128))
+    block_m = max(64, 8192 // columns)
+    pieces = [slice(begin, begin + 64) for begin in range(0, max(columns, block_m), 64)]
     tiles = []
     for tile in rows.reshape(-1, block_m, columns):
-        for half in halves:
-            x = tile[half, :] if columns == 64 else tile[:, half]
+        for piece in pieces:
+            x = tile[piece, :] if columns == 64 else tile[:, piece]
             flat = x.new_empty(4096)
             for row in range(64):
                 warp, second, thread = row // 16, row % 16 // 8, row % 8
@@ -54,8 +63,9 @@ def test_finish_gives_rows(shape: tuple[int, ...], with_rows: bool, ordered: boo
     if ordered:  # every tile but the first has a stored value; the first is uninitialised memory
         assert total.counters is not None
         total.counters[1:] = 1
-        tiles.view(-1, TILE)[0] = torch.nan
-        rows[0, 0, : TILE // tiles.shape[3]] = 0.0
+        columns = tiles.shape[3]
+        tiles.view(-1, dq_tile(columns))[0] = torch.nan
+        rows[0, 0, : dq_tile(columns) // columns] = 0.0
     expected = 0.5 * rows[:, :, :seqlen, :headdim].transpose(1, 2)
     if with_rows:  # from other kernels, for hops that the Hopper kernels refuse
         more = torch.randn(shape, device=DEVICE)
@@ -87,7 +97,7 @@ def test_only_rows_added() -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> None:
     """Checks a sum of tiles from one hop and rows from another, which has keys that the copy engine cannot read."""
@@ -118,7 +128,7 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
     """Checks that all counters are 1 after every launch, and that the sum agrees with an unordered one."""
     q, dout = (torch.randn(2, 1000, 8, headdim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -142,7 +152,7 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs sm_90")
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_the_first_turn_stores(headdim: int) -> None:
     """Checks tiles that the first hop stores, tiles that the second hop stores or adds to, and tiles without a sum."""
     given = Problem.random(

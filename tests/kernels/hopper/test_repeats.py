@@ -39,7 +39,7 @@ def test_forward(headdim: int, mask: rf.Causal | None) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS[:2])
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
 def test_hops(headdim: int, mask: rf.Causal) -> None:
     """Repeats rings: states pass between hops, tiles process none, one or many others, and sums span many launches."""
     given = Problem.random(
@@ -54,7 +54,7 @@ def test_hops(headdim: int, mask: rf.Causal) -> None:
 @pytest.mark.parametrize("processors", [1, 3, 131])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("mask", [MASKS[1], *MASKS_BACKWARD[-2:]])
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
 def test_any_number_of_programs(
     headdim: int, mask: rf.Causal, deterministic: bool, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +72,7 @@ def test_any_number_of_programs(
 
 
 @pytest.mark.parametrize("mask", MASKS_BACKWARD)
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
 def test_deterministic_backward(headdim: int, mask: rf.Causal | None) -> None:
     given = problem(mask, headdim)
     inputs = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]

@@ -26,7 +26,7 @@ MASKS = [
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
 def test_the_default_mode(
     headdim: int, heads: tuple[int, int], mask: Mask, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +40,7 @@ def test_the_default_mode(
 @pytest.mark.parametrize("mask", [None, rf.Causal()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seqlen", [(300, 431), (799, 150), (33, 700)])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_other_lengths(
     headdim: int,
     seqlen: tuple[int, int],
@@ -64,7 +64,7 @@ WINDOWS = [
 @NEEDS_SM_90
 @pytest.mark.parametrize("mask", WINDOWS, ids=str)
 @pytest.mark.parametrize("nheads_kv", [8, 4, 1])
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
 def test_windows_of_shared_heads(headdim: int, nheads_kv: int, mask: Mask) -> None:
     """Checks windows with shared heads: all tiles of a head are processed before the tiles of the group's next head."""
     problem = Problem.random(

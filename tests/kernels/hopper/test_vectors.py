@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringflash.kernels.contract import PendingDelta
-from ringflash.kernels.hopper.config import TILE, padded_rows
+from ringflash.kernels.hopper.config import dq_tile, padded_rows
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.triton.delta import delta as delta_of
 
@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize(("headdim", "columns"), [(64, 64), (40, 64), (96, 128), (128, 128)])
+@pytest.mark.parametrize(("headdim", "columns"), [(64, 64), (40, 64), (96, 128), (128, 128), (136, 256)])
 @pytest.mark.parametrize("seqlen", [1, 100, 256])
 def test_one_launch_has_the_bits_of_two(
     seqlen: int, headdim: int, columns: int, in_turns: bool, with_dlse: bool
@@ -25,7 +25,9 @@ def test_one_launch_has_the_bits_of_two(
     lse = torch.randn(batch, nheads, seqlen, device=DEVICE)
     dlse = torch.randn(batch, seqlen, nheads, device=DEVICE).transpose(1, 2) if with_dlse else None
     total = torch.full((batch, nheads, padded, columns), torch.nan, device=DEVICE)
-    counters = torch.full((total.numel() // TILE,), 7, dtype=torch.int32, device=DEVICE) if in_turns else None
+    counters = (
+        torch.full((total.numel() // dq_tile(columns),), 7, dtype=torch.int32, device=DEVICE) if in_turns else None
+    )
     lost = torch.zeros(4, dtype=torch.int32, device=DEVICE)[1:]
     *got, reported = prepared_vectors(dout, lse, PendingDelta(out, dlse), factor, lost, total, counters)
     delta = delta_of(out, dout, dlse)
