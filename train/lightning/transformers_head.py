@@ -59,7 +59,7 @@ def why_whole_logits(model: Any) -> str | None:
     return None
 
 
-def states_loss(model: Any, input_ids: Tensor, labels: Tensor, **given: Any) -> TokenLosses:
+def states_loss(model: Any, input_ids: Tensor, labels: Tensor, *, each: bool = False, **given: Any) -> TokenLosses:
     """Computes `token_losses(model(input_ids, **given).logits, labels)` without whole logits.
 
     `why_whole_logits(model)` must be None. Under FSDP it runs in a forward method of `model`, in which the head's
@@ -69,10 +69,11 @@ def states_loss(model: Any, input_ids: Tensor, labels: Tensor, **given: Any) -> 
         model: model with a `base_model` and a head.
         input_ids: (batch, seqlen) int64.
         labels: (batch, seqlen) int64, as in `linear_token_loss`.
+        each: as in `linear_token_loss`.
         given: keywords of the model's forward.
     """
     states = model.base_model(input_ids, **given).last_hidden_state
-    return linear_token_loss(states, model.get_output_embeddings().weight, labels)
+    return linear_token_loss(states, model.get_output_embeddings().weight, labels, each=each)
 
 
 def _stand_in(logits: Tensor) -> Tensor:

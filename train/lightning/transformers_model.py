@@ -319,21 +319,24 @@ class TransformersModel(RingModule):
             )
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        num_valid = batch.get("num_valid_tokens")
+        losses = self._token_losses(self.decoder, batch)
+        return losses, count_valid(batch["labels"]) if num_valid is None else num_valid
+
+    def _token_losses(self, model: Any, batch: dict[str, Tensor], *, each: bool = False) -> TokenLosses:
+        """Returns the losses of this rank's tokens under `model`; with `each` those of single tokens have a graph."""
         input_ids, labels = batch["input_ids"], batch["labels"]
-        position_ids, num_valid = torch.atleast_2d(positions_of(batch)), batch.get("num_valid_tokens")
+        position_ids = torch.atleast_2d(positions_of(batch))
         if self.context is None and self.vocab_size is not None:
             check_tokens(batch, self.vocab_size)
         keywords: dict[str, Any] = {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed()}
         if (documents := documents_of(batch)) is not None:
             keywords["ring_documents"] = documents
-        model: Any = self.decoder
         keywords |= {"position_ids": position_ids, "use_cache": False}
         with self._autocast():
             if (chunked_loss := getattr(model, CHUNKED_LOSS, None)) is not None:
-                losses = chunked_loss(input_ids, labels, **keywords)
-            else:
-                losses = token_losses(model(input_ids, **keywords).logits, labels)
-        return losses, count_valid(labels) if num_valid is None else num_valid
+                return chunked_loss(input_ids, labels, each=each, **keywords)
+            return token_losses(model(input_ids, **keywords).logits, labels, each=each)
 
     def _dropout_seed(self) -> int:
         """Returns a seed that is equal on all ranks that share a sequence, and differs at every micro-batch."""

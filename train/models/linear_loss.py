@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**30
 ROW_MULTIPLE = 128  # rows in a tile of a matrix product
 
 
-def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLosses:
+def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, each: bool = False) -> TokenLosses:
     """Computes `token_losses(hidden @ weight.T, labels)` with the logits of `chunk_rows` tokens at a time.
 
     The forward also computes the gradients, dhidden = dlogits @ weight and dweight = dlogits.T @ hidden, so that each
@@ -38,6 +38,8 @@ def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLo
         weight: (vocab_size, dim), whole: under FSDP inside the forward of the module that gathers it.
         labels: (batch, seqlen) int64 in [0, vocab_size), or `IGNORE_INDEX`. Other values are undefined behaviour on
             GPUs; `ringflash.train.lightning.batch.check_tokens` rejects them while they are on the CPU.
+        each: give the loss of each token a graph, for losses that weight tokens. The backward then computes a trained
+            weight's gradient, from logits that it makes once more.
 
     Raises:
         ArgumentError: the shapes do not fit.
@@ -54,8 +56,8 @@ def linear_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLo
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        total, tokens = _LinearTokenLoss.apply(hidden.flatten(0, -2), weight, labels.flatten(), needs_gradient)
-    return TokenLosses(total, tokens.view(labels.shape))
+        losses: Any = _LinearTokenLoss.apply(hidden.flatten(0, -2), weight, labels, needs_gradient, each)
+    return TokenLosses(*losses)
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -67,37 +69,57 @@ def chunk_rows(vocab_size: int) -> int:
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_gradient: bool, each: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        cross_entropy = _fused_cross_entropy() if hidden.is_cuda else _cross_entropy
-        losses = torch.empty(labels.shape, dtype=dtype, device=hidden.device)
+        losses = torch.empty(labels.shape, dtype=dtype, device=hidden.device)  # no view, since FSDP2 warns of those
+        by_row, labels = losses.view(-1), labels.flatten()
         dhidden = torch.empty_like(hidden) if needs_gradient else None
         trains_head = needs_gradient and ctx.needs_input_grad[1]
-        dweight = torch.zeros_like(weight, dtype=dtype) if trains_head else None
-        for start in range(0, labels.shape[0], step := chunk_rows(weight.shape[0])):
-            rows = slice(start, start + step)
-            logits = _product(hidden[rows], weight.T, dtype)
-            losses[rows], dlogits = cross_entropy(logits, labels[rows], hidden.dtype if needs_gradient else None)
-            del logits  # frees them before the next chunk's logits are made
+        dweight = torch.zeros_like(weight, dtype=dtype) if trains_head and not each else None
+        for rows in _chunks(labels, weight):
+            by_row[rows], dlogits = _chunk(hidden[rows], weight, labels[rows], dtype, needs_gradient)
             if dlogits is not None and dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
                 if dweight is not None:
                     _add_product(dweight, dlogits.T, hidden[rows])
-        ctx.save_for_backward(dhidden, dweight)
+        ctx.save_for_backward(dhidden, dweight, *((hidden, weight, labels) if trains_head and each else ()))
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(losses)
+        if not each:
+            ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dhidden, dweight = ctx.saved_tensors
-        if dweight is None:
-            return dhidden * douts[0], None, None, None
-        rounded = torch.empty_like(dweight, dtype=ctx.weight_dtype)
-        torch.mul(dweight, douts[0], out=rounded)  # avoids a second float32 copy of the largest gradient
-        return dhidden * douts[0], rounded, None, None
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dhidden, dweight, *of_head = ctx.saved_tensors
+        scales = (douts[0] + douts[1]).flatten()[:, None]  # without `each` the second is 0
+        if of_head:
+            hidden, weight, labels = of_head
+            dweight = torch.zeros_like(weight, dtype=scales.dtype)
+            for rows in _chunks(labels, weight):
+                _, dlogits = _chunk(hidden[rows], weight, labels[rows], scales.dtype, needs_gradient=True)
+                assert dlogits is not None
+                _add_product(dweight, torch.mul(dlogits, scales[rows], out=dlogits).T, hidden[rows])
+            dweight = dweight.to(weight.dtype)
+        elif dweight is not None:
+            # Avoids a second float32 copy of the largest gradient.
+            rounded = torch.empty_like(dweight, dtype=ctx.weight_dtype)
+            dweight = torch.mul(dweight, douts[0], out=rounded)
+        return torch.mul(dhidden, scales, out=torch.empty_like(dhidden)), dweight, None, None, None
+
+
+def _chunk(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns losses and dlogits of some rows. Their logits are freed here, before the next chunk's are made."""
+    cross_entropy = _fused_cross_entropy() if hidden.is_cuda else _cross_entropy
+    return cross_entropy(_product(hidden, weight.T, dtype), labels, hidden.dtype if needs_gradient else None)
+
+
+def _chunks(labels: Tensor, weight: Tensor) -> list[slice]:
+    step = chunk_rows(weight.shape[0])
+    return [slice(start, start + step) for start in range(0, labels.shape[0], step)]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ class TokenLosses(NamedTuple):
 
     Args:
         total: sum over valid tokens, a scalar with a graph.
-        tokens: loss of each token, in the labels' shape, without a graph.
+        tokens: loss of each token, in the labels' shape; it has a graph only where the caller asked for one.
     """
 
     total: Tensor
@@ -29,7 +29,7 @@ def count_valid(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> TokenLosses:
+def token_losses(logits: Tensor, labels: Tensor, *, each: bool = False) -> TokenLosses:
     """Sums logsumexp(logits) - logits[label] over valid tokens: a float32 scalar (float64 for float64 logits).
 
     The loss is computed in the result's dtype, `CHUNK_TOKENS` tokens at a time; the backward rebuilds the softmax from
@@ -39,9 +39,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> TokenLosses:
     Args:
         logits: (..., vocab_size), any float dtype.
         labels: (...) int64 in [0, vocab_size), or `IGNORE_INDEX`.
+        each: give the loss of each token a graph, for losses that weight tokens.
     """
-    total, tokens = _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
-    return TokenLosses(total, tokens.view(labels.shape))
+    tokens: Any = _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
+    return TokenLosses(tokens.sum(), (tokens if each else tokens.detach()).view(labels.shape))
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
         losses = torch.empty_like(lse)
@@ -62,8 +63,7 @@ class _TokenLoss(torch.autograd.Function):
             picked = x.gather(-1, labels[rows].masked_fill(~valid, 0)[:, None])[:, 0]
             losses[rows] = (lse[rows] - picked).masked_fill(~valid, 0)
         ctx.save_for_backward(logits, labels, lse)
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -75,7 +75,7 @@ class _TokenLoss(torch.autograd.Function):
             dx = (logits[rows].to(lse.dtype) - lse[rows][:, None]).exp_()
             index = labels[rows][:, None].masked_fill(~valid, 0)
             dx.scatter_add_(-1, index, torch.full_like(index, -1, dtype=dx.dtype))
-            dlogits[rows] = dx.mul_(dout[0]).masked_fill_(~valid, 0).to(logits.dtype)
+            dlogits[rows] = dx.mul_(dout[0][rows][:, None]).masked_fill_(~valid, 0).to(logits.dtype)
         return dlogits, None
 
 

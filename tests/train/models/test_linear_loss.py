@@ -11,6 +11,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.train.models import linear_loss
 from ringflash.train.models.linear_loss import chunk_rows, linear_token_loss
+from ringflash.train.models.loss import token_losses
 from tests.accuracy import rms_of
 
 VOCAB, DIM = 19, 8
@@ -41,6 +42,28 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def in_chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(linear_loss, "CHUNK_BYTES", 4 * VOCAB * rows)
     patch.setattr(linear_loss, "ROW_MULTIPLE", 1)
+
+
+@settings(deadline=None, max_examples=15)
+@given(rows=st.integers(1, 90), seqlen=st.integers(1, 40), trains_head=st.booleans())
+def test_tokens_of_different_weights(rows: int, seqlen: int, trains_head: bool) -> None:
+    hidden, weight, labels = example(torch.float64, seqlen)
+    weight.requires_grad_(trains_head)
+    inputs = (hidden, weight) if trains_head else (hidden,)
+    scales = torch.linspace(-1, 2, labels.numel(), dtype=torch.float64).view(labels.shape)
+    expected = reference(hidden, weight, labels)
+    with pytest.MonkeyPatch.context() as patch:
+        in_chunks_of(rows, patch)
+        total, tokens = linear_token_loss(hidden, weight, labels, each=True)
+        gradients = torch.autograd.grad((tokens * scales).sum(), inputs)
+    torch.testing.assert_close(tokens, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(total, expected.sum(), atol=1e-11, rtol=0)
+    logits = torch.nn.functional.linear(hidden, weight)
+    whole = token_losses(logits, labels, each=True).tokens
+    for made in (gradients, torch.autograd.grad((whole * scales).sum(), inputs, retain_graph=True)):
+        wanted = torch.autograd.grad((expected * scales).sum(), inputs, retain_graph=True)
+        for actual, each in zip(made, wanted, strict=True):
+            torch.testing.assert_close(actual, each, atol=1e-11, rtol=0)
 
 
 @settings(deadline=None, max_examples=25)
