@@ -16,6 +16,7 @@ from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare, skipped_rows
 from ringflash.train.data.sources import MAX_LINE
 from ringflash.train.data.tokenizer import BYTES, Tokenizer
+from ringflash.train.preference.chat import PairChat
 
 REPORTED = 5  # skipped rows that the end of a preparation describes
 DESCRIPTION = """Turns text or conversations into token files, which `ringflash train` reads with --data.corpus=FOLDER.
@@ -26,7 +27,10 @@ and .zst with the package zstandard. Run it again when it was interrupted: what 
 
 With --chat, rows are conversations: {"messages": [{"role": ..., "content": ...}, ...]}, with "tools" if there are
 any, or {"prompt": ..., "completion": ...}, where "response" may stand for "completion". The chat template of
---tokenizer renders them, and training learns the turns that --learn names."""
+--tokenizer renders them, and training learns the turns that --learn names.
+
+With --pairs, rows are preferences for `ringflash dpo`: {"prompt": ..., "chosen": ..., "rejected": ...}, each as text or
+as a list of messages. Without "prompt", "chosen" and "rejected" are whole conversations that begin alike."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--text-field", default="text", help="field or column of the text (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="rows are conversations; needs transformers")
+    parser.add_argument("--pairs", action="store_true", help="rows are preferences; needs transformers")
     parser.add_argument("--learn", choices=get_args(Learn), help="turns that --chat learns (default: assistant)")
     parser.add_argument(
         "--skip-bad", action="store_true", help="leave out rows that are no documents, and report them at the end"
@@ -64,15 +69,20 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     if options.learn and not options.chat:
         raise ArgumentError("--learn", expected="--chat beside it", got="none", remedy="Add --chat, or leave it out.")
-    if options.begin_of_document and options.chat:
+    if options.pairs and options.chat:
+        remedy = "Leave --chat out: rows of preferences are rendered in the same way."
+        raise ArgumentError("--pairs", expected="no --chat beside it", got="both", remedy=remedy)
+    if options.begin_of_document and (options.chat or options.pairs):
         raise ArgumentError(
             "--begin-of-document",
-            expected="none with --chat",
+            expected=f"none with --{'chat' if options.chat else 'pairs'}",
             got=options.begin_of_document,
             remedy="Leave it out: the chat template writes the tokens around a conversation.",
         )
     tokenizer = Tokenizer.load(options.tokenizer, options.end_of_document, options.begin_of_document)
     chat = Chat.load(options.tokenizer, options.learn or "assistant") if options.chat else None
+    if options.pairs:
+        chat = PairChat.load(options.tokenizer)
     try:
         files = prepare(
             options.sources,
@@ -101,7 +111,12 @@ def main(argv: Sequence[str]) -> int:
     learnt = "" if header.num_learnt is None else f", {header.num_learnt:,} of them to learn,"
     print(
         f"{options.to}: {header.num_tokens:,} tokens{learnt} in {header.num_documents:,} documents and "
-        f"{len(header.shards)} files, of {tokenizer.name}\n"
+        f"{len(header.shards)} files, of {tokenizer.name}"
+    )
+    if options.pairs:
+        print(f"  ringflash dpo: --data.corpus={options.to}")
+        return 0
+    print(
         f"  ringflash train: --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}\n"
         f"  ringflash finetune: --data.corpus={options.to}{' --data.documents=whole' if options.chat else ''}"
     )

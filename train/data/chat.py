@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from ringflash.errors import DataError
 from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, field_names, read_rows
@@ -37,9 +37,12 @@ class Chat:
 
     template: str
     learn: Learn = ASSISTANT
+    option: ClassVar[str] = "--chat"  # of `ringflash prepare`
+    fields: ClassVar[Sequence[str]] = FIELDS  # of rows
+    has_pairs: ClassVar[bool] = False  # whether a row holds two conversations, and so makes two documents
 
     @classmethod
-    def load(cls, tokenizer: str | Path, learn: Learn = ASSISTANT) -> Chat:
+    def load(cls, tokenizer: str | Path, learn: Learn = ASSISTANT) -> Self:
         """Loads the chat template of a tokenizer's folder, or of the folder of its tokenizer.json.
 
         Raises:
@@ -53,7 +56,7 @@ class Chat:
             from transformers import AutoTokenizer
         except ImportError as error:
             remedy = "Install ringflash[hf]."
-            raise DataError("--chat", expected="the library `transformers`", got="none", remedy=remedy) from error
+            raise DataError(cls.option, expected="the library `transformers`", got="none", remedy=remedy) from error
         try:
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises many classes
@@ -84,12 +87,12 @@ class Chat:
         """
         if part.source.kind == "text":
             raise DataError(
-                "--chat",
+                self.option,
                 expected="rows: .jsonl, .ndjson or .parquet files, or saved data sets",
                 got=f"{part.source.path}, a file of text",
                 remedy="Leave it out, for instance with a glob: folder/*.jsonl.",
             )
-        return read_rows(part, FIELDS, self._render, max_line, skip)
+        return chain.from_iterable(read_rows(part, self.fields, self._render_row, max_line, skip))
 
     def prompt(self, question: str) -> str:
         """Returns a user's message as the template renders it, up to the beginning of the assistant's turn.
@@ -117,6 +120,10 @@ class Chat:
             raise DataError(CHAT_TEMPLATE, expected="a turn to render", got=str(error), remedy=remedy) from error
         after = tokenizer.encode(text.rpartition(answer)[2])
         return next((token for token in after if token in tokenizer.special_tokens), None)
+
+    def _render_row(self, row: Any) -> Sequence[tuple[str, Spans]]:
+        """Returns the conversations of a row, rendered."""
+        return [self._render(row)]
 
     def _render(self, row: Any) -> tuple[str, Spans]:
         messages, tools = messages_of(row), row.get("tools")

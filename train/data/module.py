@@ -99,8 +99,7 @@ class TextDataModule(pl.LightningDataModule):
                 got=known,
                 remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
             )
-        fraction = self._val_fraction(tokens)
-        self._samples = train_and_held_out(TokenStream(tokens), self.context_length, fraction, self.documents)
+        self._samples = self._cut(TokenStream(tokens), self._val_fraction(tokens))
         if tokens.header.num_learnt is not None:
             self._check_learnt(speak=stage == "fit" and (self.trainer is None or self.trainer.is_global_zero))
         if stage == "fit" and self.trainer is not None and self.trainer.loggers:
@@ -109,6 +108,14 @@ class TextDataModule(pl.LightningDataModule):
                 tokens.tokenizer.save(Path(folder) / RUN_FOLDER)
                 if (template := tokens.folder / "tokenizer" / CHAT_TEMPLATE).is_file():
                     shutil.copyfile(template, Path(folder) / RUN_FOLDER / CHAT_TEMPLATE)
+
+    def _cut(self, line: TokenStream, fraction: float) -> tuple[TokenSamples, TokenSamples]:
+        """Returns training samples and held-out samples, `fraction` of them."""
+        if line.tokens.header.has_pairs:
+            expected, remedy = "documents to learn", "Train on preferences with `ringflash dpo`."
+            got = f"{line.tokens.folder}, with pairs of a chosen and a rejected answer"
+            raise DataError("corpus", expected=expected, got=got, remedy=remedy)
+        return train_and_held_out(line, self.context_length, fraction, self.documents)
 
     @property
     def tokens(self) -> TokenFiles:

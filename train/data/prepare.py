@@ -137,7 +137,8 @@ def prepare(
         template.unlink(missing_ok=True)
         if recipe.chat is not None:
             template.write_text(recipe.chat.template, encoding="utf-8")
-        write_dataset(folder, Header(key, tuple(headers), val_fraction))
+        has_pairs = recipe.chat is not None and recipe.chat.has_pairs
+        write_dataset(folder, Header(key, tuple(headers), val_fraction, has_pairs=has_pairs))
     return TokenFiles(folder)
 
 

@@ -102,12 +102,15 @@ class Header:
         shards: headers of its shards, in order.
         val_fraction: fraction of the tokens to hold out in training; None leaves the choice to training.
         version: version of this format.
+        has_pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer to one prompt. False is left
+            out of the file.
     """
 
     key: str
     shards: tuple[ShardHeader, ...]
     val_fraction: float | None
     version: int = FORMAT_VERSION
+    has_pairs: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -264,6 +267,8 @@ def write_dataset(folder: Path, header: Header) -> None:
     """Writes the header that completes a folder."""
     temporary = folder / f".{DATASET}.{os.getpid()}"
     content = asdict(header) | {"shards": [shard.written() for shard in header.shards]}
+    if not header.has_pairs:
+        del content["has_pairs"]
     temporary.write_text(json.dumps(content, indent=1))
     with temporary.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -280,7 +285,7 @@ def read_dataset(file: Path) -> Header:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(file, str(error)) from error
-    content = _fields_of(Header, content, file)
+    content = _fields_of(Header, content, file, optional=("has_pairs",))
     key, fraction, shards = content["key"], content["val_fraction"], content["shards"]
     if not isinstance(key, str):
         raise damaged(file, f"key: expected text, got {_short(key)}")
@@ -289,7 +294,13 @@ def read_dataset(file: Path) -> Header:
         raise damaged(file, f"val_fraction: expected null or a number in [0, 1), got {_short(fraction)}")
     if not isinstance(shards, list):
         raise damaged(file, f"shards: expected a list, got {_short(shards)}")
-    return Header(key, tuple(parse_shard_header(shard, file) for shard in shards), fraction)
+    has_pairs = content.get("has_pairs", False)
+    if type(has_pairs) is not bool:
+        raise damaged(file, f"has_pairs: expected true or false, got {_short(has_pairs)}")
+    header = Header(key, tuple(parse_shard_header(shard, file) for shard in shards), fraction, has_pairs=has_pairs)
+    if has_pairs and (header.num_learnt is None or any(shard.num_documents % 2 for shard in header.shards)):
+        raise damaged(file, "has_pairs: expected an even number of documents in each shard, and learnt ids")
+    return header
 
 
 def _fields_of(
