@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from ringflash.train.lightning.transformers_model import TransformersModel
     from ringflash.train.models.config import ModelConfig
     from ringflash.train.models.lora import Lora
+    from ringflash.train.preference.data import PreferenceDataModule
+    from ringflash.train.preference.module import DpoModel
 
 __all__ = [
     "RingAttentionStrategy",
     "LanguageModel",
     "TransformersModel",
+    "DpoModel",
     "TextDataModule",
+    "PreferenceDataModule",
     "ModelConfig",
     "Lora",
     "OptimizerConfig",
@@ -32,7 +36,9 @@ _MODULES = {
     "RingAttentionStrategy": "lightning.strategy",
     "LanguageModel": "lightning.language_model",
     "TransformersModel": "lightning.transformers_model",
+    "DpoModel": "preference.module",
     "TextDataModule": "data.module",
+    "PreferenceDataModule": "preference.data",
     "ModelConfig": "models.config",
     "Lora": "models.lora",
     "OptimizerConfig": "lightning.optimizer",

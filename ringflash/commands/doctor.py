@@ -25,7 +25,7 @@ OPTIONAL = {
     "tokenizers": "extra data: `ringflash prepare` with more than bytes",
     "pyarrow": "extra data: `ringflash prepare` of Parquet files",
     "transformers": "extra hf: its models on a ring; tests compare the decoder with its Llama",
-    "peft": "extra peft: LoRA in `ringflash finetune`",
+    "peft": "extra peft: LoRA in `ringflash finetune` and `ringflash dpo`",
     "ring-flash-attn": "extra bench: a peer of `ringflash bench ring`",
 }
 

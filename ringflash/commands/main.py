@@ -28,6 +28,10 @@ COMMANDS: Commands = {
         "train.commands.finetune",
         "train a model of transformers, whole or by LoRA: `finetune fit --config FILE`",
     ),
+    "dpo": (
+        "train.commands.dpo",
+        "train a model of transformers on preferences between two answers: `dpo fit --config FILE`",
+    ),
     "prepare": ("train.commands.prepare", "turn text into token files to train on, with any tokenizer"),
     "report": ("train.callbacks.report", "draw a run's log, finished or not: a page and a picture in its folder"),
     "evaluate": (

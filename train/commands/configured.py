@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from ringflash.errors import ConfigError
+from ringflash.train.commands.dpo import DpoCLI
 from ringflash.train.commands.finetune import FinetuneCLI
 from ringflash.train.commands.train import STRATEGY, NoLanguageModel, RingCLI, quieten
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig
 
+OF_DPO = ("model.beta", "model.label_smoothing")  # options of DpoModel alone
+
 
 def configured(arguments: Sequence[str]) -> Configured:
-    """Returns the run that `ringflash train fit`, or else `ringflash finetune fit`, would start with `arguments`.
+    """Returns the run that `ringflash train fit`, `finetune fit` or `dpo fit` would start with `arguments`.
 
     Raises:
         ConfigError: as these commands, or the number of GPUs is unknown.
@@ -23,7 +26,13 @@ def configured(arguments: Sequence[str]) -> Configured:
     try:
         return Configured(arguments)
     except NoLanguageModel:
+        pass
+    try:
         return ConfiguredFinetuning(arguments)
+    except ConfigError as error:
+        if error.argument not in OF_DPO:
+            raise
+        return ConfiguredDpo(arguments)
 
 
 class Configured(RingCLI):
@@ -80,3 +89,7 @@ class Configured(RingCLI):
 
 class ConfiguredFinetuning(Configured, FinetuneCLI):
     """Builds the module and the data of `ringflash finetune fit` in the same way."""
+
+
+class ConfiguredDpo(Configured, DpoCLI):
+    """Builds the module and the data of `ringflash dpo fit` in the same way."""

@@ -50,6 +50,7 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         compiled=module.compile_blocks,
         float32_norms=module.float32_norms and not module.compile_blocks,
         trained=None if module.estimated_config is None else module.trained_size,
+        copies=module.weight_copies,
     )
 
 

@@ -86,6 +86,7 @@ class RingModule(pl.LightningModule, ABC):
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
     float32_norms = False  # whether a block's norms also keep float32 copies of their inputs, unless compiled
     offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
+    weight_copies = 1  # copies of the model's weights, of which a rank holds its shard
     init_from: str | None = None  # folder of the initial weights; its tokenizer is compared with the data
 
     def __init__(

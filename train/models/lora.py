@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,22 @@ def check_base(path: str | Path, saved: Mapping[str, Any], digest: str, base: st
             got=f"adapters of another one: its weights have digest {saved.get(BASE_DIGEST)}, those of {base} {digest}",
             remedy="Pass the base model that the adapters were trained on, unchanged.",
         )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Runs the layers with adapters as those of the base model inside the context; without gradients only."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    # peft's own switch also changes requires_grad, which FSDP2 reads where it gathers the parameters.
+    adapted: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for module in adapted:
+        module.forward = module.get_base_layer().__call__
+    try:
+        yield
+    finally:
+        for module in adapted:
+            del module.forward
 
 
 def merge_adapters(model: Any) -> None:

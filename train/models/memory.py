@@ -37,6 +37,7 @@ class TrainingShape:
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
         float32_norms: whether each norm of a block also keeps a float32 copy of its input, as in transformers' models.
         trained: number of parameters of adapters, which alone train; None: all parameters of the model train.
+        copies: stored copies of the model's weights, such as that of a frozen reference.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class TrainingShape:
     compiled: bool = False
     float32_norms: bool = False
     trained: int | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     block_parameters, root_parameters = parameter_counts(config)
     parameters = config.n_layers * block_parameters + root_parameters
     trained = parameters if shape.trained is None else shape.trained
-    weights = (parameters + (shape.trained or 0)) * master // shape.shard_size
+    weights = (parameters * shape.copies + (shape.trained or 0)) * master // shape.shard_size
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
     kept = (config.dim + q_dim) * item + master * config.n_heads
     gate_and_up, host = 2 * config.ffn_dim * item, 0

@@ -21,6 +21,7 @@ from ringflash.commands.main import main
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint.manifest import verify
 from ringflash.train.commands import train
+from ringflash.train.commands.dpo import DpoCLI
 from ringflash.train.commands.finetune import FinetuneCLI
 from ringflash.train.commands.retrieval_fit import RetrievalCLI
 from tests.patience import PATIENCE
@@ -374,7 +375,7 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch, gpus: int, na
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = {"retrieval": RetrievalCLI, "lora": FinetuneCLI}
+    commands = {"retrieval": RetrievalCLI, "lora": FinetuneCLI, "dpo": DpoCLI}
     command = commands.get(path.stem.partition("-")[0], train.RingCLI)
     monkeypatch.setattr(train.RingCLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(train.RingCLI, "_run_subcommand", lambda self, subcommand: None)
@@ -390,7 +391,7 @@ def test_configs_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert config.trainer.use_distributed_sampler is False
     if command is train.RingCLI:
         assert config.data.corpus == "stdlib"
-    elif command is FinetuneCLI:
+    elif issubclass(command, FinetuneCLI):
         assert config.model.lora.rank == 16
         assert config.summary.sample_tokens == 0
     else:
