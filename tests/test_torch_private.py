@@ -95,6 +95,7 @@ def test_one_file_uses_private_names_of_torch() -> None:
     found = {str(path.relative_to(ROOT)): private_names(tree, of_library) for path, tree in trees.items()}
     assert found.pop("torch_private.py")
     assert found.pop("train/lightning_private.py")
+    assert found.pop("train/torchao_private.py")
     assert {file: names for file, names in found.items() if names} == OF_OTHER_FILES
 
 

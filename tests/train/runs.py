@@ -22,6 +22,7 @@ from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.loss import TokenLosses, count_valid, token_loss
+from ringflash.train.torchao_private import LinearDtype
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 SEQLEN = 53
@@ -54,6 +55,7 @@ class Run:
     max_epochs: int = -1
     packed: bool = False
     optimizer: OptimizerConfig = OPTIMIZER
+    linears: LinearDtype = "compute"
 
 
 @dataclass
@@ -148,6 +150,7 @@ class Recorded(LanguageModel):
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
+        options["linear_dtype"] = run.linears
         super().__init__(run.model, run.optimizer, run.dtype, **options, seed=5, activation_memory=run.memory)
         self.run, self.outcome = run, outcome
 

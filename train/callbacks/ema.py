@@ -18,6 +18,7 @@ from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint.load import FOLDER, read_tensors
 from ringflash.train.checkpoint.save import SHARDED
 from ringflash.train.lightning.strategy import reshard
+from ringflash.train.torchao_private import plain
 
 PREFIX = "ema"
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing add these
@@ -145,7 +146,7 @@ class ExponentialMovingAverage(Callback):
             return
         reshard(pl_module)
         for name, parameter in _trained(pl_module):
-            self._backups[name] = parameter.detach().clone()
+            self._backups[name] = plain(parameter).clone()
             _local(parameter).copy_(_local(self._shadows[name]))
 
     @torch.no_grad()
@@ -172,7 +173,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _copies(model: nn.Module) -> dict[str, Tensor]:
     reshard(model)
     return {
-        name: parameter.detach().clone().to(torch.promote_types(parameter.dtype, torch.float32))
+        name: plain(parameter).clone().to(torch.promote_types(parameter.dtype, torch.float32))
         for name, parameter in _trained(model)
     }
 

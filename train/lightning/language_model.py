@@ -21,6 +21,7 @@ from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
 from ringflash.train.models.loss import TokenLosses, count_valid
 from ringflash.train.models.weights import Weights
+from ringflash.train.torchao_private import LinearDtype
 
 
 class LanguageModel(RingModule):
@@ -41,6 +42,7 @@ class LanguageModel(RingModule):
         nonfinite: as in `RingModule`.
         init_from: transformers folder, with config.json and safetensors, that holds the initial weights.
         activation_memory: as in `RingModule`.
+        linear_dtype: as in `RingModule`.
 
     Raises:
         ConfigError: neither a model nor a folder, a folder of another kind of model, or as in `RingModule`.
@@ -62,6 +64,7 @@ class LanguageModel(RingModule):
         nonfinite: NonFinite | None = None,
         init_from: str | None = None,
         activation_memory: str = AUTO,
+        linear_dtype: LinearDtype = "compute",
     ) -> None:
         super().__init__(
             optimizer=optimizer,
@@ -73,6 +76,7 @@ class LanguageModel(RingModule):
             activation_offload=activation_offload,
             compile_blocks=compile_blocks,
             activation_memory=activation_memory,
+            linear_dtype=linear_dtype,
         )
         if model is None and init_from is None:
             raise ConfigError("model", expected="a shape, or init_from", got=None, remedy="Set model or init_from.")
@@ -105,6 +109,7 @@ class LanguageModel(RingModule):
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(dtype)
+        self._use_float8(decoder.layers)
         decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
         if self.compile_blocks:
             decoder.compile_blocks()

@@ -51,6 +51,8 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         float32_norms=module.float32_norms and not module.compile_blocks,
         trained=None if module.estimated_config is None else module.trained_size,
         copies=module.weight_copies,
+        linear_dtype=module.linear_dtype,
+        state_8bit=module.optimizer_config.state == "8bit",
     )
 
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from ringflash.errors import ConfigError
+from ringflash.train.torchao_private import make_adamw_8bit
 
 DECAY_FRACTION = 0.1
 
@@ -35,6 +36,8 @@ class OptimizerConfig:
         decay_fraction: fraction of `max_steps` over which "wsd" decays; 0.1 by default.
         decay_shape: shape of the "wsd" decay: "sqrt", the default, falls as 1 - sqrt(progress), "linear" as 1 -
             progress.
+        state: "float32" keeps the moments in the dtype of the weights; "8bit" rounds them to 8 bits, with one scale for
+            256 values, and needs torchao.
 
     Source: Loshchilov & Hutter 2017, "SGDR"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
     Fixed Training Durations", section 3 (wsd, and its square root).
@@ -49,6 +52,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"
     decay_fraction: float | None = None
     decay_shape: Literal["sqrt", "linear"] | None = None
+    state: Literal["float32", "8bit"] = "float32"
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -74,6 +78,9 @@ class OptimizerConfig:
             raise ConfigError(
                 "schedule", expected='"cosine" or "wsd"', got=repr(self.schedule), remedy="Choose one of these."
             )
+        if self.state not in ("float32", "8bit"):
+            remedy = "Choose one of these."
+            raise ConfigError("optimizer.state", expected='"float32" or "8bit"', got=repr(self.state), remedy=remedy)
         self._check_decay()
 
     def _check_decay(self) -> None:
@@ -104,13 +111,19 @@ class OptimizerConfig:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * falling
 
 
-def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> AdamW:
-    """Makes AdamW over `parameters`, fused on CUDA; weight decay applies to matrices only."""
+def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Optimizer:
+    """Makes AdamW over `parameters`, fused on CUDA; weight decay applies to matrices only.
+
+    Raises:
+        ConfigError: as `make_adamw_8bit`, for `config.state="8bit"`.
+    """
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    if config.state == "8bit":
+        return make_adamw_8bit(groups, config.lr, config.betas)
     return AdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
 
 

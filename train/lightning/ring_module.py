@@ -42,6 +42,7 @@ from ringflash.train.models.budget import ActivationPlan, check_activations
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import MemoryEstimate, TrainingShape, estimate_memory
+from ringflash.train.torchao_private import LinearDtype, check_float8, checked_linear_dtype, refresh_scales, use_float8
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +78,12 @@ class RingModule(pl.LightningModule, ABC):
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
         activation_memory: memory that training may take on a GPU, weights included: a size such as "60GiB", or a share
             of the GPU's memory such as "80%". "auto" is the memory that is free; on a CPU every block keeps everything.
+        linear_dtype: dtype in which the linear layers of blocks multiply: "compute" is `compute_dtype`, "fp8" is float8
+            with one scale a tensor, "fp8_rowwise" with one a row.
 
     Raises:
-        ConfigError: an unknown activation_checkpointing or activation_memory, both of them, or activation_offload
-            without "block".
+        ConfigError: an unknown activation_checkpointing, activation_memory or linear_dtype, the first two together, or
+            activation_offload without "block" or with float8.
     """
 
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
@@ -100,12 +103,14 @@ class RingModule(pl.LightningModule, ABC):
         activation_offload: bool,
         compile_blocks: bool,
         activation_memory: str,
+        linear_dtype: LinearDtype,
     ) -> None:
         super().__init__()
         self.nonfinite, self._skipped = nonfinite or NonFinite(), 0
         self.optimizer_config = optimizer or OptimizerConfig()
         self.compute_dtype: ComputeDtype = compute_dtype
         check_activations(activation_checkpointing, activation_memory, activation_offload)
+        self.linear_dtype: LinearDtype = checked_linear_dtype(linear_dtype, activation_offload)
         self.activation_checkpointing: ActivationCheckpointing | None = activation_checkpointing
         self.activation_memory = activation_memory
         self.activation_plan: ActivationPlan | None = None
@@ -143,6 +148,12 @@ class RingModule(pl.LightningModule, ABC):
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         """Returns the losses of this rank's tokens, and the number of valid tokens on all ranks."""
 
+    def _scaled_loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
+        """Returns the result of `_loss` with scales of the weights as they are now, after a step, a load or a swap."""
+        if self.linear_dtype == "fp8":
+            refresh_scales(self.decoder)
+        return self._loss(batch)
+
     def configure_model(self) -> None:
         """Builds the model: sharded under `RingAttentionStrategy`, whole under another strategy.
 
@@ -153,6 +164,7 @@ class RingModule(pl.LightningModule, ABC):
         if self._decoder is None:
             self._check_strategy()
             compute = self.resolved_dtype(self.trainer.strategy.root_device)
+            check_float8(self.linear_dtype, self.trainer.strategy.root_device, compute)
             self._check_context_length()
             dtype = torch.float64 if compute == torch.float64 else torch.float32
             self._decoder = self._make(dtype, *self._choose_activations())
@@ -224,13 +236,13 @@ class RingModule(pl.LightningModule, ABC):
                 got=micro_batches,
                 remedy='Pass Trainer(strategy="ring_attention"), on one device too.',
             )
-        losses, num_valid = self._loss(batch)
+        losses, num_valid = self._scaled_loss(batch)
         self._window.append(_MicroBatch(batch_idx, losses.total.detach(), num_valid))
         return {"loss": losses.total / num_valid.clamp(min=1), "token_losses": losses.tokens.float()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Adds the batch to val/loss or test/loss."""
-        losses, num_valid = self._loss(batch)
+        losses, num_valid = self._scaled_loss(batch)
         self._evaluated.append((losses.total, num_valid))
 
     test_step = validation_step
@@ -409,6 +421,11 @@ class RingModule(pl.LightningModule, ABC):
             return "block", self.activation_plan.kept
         return self.activation_checkpointing or "none", 0
 
+    def _use_float8(self, blocks: Iterable[nn.Module]) -> None:
+        """Makes linear layers of `blocks` compute in float8, if asked; before `_shard`."""
+        sharded, speak = self.context is not None, self.trainer.is_global_zero
+        use_float8(blocks, self.linear_dtype, self.trainer.strategy.root_device, sharded=sharded, speak=speak)
+
     def _shard(
         self,
         model: nn.Module,
@@ -417,8 +434,7 @@ class RingModule(pl.LightningModule, ABC):
         head: nn.Module | None = None,
     ) -> None:
         """Shards `model` block by block with FSDP."""
-        dtype = self.resolved_dtype(strategy.root_device)
-        reshard = self.reshard_after_forward
+        dtype, reshard = self.resolved_dtype(strategy.root_device), self.reshard_after_forward
         shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -43,6 +43,7 @@ from ringflash.train.models.lora import (
     is_adapter,
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
+from ringflash.train.torchao_private import LinearDtype
 from ringflash.train.weights.transformers_weights import (
     NotInParts,
     TransformersWeights,
@@ -86,10 +87,11 @@ class TransformersModel(RingModule):
         activation_memory: as in `RingModule`.
         lora: options of LoRA; only adapters then train, and checkpoints hold them without the base model, which `model`
             must name. None: all weights train.
+        linear_dtype: as in `RingModule`; not with `lora`.
 
     Raises:
-        ConfigError: as in `RingModule`; no such model, or quantised weights; or `lora` without peft, or without trained
-            weights.
+        ConfigError: as in `RingModule`; no such model, or quantised weights; or `lora` without peft, without trained
+            weights, or with float8.
     """
 
     float32_norms = True
@@ -107,6 +109,7 @@ class TransformersModel(RingModule):
         compile_blocks: bool = False,
         activation_memory: str = AUTO,
         lora: Lora | None = None,
+        linear_dtype: LinearDtype = "compute",
     ) -> None:
         super().__init__(
             optimizer=optimizer,
@@ -118,6 +121,7 @@ class TransformersModel(RingModule):
             activation_offload=activation_offload,
             compile_blocks=compile_blocks,
             activation_memory=activation_memory,
+            linear_dtype=linear_dtype,
         )
         self.init_from = str(model) if isinstance(model, str | Path) else None
         self.lora, self._base_digest = lora, None
@@ -146,6 +150,7 @@ class TransformersModel(RingModule):
         elif self.trainer.is_global_zero:
             log.warning("Loss: of whole logits, since %s %s", type(model).__name__, why)
         layers = layers_of(model)
+        self._use_float8(layers)
         self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))
         if isinstance(strategy, RingAttentionStrategy):
             self._shard(model, layers, strategy)
@@ -317,6 +322,9 @@ class TransformersModel(RingModule):
                 got="a configuration, which makes new weights",
                 remedy="Pass the base model's folder, or leave lora out.",
             )
+        if self.linear_dtype != "compute":
+            expected, remedy = '"compute" with lora', "Leave one out: adapters are too narrow for float8 products."
+            raise ConfigError("linear_dtype", expected=expected, got=f'"{self.linear_dtype}"', remedy=remedy)
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         num_valid = batch.get("num_valid_tokens")

@@ -11,6 +11,7 @@ from ringflash.errors import ConfigError
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
+from ringflash.train.torchao_private import LinearDtype
 
 GIB = 2.0**30
 # A block's feed-forward splits a micro-batch of at least this many tokens into pieces. There are few pieces, because
@@ -38,6 +39,8 @@ class TrainingShape:
         float32_norms: whether each norm of a block also keeps a float32 copy of its input, as in transformers' models.
         trained: number of parameters of adapters, which alone train; None: all parameters of the model train.
         copies: stored copies of the model's weights, such as that of a frozen reference.
+        linear_dtype: dtype in which the linear layers of blocks multiply; "fp8" is also that of their gathered weights.
+        state_8bit: whether AdamW's moments are kept in 8 bits, with a float32 scale for 256 values.
     """
 
     tokens: int
@@ -54,6 +57,8 @@ class TrainingShape:
     float32_norms: bool = False
     trained: int | None = None
     copies: int = 1
+    linear_dtype: LinearDtype = "compute"
+    state_8bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     """Estimates the least memory of training: bytes that must exist at once under any allocator and kernels.
 
     A block keeps per token, in the compute dtype, its input, q, k, v, out, the sum after attention, the outputs of both
-    norms, gate, up, silu(gate), their product, and lse. With checkpointing it keeps input, out and lse; its backward
+    norms, gate, up, silu(gate), their product, and lse. Compiled for float8 it keeps one of the norms' outputs, in
+    float8, and computes the other and the product again. With checkpointing it keeps input, out and lse; its backward
     recomputes at least the sum, gate and up. The estimate leaves out buffers of the ring and of collectives,
     temporaries, memory that the allocator cannot use, and the CUDA context. With adapters it counts activations as
     without them.
@@ -135,6 +141,8 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     gate_and_up, host = 2 * config.ffn_dim * item, 0
     everything = kept + (3 * config.dim + q_dim + 2 * kv_dim) * item + 8 * config.dim * shape.float32_norms
     everything += (3 if shape.compiled else 4) * config.ffn_dim * item
+    if shape.compiled and shape.linear_dtype != "compute":
+        everything -= config.dim * (2 * item - 1) + config.ffn_dim * item
     kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
@@ -146,21 +154,22 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
     loss = logits * (master + item) + head_gradient * master + 2 * shape.tokens * config.dim * item
-    gathered = root_parameters
+    block_bytes = block_parameters * (1 if shape.linear_dtype == "fp8" else item)
+    gathered = root_parameters * item
     if shape.copied and not config.tie_embeddings:  # the head is gathered and freed on its own, with its gradient
-        gathered -= config.vocab_size * config.dim
+        gathered -= config.vocab_size * config.dim * item
         loss += head * item
     else:
         block += head_gradient * item
     if not shape.reshard_after_forward:
-        gathered += config.n_layers * block_parameters
+        gathered += config.n_layers * block_bytes
     elif shape.copied:
-        block += block_parameters * item
+        block += block_bytes
     return MemoryEstimate(
         weights=weights,
-        optimizer=2 * trained * master // shape.shard_size,
+        optimizer=int(2 * trained * (1 + 4 / 256 if shape.state_8bit else master)) // shape.shard_size,
         gradients=trained * master // shape.shard_size,
-        gathered=gathered * item if shape.copied else 0,
+        gathered=gathered if shape.copied else 0,
         activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks) * kept),
         loss=loss,
         block=block,
