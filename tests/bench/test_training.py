@@ -63,6 +63,21 @@ def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
     return rows, failed, full, kept
 
 
+def test_float8_linear_layers() -> None:
+    pytest.importorskip("torchao")
+    (usual, *float8), _ = run_ranks(2, _with_linears)
+    assert [row["linears"] for row in (usual, *float8)] == ["compute", "fp8", "fp8_rowwise"]
+    for row in float8:
+        assert row["loss"] != usual["loss"]
+        assert row["loss"] == pytest.approx(usual["loss"], abs=0.02)
+
+
+def _with_linears() -> list[dict[str, Any]]:
+    mesh, choices = init_device_mesh("cpu", (2,)), ("compute", "fp8", "fp8_rowwise")
+    shape = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --linears"
+    return [row for choice in choices for row in throughput.run([*shape.split(), choice], mesh)]
+
+
 def _out_of_memory(*args: object) -> Decoder:
     raise torch.OutOfMemoryError(f"rank {dist.get_rank()} tried to allocate 9 TiB\nand more")
 

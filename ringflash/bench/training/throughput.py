@@ -8,10 +8,10 @@ are bfloat16; master weights and reductions are float32. Two models do not fit i
 builds, warms up, times and frees one contender after the other. The order changes with the cell. Times are the slowest
 rank's, medians over steps, without a pause between steps.
 
-MFU counts causal attention as half, and no recomputation, against the GPU's dense peak. GiB are the peak memory that
-torch allocated on a GPU. "outside" is the other memory in use there: the CUDA context, NCCL's buffers and the ring's
-buffers. All of it stays in use for the next contender. "loss" is the loss of the first step and of the last step: all
-contenders have the same weights and tokens.
+MFU counts causal attention as half, and no recomputation, against the GPU's dense peak, with float8 linear layers too
+against the peak of bfloat16. GiB are the peak memory that torch allocated on a GPU. "outside" is the other memory in
+use there: the CUDA context, NCCL's buffers and the ring's buffers. All of it stays in use for the next contender.
+"loss" is the loss of the first step and of the last step: all contenders have the same weights and tokens.
 
 A contender that runs out of memory is not tried at longer contexts.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from ringflash.bench.training.trainees import (
 from ringflash.commands.options import check_at_least
 from ringflash.errors import RingflashError
 from ringflash.train.models.flops import peak_flops, training_flops
+from ringflash.train.torchao_private import LinearDtype
 
 OURS, PEER, PEER_OF_ONE = "ringflash", "torch context_parallel", "SDPA"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
@@ -98,6 +99,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 options.cuda_graphs,
                 options.offload,
                 options.activations,
+                options.linears,
             )
             before, cell = rows, dict[str, dict[str, Any]]()
             for contender in turns(list(contenders), number):
@@ -134,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
     choices, text = ("none", "block", "auto"), "what blocks keep: all, little, or all in as many blocks as fit"
     parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
+    parser.add_argument(
+        "--linears", choices=get_args(LinearDtype), default="compute", help="float8 products (default: %(default)s)"
+    )
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
     parser.add_argument("--png", type=Path, help="where to draw them")
@@ -142,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[str, Any]:
     where = {"context": training.seqlen, "world_size": training.weights.size()}
-    compiled = {"dtype": str(dtype).removeprefix("torch."), "compiled": training.compiled}
+    compiled = {"dtype": str(dtype).removeprefix("torch."), "compiled": training.compiled, "linears": training.linears}
     return {"name": name, "shape": shape, "layers": training.config.n_layers, **where, **compiled}
 
 

@@ -1,9 +1,9 @@
 """Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's attention.
 
-All have the same weights, tokens, FSDP2, dtypes, loss without whole logits, clipping and AdamW. They differ in their
-attention. On one GPU the peer is scaled_dot_product_attention, on several torch's context_parallel. When blocks
-checkpoint, the ring keeps their (out, lse), and torch's attention is recomputed. Under context_parallel it takes KV
-repeated to the query heads and is not compiled, and feed-forward layers take all tokens at once.
+All have the same weights, tokens, FSDP2, dtypes, linear layers, loss without whole logits, clipping and AdamW. They
+differ in their attention. On one GPU the peer is scaled_dot_product_attention, on several torch's context_parallel.
+When blocks checkpoint, the ring keeps their (out, lse), and torch's attention is recomputed. Under context_parallel it
+takes KV repeated to the query heads and is not compiled, and feed-forward layers take all tokens at once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, 
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import TrainingShape
 from ringflash.train.models.rotary import rotate
+from ringflash.train.torchao_private import LinearDtype, check_float8, refresh_scales, use_float8
 
 SHAPES = {
     "tiny": ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128),
@@ -62,6 +63,7 @@ class Training:
         offload: whether ringflash keeps activations in the host's memory.
         activations: activations that blocks keep: "none" or "block", or "auto" for as many as fit. Under torch's
             context_parallel blocks keep their inputs alone.
+        linears: dtype in which the linear layers of blocks multiply, as `linear_dtype` of LanguageModel.
     """
 
     config: ModelConfig
@@ -74,6 +76,7 @@ class Training:
     cuda_graphs: bool = False
     offload: bool = False
     activations: Literal["none", "block", "auto"] = "block"
+    linears: LinearDtype = "compute"
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Returns the inputs and labels of the whole sequence, (1, seqlen) each, the same on every rank."""
@@ -122,7 +125,8 @@ def _kept_blocks(training: Training) -> int:
         return 0 if checkpointing == "block" else training.config.n_layers
     world_size, compiled = training.weights.size(), training.compiled
     tokens = training.seqlen // world_size
-    shape = TrainingShape(tokens, world_size, training.dtype, in_pieces=compiled, compiled=compiled)
+    options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
+    shape = TrainingShape(tokens, world_size, training.dtype, **options)
     free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
     dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
     least, total = free.tolist()
@@ -250,7 +254,12 @@ class PeerDecoder(Decoder):
 
 
 def _on_device(model: Decoder, training: Training) -> Decoder:
-    """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time."""
+    """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time.
+
+    Linear layers of the blocks become float8 ones before, if `training.linears` asks for it.
+    """
+    check_float8(training.linears, training.device, training.dtype)
+    use_float8(model.layers, training.linears, training.device, sharded=True, speak=False)
     if training.compiled:
         model.compile_blocks()
     shard_model(model, model.layers, training.weights, training.dtype, head=model.lm_head)
@@ -272,6 +281,8 @@ def _step(model: Decoder, training: Training) -> Callable[..., Tensor]:
     optimizer = make_adamw(model.parameters(), OptimizerConfig())
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
+        if training.linears == "fp8":
+            refresh_scales(model)
         loss = cast("TokenLosses", model(*args, **kwargs)).total / training.seqlen
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
