@@ -16,8 +16,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,6 +34,7 @@ from ringflash.train.lightning.optimizer import (
     parameters_of,
     step_only_if,
 )
+from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.budget import ActivationPlan, check_activations
@@ -466,36 +465,3 @@ def refused_precision(got: object) -> ConfigError:
         got=got,
         remedy="Choose the dtype with LanguageModel(compute_dtype=...): FSDP casts, not the Trainer.",
     )
-
-
-def shard_model(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    *,
-    head: nn.Module | None = None,
-    reshard_after_forward: bool = True,
-) -> None:
-    """Shards `model` block by block with FSDP2.
-
-    Weights keep their dtype; they are gathered in `compute_dtype`, and gradients are reduced in float32.
-
-    Args:
-        model: module with or without storage.
-        blocks: blocks of `model`; each is gathered when it runs.
-        mesh: mesh of one dimension, or (replicate, shard).
-        compute_dtype: bfloat16, or the dtype of the weights.
-        head: head of `model`, if it has its own weights and runs as a module; gathered only for the loss and its
-            backward. Weights outside the blocks and the head stay gathered for the whole step.
-        reshard_after_forward: free a block's gathered weights until its backward.
-    """
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if compute_dtype == torch.bfloat16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    if head is not None:
-        fully_shard(head, reshard_after_forward=False, **options)
-    fully_shard(model, reshard_after_forward=False, **options)

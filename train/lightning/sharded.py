@@ -1,10 +1,10 @@
-"""Saving and loading of sharded weights by a Lightning strategy."""
+"""Weights sharded by FSDP2: sharding a model, and saving and loading by a Lightning strategy."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from ringflash.errors import ArgumentError
@@ -29,6 +31,39 @@ log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # After an error, a run waits this long for a checkpoint that is being written.
 WRITER_PATIENCE_SECONDS = 60.0
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    head: nn.Module | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Shards `model` block by block with FSDP2.
+
+    Weights keep their dtype; they are gathered in `compute_dtype`, and gradients are reduced in float32.
+
+    Args:
+        model: module with or without storage.
+        blocks: blocks of `model`; each is gathered when it runs.
+        mesh: mesh of one dimension, or (replicate, shard).
+        compute_dtype: bfloat16, or the dtype of the weights.
+        head: head of `model`, if it has its own weights and runs as a module; gathered only for the loss and its
+            backward. Weights outside the blocks and the head stay gathered for the whole step.
+        reshard_after_forward: free a block's gathered weights until its backward.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    if head is not None:
+        fully_shard(head, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
-from ringflash.train.lightning.ring_module import shard_model
+from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
 from ringflash.train.models.budget import available_memory, check_activations, plan_activations
 from ringflash.train.models.config import ModelConfig
