@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -80,13 +81,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _gpu_memory(gib: float | None) -> int:
-    """Returns the bytes of a GPU of the run."""
-    if gib is not None:
+    """Returns the bytes of a GPU of the run. Raises ArgumentError if they are unknown or infinite."""
+    if gib is not None and math.isfinite(gib * GIB):
         return int(gib * GIB)
-    if torch.cuda.is_available():
+    if gib is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    got = "nothing, and no GPU here" if gib is None else gib
     remedy = "Pass what a GPU of the run has, for instance --gpu-memory 140."
-    raise ArgumentError("--gpu-memory", expected="a number of GiB", got="nothing, and no GPU here", remedy=remedy)
+    raise ArgumentError("--gpu-memory", expected="a number of GiB", got=got, remedy=remedy)
 
 
 def _show(choices: dict[str, MemoryEstimate], title: str, plan: ActivationPlan | None, fixed: str) -> None:

@@ -75,6 +75,8 @@ def test_a_fixed_choice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpu-memory", "40"], "memory: expected at most the GPU's 40.00 GiB, got at least "),
         (["--gpu-memory", "0"], "--gpu-memory: expected more than 0"),
+        (["--gpu-memory", "inf"], "--gpu-memory: expected a number of GiB, got inf. Pass what a GPU of the run has"),
+        (["--gpu-memory", "1e300"], "--gpu-memory: expected a number of GiB, got 1e+300. Pass what"),  # inf in bytes
         ([*BUDGET, "--model.activation_memory=20GiB"], "activation_memory: expected at least "),
         ([*BUDGET, "--model.activation_memory=20"], 'activation_memory: expected "auto", a size such as "60GiB"'),
         (["--gpu-memory", "140", "--data.batch_sise=1"], "Did you mean "),
