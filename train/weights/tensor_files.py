@@ -87,10 +87,12 @@ class TensorFiles:
 
     def are_equal(self, name: str, other: str) -> bool:
         """Returns whether two tensors have the same shape and values. It reads a few thousand rows at once."""
-        if self.shapes[name] != self.shapes[other]:
+        shape = self.shapes[name]
+        if shape != self.shapes[other]:
             return False
-        parts = (slice(row, row + COMPARED_ROWS) for row in range(0, self.shapes[name][0], COMPARED_ROWS))
-        return all(torch.equal(self.read(name, (rows,)), self.read(other, (rows,))) for rows in parts)
+        # A tensor without dimensions has no rows, and is read whole.
+        parts = [(slice(row, row + COMPARED_ROWS),) for row in range(0, shape[0], COMPARED_ROWS)] if shape else [()]
+        return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
 
     def _index(self) -> dict[str, str]:
         """Returns the file of each tensor."""

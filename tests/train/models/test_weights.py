@@ -32,7 +32,7 @@ from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
 from ringflash.train.models.loss import count_valid, token_loss
 from ringflash.train.models.weights import Weights
-from ringflash.train.weights.tensor_files import local_part
+from ringflash.train.weights.tensor_files import COMPARED_ROWS, SINGLE, TensorFiles, local_part
 from tests.distributed import run_ranks
 from tests.train.runs import SEQLEN, Data, Run, sequences, whole
 
@@ -247,6 +247,18 @@ def test_what_older_folders_hold_beside_the_parameters(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight equal to the embedding"):
         Decoder(CONFIG, weights=Weights(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (1,), (COMPARED_ROWS + 1, 2)])
+def test_stored_tensors_are_compared(shape: tuple[int, ...], tmp_path: Path) -> None:
+    x = torch.ones(shape)
+    other = x.clone()
+    other.view(-1)[-1:] = 2
+    save_file({"x": x, "same": x.clone(), "other": other, "longer": torch.ones(*shape, 2)}, tmp_path / SINGLE)
+    files = TensorFiles(tmp_path)
+    assert files.are_equal("x", "same")
+    assert files.are_equal("x", "other") == (x.numel() == 0)
+    assert not files.are_equal("x", "longer")
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
