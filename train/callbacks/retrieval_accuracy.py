@@ -63,6 +63,12 @@ def tabulate(right: Tensor, grid: Grid) -> list[Cell]:
     ]
 
 
+def depth_names(depths: int) -> list[str]:
+    """Returns the start of each of `depths` equal parts, in percent, with as many decimals as keep them apart."""
+    decimals = max(len(str(depths - 1)) - 2, 0)  # 100 parts are whole percents, 1000 are tenths
+    return [f"{depth / depths:.{decimals}%}" for depth in range(depths)]
+
+
 def mean(cells: Sequence[Cell]) -> float:
     """Returns the accuracy over all cells, which have equal numbers of sequences."""
     return sum(cell.accuracy for cell in cells) / len(cells)
@@ -117,7 +123,9 @@ class RetrievalAccuracy(Callback):
         right = trainer.strategy.reduce(self._right, reduce_op="sum")
         assert isinstance(right, Tensor)
         self.cells = tabulate(right, _data(trainer).grid)
-        values = {f"{METRIC}/{cell.length}/{cell.begin:.0%}": cell.accuracy for cell in self.cells}
+        grid = _data(trainer).grid
+        names = [f"{METRIC}/{length}/{depth}" for length in grid.lengths for depth in depth_names(grid.depths)]
+        values = {name: cell.accuracy for name, cell in zip(names, self.cells, strict=True)}
         # The accuracies are already equal on every rank; the maximum keeps equal values.
         pl_module.log(METRIC, mean(self.cells), prog_bar=True, sync_dist=True, reduce_fx="max")
         pl_module.log_dict(values, sync_dist=True, reduce_fx="max")
@@ -157,8 +165,7 @@ def draw(file: Path, cells: Sequence[Cell]) -> None:
             for x, accuracy in enumerate(row):
                 color = "white" if accuracy > 0.6 else "black"
                 axes.text(x, y, f"{accuracy:.0%}", ha="center", va="center", fontsize=8, color=color)
-        ends = [f"{cell.begin:.0%}" for cell in cells[:depths]]
-        axes.set_xticks(range(depths), ends)
+        axes.set_xticks(range(depths), depth_names(depths))
         axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set(xlabel="depth of the fact in the context, from", ylabel="tokens", title="answers that are right")
         axes.spines[:].set_visible(False)

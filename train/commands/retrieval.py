@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.train.callbacks.retrieval_accuracy import Cell, count, draw, mean, tabulate, write
+from ringflash.train.callbacks.retrieval_accuracy import Cell, count, depth_names, draw, mean, tabulate, write
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
 from ringflash.train.data.retrieval import Grid, RetrievalTask
@@ -83,8 +83,8 @@ def _show(
     ring = 1 if context is None else context.world_size
     table = Table(title=f"right answers by depth, {options.rows} sequences each; {1 / task.num_keys:.0%} by chance")
     table.add_column("tokens", justify="right")
-    for cell in cells[: options.depths]:
-        table.add_column(f"{cell.begin:.0%}", justify="right")
+    for name in depth_names(options.depths):
+        table.add_column(name, justify="right")
     for i in range(0, len(cells), options.depths):
         row = cells[i : i + options.depths]
         table.add_row(f"{row[0].length:,}", *(f"{cell.accuracy:.0%}" for cell in row))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +20,16 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.commands.main import main
 from ringflash.errors import ConfigError, DataError
-from ringflash.train.callbacks.retrieval_accuracy import Cell, RetrievalAccuracy, count, draw, mean, tabulate, write
+from ringflash.train.callbacks.retrieval_accuracy import (
+    Cell,
+    RetrievalAccuracy,
+    count,
+    depth_names,
+    draw,
+    mean,
+    tabulate,
+    write,
+)
 from ringflash.train.commands.retrieval import measure
 from ringflash.train.data.retrieval import Grid, RetrievalDataModule, RetrievalTask
 from ringflash.train.lightning.language_model import LanguageModel
@@ -77,6 +88,26 @@ def test_what_is_counted() -> None:
     cells = tabulate(right, GRID)
     assert cells[1] == Cell(32, 0.25, 0.5, 3, 2 / 3)
     assert mean(cells) == pytest.approx(2 / 24)
+
+
+@pytest.mark.parametrize(
+    ("depths", "last"),
+    [(1, "0%"), (10, "90%"), (100, "99%"), (101, "99.0%"), (200, "99.5%"), (1000, "99.9%"), (1001, "99.90%")],
+)
+def test_each_depth_has_a_name_of_its_own(depths: int, last: str) -> None:
+    names = depth_names(depths)
+    assert len(set(names)) == depths
+    assert names[-1] == last
+
+
+def test_the_accuracy_of_each_of_many_depths_is_logged() -> None:
+    callback, data, logged = RetrievalAccuracy(), RetrievalDataModule(val_depths=200, val_rows=1), {}
+    module: Any = SimpleNamespace(device="cpu", log=mock.Mock(), log_dict=lambda values, **_: logged.update(values))
+    trainer: Any = SimpleNamespace(datamodule=data, strategy=SimpleNamespace(reduce=lambda right, **_: right))
+    callback.on_validation_epoch_start(trainer, module)
+    callback.on_validation_epoch_end(trainer, module)
+    assert len(logged) == 200
+    assert {"val/retrieval/1024/0.0%", "val/retrieval/1024/0.5%", "val/retrieval/1024/99.5%"} <= logged.keys()
 
 
 def test_pictures_and_figures_are_written(tmp_path: Path) -> None:
