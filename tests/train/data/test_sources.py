@@ -172,7 +172,7 @@ def test_lines_that_are_no_documents(tmp_path: Path, line: bytes, message: str) 
 
 BAD_LINES = [
     (b'{"text": 3}', "text_field: expected text in the field 'text' of every row, got int, of the fields text,"),
-    (b"[" * 5000, "corpus: expected a JSON object a line, got maximum recursion"),
+    (b"[" * 5000, "corpus: expected a JSON object a line, got "),  # too deep before Python 3.13, else unfinished
     (b'{"text": "\xe9"}', "corpus: expected UTF-8 text, got bytes that are not"),
     (b'{"text": "' + b"x" * 9000 + b'"}', "corpus: expected lines of at most 8000 bytes, got more"),
     (b"null", "text_field: expected text in the field 'text' of every row, got none, of the fields none,"),
