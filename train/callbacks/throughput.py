@@ -27,7 +27,7 @@ class Throughput(Callback):
     A rate covers the optimizer steps since the last logging step or the end of an epoch, including data loading and
     checkpoints, but not validation. It counts all tokens that pass through the model, with a label or without. MFU
     counts matrix products and the pairs visible under attention's mask (see `training_flops`). It is logged if the
-    device's peak is known. Between these steps the host does not wait for the device.
+    device's peak and the module's `model_config` are known. Between these steps the host does not wait for the device.
 
     Args:
         warmup_steps: first optimizer steps of this run that the averages exclude, because kernels are compiled in them.
@@ -39,6 +39,7 @@ class Throughput(Callback):
         self.warmup_steps = warmup_steps
         self.world_size, self.peak = 1, None
         self._config: ModelConfig | None = None
+        self._adapters: int | None = None  # their parameters, if they alone train
         self._windows: list[int | None] = []
         self._steps, self._last_step = 0, 0
         self._mark = 0.0
@@ -61,6 +62,7 @@ class Throughput(Callback):
         config = getattr(pl_module, "model_config", None)
         self._config = config if isinstance(config, ModelConfig) else None  # the FLOPs of other models are unknown
         self._windows = layer_windows(self._config) if self._config is not None else []
+        self._adapters = getattr(pl_module, "trained_size", None) if self._config is not None else None
         self.peak = None
         if pl_module.device.type == "cuda" and getattr(pl_module, "compute_dtype", None) in ("auto", "bfloat16"):
             self.peak = peak_flops(torch.cuda.get_device_name(pl_module.device), torch.bfloat16)
@@ -126,7 +128,7 @@ class Throughput(Callback):
         ranks = gathered(trainer, mine).cpu()
         now = time.perf_counter()
         (tokens, all_pairs, _), peak_memory = ranks.sum(0).tolist(), ranks[:, 2].max().item()
-        flops = 0.0 if self._config is None else training_flops(self._config, tokens, all_pairs)
+        flops = 0.0 if self._config is None else training_flops(self._config, tokens, all_pairs, self._adapters)
         work = _Work(tokens, flops, self._seconds + now - self._mark)
         self._measured += work
         self._start_window()

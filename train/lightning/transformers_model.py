@@ -277,6 +277,11 @@ class TransformersModel(RingModule):
         except ConfigError:
             return None
 
+    @property
+    def model_config(self) -> ModelConfig | None:
+        """Configuration by which `Throughput` counts a step's FLOPs; None if they are unknown."""
+        return self.estimated_config
+
     def model_fields(self) -> dict[str, Any]:
         """Returns the configuration without fields that may differ between versions and locations of one model."""
         fields = json.loads(self.config.to_json_string(use_diff=True))

@@ -43,7 +43,7 @@ def visible_pairs(position_ids: Tensor, windows: Sequence[int | None]) -> Tensor
     return torch.stack(parts).sum()
 
 
-def training_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
+def training_flops(config: ModelConfig, tokens: float, pairs: float, adapters: int | None = None) -> float:
     """Computes FLOPs of forward and backward of `tokens` tokens that see `pairs` keys, summed over tokens and layers.
 
         3 * (2 * matmul parameters * tokens + 4 * n_heads * headdim * pairs)
@@ -51,9 +51,13 @@ def training_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
     The forward takes 2 a weight and token, and 4 * headdim a pair and head for q k^T and p v; the backward costs twice
     the forward. Only visible pairs count, so causal attention is half of the square. Recomputation, norms, rotations,
     softmax and optimizer do not count.
+
+    With `adapters`, the number of their parameters, only these train. The other weights have no gradients, so they take
+    4 a weight and token. The gradient of the first block's input, which nothing needs, counts too.
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
-    return 3.0 * (2 * matmul_parameters(config) * tokens + 4 * config.n_heads * config.headdim * pairs)
+    weights = 6.0 * matmul_parameters(config) if adapters is None else 4.0 * matmul_parameters(config) + 6.0 * adapters
+    return weights * tokens + 12.0 * config.n_heads * config.headdim * pairs
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

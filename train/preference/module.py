@@ -70,6 +70,11 @@ class DpoModel(TransformersModel):
         """Number of copies of the weights that a rank holds a shard of."""
         return 1 if self.lora else 2
 
+    @property
+    def model_config(self) -> None:
+        """None: a step also runs the reference, which `Throughput` does not count."""
+        return
+
     def configure_model(self) -> None:
         """Builds the policy, and without `lora` the reference. Raises as in `TransformersModel`."""
         super().configure_model()

@@ -101,6 +101,17 @@ def test_mfu(clock: Clock) -> None:
     assert run.callback.mfu == pytest.approx(expected)
 
 
+def test_frozen_weights_have_no_gradients(clock: Clock) -> None:
+    run = Run(clock, Throughput(warmup_steps=0))
+    run.module.trained_size = 5000
+    run.callback.on_train_start(run.trainer, run.module)
+    run.callback.peak = 1e9
+    run.step(1.0)
+    run.step(1.0)
+    pairs = CONFIG.n_layers * 1000 * 1001 // 2
+    assert run.callback.mfu == pytest.approx(training_flops(CONFIG, 1000, pairs, 5000) / (4 * 1e9))
+
+
 def test_packed_documents_are_less_work(clock: Clock) -> None:
     run = Run(clock, Throughput(warmup_steps=0))
     run.callback.peak = 1e9

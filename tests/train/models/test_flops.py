@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ringflash.train.lightning.batch import document_positions
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder, Head, Linear
 from ringflash.train.models.flops import layer_windows, matmul_parameters, peak_flops, training_flops, visible_pairs
+from ringflash.train.models.lora import Lora, add_adapters
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 
@@ -75,6 +77,24 @@ def test_products_outside_attention_are_what_torch_counts() -> None:
             x = torch.zeros(seqlen, weight.shape[1], requires_grad=True)
             torch.nn.functional.linear(x, weight).sum().backward()
     assert counter.get_total_flops() == training_flops(CONFIG, seqlen, 0)
+
+
+def test_products_with_adapters_are_what_torch_counts() -> None:
+    """Only the gradient of the first block's input, which is counted, is not computed."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape: dict[str, Any] = {"vocab_size": CONFIG.vocab_size, "hidden_size": CONFIG.dim, "num_hidden_layers": 2}
+    shape |= {"intermediate_size": CONFIG.ffn_dim, "num_attention_heads": CONFIG.n_heads, "num_key_value_heads": 2}
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="eager")
+    rank, seqlen = 3, 16
+    add_adapters(model, Lora(rank))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(seqlen)[None], use_cache=False).logits.sum().backward()
+    of_first_input = 2 * seqlen * (CONFIG.dim * 2 * CONFIG.dim + 3 * rank * CONFIG.dim)  # q, k, v and their A
+    counted = training_flops(CONFIG, seqlen, CONFIG.n_layers * seqlen**2, trained)
+    assert counter.get_total_flops() == counted - of_first_input
 
 
 @pytest.mark.parametrize(
