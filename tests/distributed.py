@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -20,13 +21,20 @@ from tests import one_gpu
 from tests.strict import make_warnings_errors
 
 # The fork server imports these modules once for all ranks, so that a rank starts in milliseconds. Without
-# torch._dynamo in the list, the first call of an operator would import it, which takes seconds.
-PRELOADED = ["torch", "torch._dynamo", "lightning.pytorch", "hypothesis", "pytest", "ringflash", __name__]
+# torch._dynamo in the list, the first call of an operator would import it, which takes seconds; ranks that train import
+# the others. A package that is not installed is left out.
+PRELOADED = [
+    *("torch", "torch._dynamo", "lightning.pytorch", "jsonargparse", "hypothesis", "pytest", "ringflash"),
+    *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model"),
+    *("accelerate", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    __name__,
+]
 
 
 def _entry(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the fork server made stays out of garbage collection, and so in memory that ranks share
     make_warnings_errors()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -110,6 +111,7 @@ def _served_by_rank_0(files: Store, rank: int, world: int) -> Store:
 def _entry(
     rank: int, world: int, folder: str, backend: str, over_tcp: bool, function: Callable[..., Outcome], args: Any
 ) -> None:
+    gc.freeze()  # as in `distributed`
     make_warnings_errors()
     torch.set_num_threads(1)
     store: Store = FileStore(f"{folder}/store", world)
