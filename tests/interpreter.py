@@ -56,7 +56,7 @@ def _check_shapes_once() -> None:
         return
 
     @cache
-    def checked(*shape: int) -> tuple[tuple[int, ...], int]:
+    def checked(*shape: int) -> tuple[Any, int]:
         block = object.__new__(core.block_type)
         original(block, core.int1, list(shape))
         return block.shape, block.numel
