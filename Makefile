@@ -61,7 +61,7 @@ docs: $(VENV)/installed-docs
 	  --doctree-dir build/site/doctrees . build/site/html
 
 $(VENV)/installed-docs: $(STAMP)
-	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[logging,docs]'
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging,docs]'
 	@touch $@
 
 clean:
@@ -83,5 +83,5 @@ ifeq ($(TORCH),pinned)
 endif
 	@grep -v $(if $(filter installed,$(TORCH)),-e '^torch==' -e '^triton==' -e '^numpy==') -e '^\#' constraints.txt \
 	  > $(VENV)/constraints.txt
-	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[logging]' --group dev
+	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging]' --group dev
 	@touch $@

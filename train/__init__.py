@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ringflash.extras import require
+
 if TYPE_CHECKING:
     from ringflash.train.callbacks.checkpointing import LastCheckpoint
     from ringflash.train.callbacks.ema import ExponentialMovingAverage
@@ -52,6 +54,7 @@ def __getattr__(name: str) -> object:
     """Imports a public name from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'ringflash.train' has no attribute {name!r}")
+    require("train", f"ringflash.train.{name}")
     return getattr(import_module(f"ringflash.train.{_MODULES[name]}"), name)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
+from ringflash import extras
 from ringflash.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def check_torchao(argument: str, value: str) -> None:
         found = "one of unknown version"
     if found is None or ".".join(found.split(".")[:2]) not in CHECKED:
         expected = f'torchao {" or ".join(CHECKED)} for "{value}"'
-        remedy = f'Install it with `pip install "ringflash[fp8]"`, or leave {argument} out.'
+        remedy = f"{extras.install('fp8')} Or leave {argument} out."
         raise ConfigError(argument, expected=expected, got=found or "no such package", remedy=remedy)
 
 

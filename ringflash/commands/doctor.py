@@ -19,8 +19,13 @@ from ringflash.kernels import select
 from ringflash.masks import Causal
 from ringflash.ops.attention import flash_attention
 
-PACKAGES = ("torch", "triton", "lightning", "jsonargparse", "numpy", "safetensors", "rich", "matplotlib")
+PACKAGES = ("torch", "triton", "numpy")
 OPTIONAL = {
+    "lightning": "extra train: the trainer",
+    "jsonargparse": "extra train: configurations of the trainer",
+    "safetensors": "extra train: weights",
+    "rich": "extra train or plot: tables of commands",
+    "matplotlib": "extra plot: pictures",
     "tensorboard": "extra logging: event files beside the CSV log",
     "tokenizers": "extra data: `ringflash prepare` with more than bytes",
     "pyarrow": "extra data: `ringflash prepare` of Parquet files",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-from ringflash import __version__
+from ringflash import __version__, extras
 from ringflash.errors import ArgumentError, RingflashError
 
 # Each command imports the modules that it needs, because Lightning alone takes seconds to import.
@@ -106,7 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(commands: Commands, args: list[str]) -> int:
-    return import_module(f"ringflash.{commands[args[0]][0]}").main(args[1:])
+    module, needs = commands[args[0]][0], f"`ringflash {args[0]}`"
+    if module.startswith("train."):
+        extras.require("train", needs)
+    try:
+        return import_module(f"ringflash.{module}").main(args[1:])
+    except ModuleNotFoundError as error:
+        if (missing := extras.missing(error, needs)) is None:
+            raise
+        raise missing from error
 
 
 def _rows(commands: Commands, width: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import ringflash as rf
+from ringflash import extras
 from ringflash.errors import ArgumentError, ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -80,6 +81,8 @@ def check_picture(flag: str, path: Path | None, example: str) -> None:
     if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
         remedy = f"Name it {example}."
         raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
+    if path is not None:
+        extras.require("plot", flag)
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ringflash.errors import ArgumentError, ConfigError
+from ringflash.extras import MissingExtra
 from ringflash.train.callbacks.loss_by_position import perplexity
 from ringflash.train.callbacks.report_picture import draw
 from ringflash.train.callbacks.run_log import CONFIG, LAST_ROWS, METRICS, RunLog, read_run
@@ -22,15 +24,26 @@ PAGE = "report.md"
 TRAINER_KEYS = ("devices", "num_nodes", "strategy", "max_steps", "accumulate_grad_batches", "gradient_clip_val")
 
 
-def write_report(folder: Path, page: Path) -> None:
+log = logging.getLogger(__name__)
+
+
+def write_report(folder: Path, page: Path) -> Path | None:
     """Writes the Markdown `page` on the run in `folder`, and its picture next to it.
+
+    Returns:
+        The path of the picture. None if there is none, because matplotlib is not installed, which the log says.
 
     Raises:
         DataError: as in `read_run`.
     """
     run, picture = read_run(folder), picture_of(page)
-    draw(run, picture)
-    page.write_text(markdown(run, picture.name))
+    try:
+        draw(run, picture)
+    except MissingExtra as error:
+        log.warning("The report has no picture. %s", error)
+        picture = None
+    page.write_text(markdown(run, None if picture is None else picture.name))
+    return picture
 
 
 def picture_of(page: Path) -> Path:
@@ -38,9 +51,11 @@ def picture_of(page: Path) -> Path:
     return page.with_suffix(".png")
 
 
-def markdown(run: RunLog, picture: str) -> str:
-    """Returns the page: final values, picture, loss by position, configuration."""
-    parts = [f"# {run.name}", _table(("", ""), figures(run)), f"![Figures over optimizer steps]({picture})"]
+def markdown(run: RunLog, picture: str | None) -> str:
+    """Returns the page: final values, picture if there is one, loss by position, configuration."""
+    parts = [f"# {run.name}", _table(("", ""), figures(run))]
+    if picture is not None:
+        parts += [f"![Figures over optimizer steps]({picture})"]
     if by_position := run.by_position():
         rows = [(f"{first}-{last}", f"{loss:.4f}", f"{perplexity(loss):.4g}") for first, last, loss in by_position]
         parts += ["## Loss by position", _table(("position", "train loss (nats a token)", "perplexity"), rows)]
@@ -121,8 +136,8 @@ def main(argv: Sequence[str]) -> int:
     page: Path = options.to or options.run / PAGE
     if page.suffix != ".md":
         raise ArgumentError("--to", expected="a file that ends in .md", got=page, remedy=f"Name it {PAGE}.")
-    write_report(options.run, page)
-    print(f"{page}\n{picture_of(page)}")
+    picture = write_report(options.run, page)
+    print("\n".join(str(path) for path in (page, picture) if path is not None))
     return 0
 
 

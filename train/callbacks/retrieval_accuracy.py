@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from ringflash import extras
 from ringflash.commands.picture import picture
 from ringflash.errors import ConfigError
 from ringflash.train.data.retrieval import Grid, RetrievalDataModule
@@ -84,12 +85,14 @@ class RetrievalAccuracy(Callback):
 
     Raises:
         ConfigError: `filename` is no name of a picture.
+        MissingExtra: matplotlib is not installed.
     """
 
     def __init__(self, filename: str = "retrieval.png") -> None:
         if Path(filename).suffix not in (".png", ".svg", ".pdf") or Path(filename).name != filename:
             expected, remedy = "a name that ends in .png, .svg or .pdf", "Try retrieval.png."
             raise ConfigError("filename", expected=expected, got=filename, remedy=remedy)
+        extras.require("plot", "RetrievalAccuracy")
         self.filename = filename
         self.cells: list[Cell] = []
         self._right = torch.empty(0)

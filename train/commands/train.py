@@ -28,6 +28,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 import ringflash
+from ringflash import extras
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
 from ringflash.train.callbacks.loss_by_position import LossByPosition
@@ -322,7 +323,7 @@ def make_loggers(folder: Path, names: Sequence[LogName] | None = None) -> list[L
         raise ConfigError("loggers", expected="csv among them", got=names, remedy="Reports are drawn from it: add csv.")
     for name, extra in (("tensorboard", "logging"), ("wandb", "wandb")):
         if name in names and importlib.util.find_spec(name) is None:
-            remedy = f"Install it with `pip install 'ringflash[{extra}]'`, or leave {name} out."
+            remedy = f"{extras.install(extra)} Or leave {name} out."
             raise ConfigError("loggers", expected=f"{name} installed", got="no such package", remedy=remedy)
     if "tensorboard" in names:
         loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringflash import extras
 from ringflash.errors import CheckpointError, ConfigError
 
 ADAPTER = "default"  # peft's name of the adapters
@@ -74,7 +75,7 @@ class Lora:
 def check_installed() -> None:
     """Raises ConfigError unless peft is installed."""
     if importlib.util.find_spec("peft") is None:
-        remedy = 'Install it with `pip install "ringflash[peft]"`, or leave lora out.'
+        remedy = f"{extras.install('peft')} Or leave lora out."
         raise ConfigError("lora", expected="peft installed", got="no such package", remedy=remedy)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
+from ringflash.extras import MissingExtra
 from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witness, check
 from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
 from ringflash.integrations.transformers.positions import on_host, resolve_mask
@@ -58,7 +59,7 @@ def register() -> None:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
-        raise ImportError("transformers is not installed: pip install 'ringflash[hf]'") from error
+        raise MissingExtra("ring_attention in transformers' models", "transformers", "hf") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, describe)  # without a mask function, models silently pass no mask
     if PreTrainedModel.__call__.__module__ == __name__:

@@ -492,5 +492,5 @@ def test_other_models_and_new_weights_are_refused(folder: Path) -> None:
 def test_a_missing_peft_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr("ringflash.train.models.lora.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "ringflash\[peft\]"'):
+    with pytest.raises(ConfigError, match=r"ringflash\[peft\]"):
         TransformersModel(str(folder / "tied"), lora=Lora())

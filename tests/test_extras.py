@@ -1,0 +1,111 @@
+"""Attention needs torch, triton and numpy alone; what needs more names the extra that brings it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ringflash
+from ringflash.extras import EXTRAS
+from ringflash.train.callbacks import report
+
+CHECKOUT = Path(ringflash.__file__).parents[1]
+RING = ("--world-size", "2", "--seqlen", "256")
+MEMORY = ("--config", str(CHECKOUT / "configs/tiny-cpu.yaml"), "--gpu-memory", "80")
+WITHOUT = """
+import sys
+for package in {packages!r}:
+    sys.modules[package] = None  # as if it were not installed
+"""
+ATTENTION = """
+import torch, ringflash as rf
+q = torch.randn(1, 32, 2, 16, requires_grad=True)
+rf.flash_attention(q, q, q, mask=rf.Causal()).sum().backward()
+context = rf.ContextParallel.local(2)
+rf.ring_attention(q, q, q, context, mask=rf.Causal()).sum().backward()
+from ringflash.commands.main import main
+assert main(["doctor"]) == 0
+"""
+COMMAND = """
+from ringflash.commands.main import main
+sys.exit(main({arguments!r}))
+"""
+
+
+def run_without(packages: tuple[str, ...], program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT.format(packages=packages) + program]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+EVERY_PACKAGE = tuple({package for packages in EXTRAS.values() for package in packages} - {"filelock"})  # torch's too
+
+
+def test_attention_needs_no_extra() -> None:
+    done = run_without(EVERY_PACKAGE, ATTENTION)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "self-test on cpu: passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("packages", "arguments", "needs", "extra"),
+    [
+        (EVERY_PACKAGE, ["train", "auto"], "`ringflash train` needs lightning", "train"),
+        (
+            EVERY_PACKAGE,
+            ["plan-memory", *MEMORY],
+            "`ringflash plan-memory` needs lightning",
+            "train",
+        ),
+        (EVERY_PACKAGE, ["plan", *RING], "`ringflash plan` needs rich", "plot"),
+        (
+            ("matplotlib",),
+            ["plan", *RING, "--image", "x.png"],
+            "--image needs",
+            "plot",
+        ),
+    ],
+    ids=["train", "plan-memory", "plan", "picture"],
+)
+def test_a_command_names_the_extra_that_it_needs(
+    packages: tuple[str, ...], arguments: list[str], needs: str, extra: str
+) -> None:
+    done = run_without(packages, COMMAND.format(arguments=arguments))
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert needs in done.stderr
+    assert f"pip install 'ringflash[{extra}]'" in done.stderr
+
+
+def test_a_name_of_the_trainer_names_its_extra() -> None:
+    done = run_without(EVERY_PACKAGE, "from ringflash.train import LanguageModel")
+    expected = "ringflash.train.LanguageModel needs lightning, which is not installed. Install it with"
+    assert f"MissingExtra: {expected} `pip install 'ringflash[train]'`." in done.stderr
+
+
+def test_a_report_without_matplotlib_has_no_picture(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ringflash.extras.find_spec", lambda package: None)
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,0,5.5\n0,1,5.0\n")
+    assert report.main([str(tmp_path)]) == 0
+    assert "The report has no picture." in caplog.text
+    assert "pip install 'ringflash[plot]'" in caplog.text
+    assert "![" not in (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.split() == [str(tmp_path / "report.md")]
+
+
+def test_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    assert [name.split(">")[0] for name in project["dependencies"]] == ["torch", "triton", "numpy"]
+    for extra, packages in EXTRAS.items():
+        told = " ".join(project["optional-dependencies"][extra])
+        assert all(package in told for package in packages), extra
