@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from ringflash.errors import ConfigError
-from ringflash.train.checkpoint.manifest import Keep, local_path
+from ringflash.train.checkpoint.manifest import Keep, is_url, local_path
 from ringflash.train.checkpoint.save import Progress, SaveOptions
 from ringflash.train.lightning.sharded import ShardedStrategy
 
@@ -33,9 +33,14 @@ class LastCheckpoint(Checkpoint):
         every_n_minutes: minutes after which it saves in any case, by the first rank's clock; None: steps decide.
         keep: number of newest checkpoints to keep; if one is damaged, a run can fall back to another.
         keep_every_n_steps: keep forever the checkpoints of steps that are multiples of this; None: keep none forever.
+        remote: URL of a folder, such as s3://bucket/run, to which each complete checkpoint is copied as step-00000500,
+            through fsspec. `keep` and `keep_every_n_steps` hold there too. None: no copies.
         asynchronous: training continues while a checkpoint is written from a copy in host memory. Only one is written
             at a time: the next save waits for it, as does the end of the run. A failure is raised on every rank after
             the next step.
+
+    Raises:
+        ConfigError: a number out of range, or `remote` is no URL.
     """
 
     def __init__(
@@ -45,11 +50,16 @@ class LastCheckpoint(Checkpoint):
         keep: int = 2,
         keep_every_n_steps: int | None = None,
         asynchronous: bool = True,
+        remote: str | None = None,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigError("every_n_steps", expected="at least 1", got=every_n_steps, remedy="Try 500.")
         if every_n_minutes is not None and not every_n_minutes > 0:
             raise ConfigError("every_n_minutes", expected="more than 0", got=every_n_minutes, remedy="Try 30.")
+        if remote is not None and not is_url(remote):
+            remedy = "Checkpoints are in the run's folder in any case."
+            raise ConfigError("remote", expected="a URL, such as s3://bucket/run", got=remote, remedy=remedy)
+        self.remote = remote
         self.every_n_steps, self.every_n_minutes, self.asynchronous = every_n_steps, every_n_minutes, asynchronous
         self.keep = Keep(keep, keep_every_n_steps)
         self.path: Path | None = None  # set when training begins
@@ -58,6 +68,10 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sets the path, because ranks that started apart could name the run's folder differently."""
+        if self.remote is not None and not isinstance(trainer.strategy, ShardedStrategy):
+            remedy = 'Pass strategy="ring_attention", or leave remote out.'
+            got = f"{type(trainer.strategy).__name__} with remote={self.remote}"
+            raise ConfigError("strategy", expected="RingAttentionStrategy for copies at a URL", got=got, remedy=remedy)
         self.path = Path(trainer.strategy.broadcast(str(run_dir(trainer) / "checkpoints" / "last")))
         self._step = self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
@@ -84,7 +98,9 @@ class LastCheckpoint(Checkpoint):
         if trainer.global_step != self._saved_step and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
             assert self.path is not None, "training has begun"
-            options = SaveOptions(asynchronous, self.keep) if isinstance(strategy, ShardedStrategy) else None
+            options = (
+                SaveOptions(asynchronous, self.keep, self.remote) if isinstance(strategy, ShardedStrategy) else None
+            )
             trainer.save_checkpoint(self.path, storage_options=options)
         elif isinstance(strategy, ShardedStrategy) and not asynchronous:
             strategy.saver.wait()

@@ -52,18 +52,23 @@ class Keep:
                 raise ConfigError(name, expected="at least 1", got=value, remedy="1 keeps the newest checkpoint alone.")
 
 
+def is_url(path: object) -> bool:
+    """Returns whether `path` is a URL, such as s3://bucket/name; `Path` shortens it to s3:/bucket/name."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.\-]+:/", str(path)) is not None
+
+
 def local_path(path: str | Path, argument: str) -> Path:
     """Returns the path of a folder on a file system.
 
     Raises:
         CheckpointError: `path` is a URL, such as s3://bucket/name, from which Path would make a folder named "s3:".
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.\-]+:/", str(path)):
+    if is_url(path):
         raise CheckpointError(
             argument,
             expected="a folder of a file system that all ranks share",
             got=str(path),
-            remedy="Save to such a folder and copy the checkpoint when it is complete, or mount the remote storage.",
+            remedy="Save to such a folder; LastCheckpoint(remote=URL) copies each checkpoint to a URL as well.",
         )
     return Path(path)
 

@@ -30,8 +30,19 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.errors import CheckpointError
 from ringflash.train.checkpoint.collective import among_ranks, failed, on_every_rank
-from ringflash.train.checkpoint.manifest import STATE, TENSOR_INDEX, Keep, entry_of, partial_of, prepare, publish
+from ringflash.train.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    TENSOR_INDEX,
+    Keep,
+    entry_of,
+    partial_of,
+    prepare,
+    publish,
+)
 from ringflash.train.checkpoint.tensor_index import to_json
+from ringflash.train.data.tokenizer import RUN_FOLDER
+from ringflash.train.remote import RemoteCopy
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +59,12 @@ class SaveOptions:
             save that is under way is waited for first. A writer's failure is raised by the next save, by `Saver.wait`,
             or at the end of the run; `LastCheckpoint` raises it at the next step boundary.
         keep: rule for the earlier checkpoints to keep; None: leave the folder's other checkpoints alone.
+        remote: URL of a folder to which the checkpoint is copied too, as step-00000500; None: no copy.
     """
 
     asynchronous: bool = False
     keep: Keep | None = None
+    remote: str | None = None
 
 
 class Progress(IntEnum):
@@ -62,13 +75,14 @@ class Progress(IntEnum):
 
 @dataclass(frozen=True)
 class _Job:
-    """Content of a save: each rank writes its tensors, and only the first rank writes `state`."""
+    """Content of a save: each rank writes and copies its tensors, and only the first rank writes `state`."""
 
     path: Path
     tensors: dict[str, Tensor]
     state: bytes
     step: int | None
     keep: Keep | None
+    copy: RemoteCopy | None
 
 
 def save(
@@ -86,7 +100,7 @@ def save(
             exists and is no checkpoint, for an entry that weights_only loading refuses, for an entry of a state_dict
             that is no tensor, or for a DTensor in another entry.
     """
-    _write(_begin(checkpoint, path, keep, group), None, group)
+    _write(_begin(checkpoint, path, SaveOptions(keep=keep), group), None, group)
 
 
 class Saver:
@@ -126,7 +140,7 @@ class Saver:
             group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="ringflash checkpoints")
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
-        job = _begin(checkpoint, path, options.keep, self._group)
+        job = _begin(checkpoint, path, options, self._group)
         if not options.asynchronous:
             _write(job, None, self._group)
             return
@@ -241,7 +255,7 @@ def optimizer_tensors(index: int, state: dict[str, Any]) -> dict[str, Tensor]:
     return named_tensors(f"optimizer.{index}", named)
 
 
-def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dist.ProcessGroup | None) -> _Job:
+def _begin(checkpoint: dict[str, Any], path: Path, options: SaveOptions, group: dist.ProcessGroup | None) -> _Job:
     """Splits `checkpoint` into tensors and state, and makes the folder to write to."""
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", SHARDED)}
     optimizers = checkpoint.get("optimizer_states", [])
@@ -261,11 +275,13 @@ def _begin(checkpoint: dict[str, Any], path: Path, keep: Keep | None, group: dis
             prepare(path)
 
     on_every_rank(begin, path, group)
-    return _Job(path, tensors, state.getvalue(), checkpoint.get("global_step"), keep)
+    step = checkpoint.get("global_step")
+    copy = None if options.remote is None else RemoteCopy(options.remote, step or 0)
+    return _Job(path, tensors, state.getvalue(), step, options.keep, copy)
 
 
 def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGroup | None) -> None:
-    """Writes the files and renames the folder to its final path."""
+    """Writes the files, renames the folder to its final path, and copies the files to a URL if one is given."""
     partial, rank = partial_of(job.path), dist.get_rank(group)
     try:
         with among_ranks(job.path, group):
@@ -288,8 +304,28 @@ def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGro
     def finish() -> None:
         if rank == 0:
             publish(job.path, files, step=job.step, keep=job.keep)
+            if job.copy is not None:
+                job.copy.begin()
 
     on_every_rank(finish, job.path, group)
+    if (copy := job.copy) is None:
+        return
+
+    def copy_files() -> None:
+        for name in files:
+            if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__")):
+                copy.add(job.path / name)
+        if rank == 0:  # the tokenizer lies beside the folder of checkpoints
+            for file in sorted((job.path.absolute().parents[1] / RUN_FOLDER).glob("*")):
+                copy.add(file, RUN_FOLDER)
+
+    def complete() -> None:
+        if rank == 0:
+            copy.add(job.path / MANIFEST)
+            copy.retire(job.keep)
+
+    on_every_rank(copy_files, job.path, group)
+    on_every_rank(complete, job.path, group)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.batch import all_ranks, document_positions, documents_of
 from ringflash.train.models.decoder import Decoder
+from ringflash.train.remote import fetched
 
 
 @torch.no_grad()
@@ -84,6 +85,7 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
+    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     check_at_least(options, ["samples"], remedy="Leave it out for all.")
     check_picture("--png", options.png, "loss.png")
     with ranks(options.device) as (device, context):

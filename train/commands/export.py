@@ -26,6 +26,7 @@ from ringflash.train.models.config import Family, ModelConfig
 from ringflash.train.models.huggingface import CONFIG, FAMILIES, FULL, SLIDING
 from ringflash.train.models.lora import BASE, BASE_DIGEST, LORA, is_adapter, merge_adapters
 from ringflash.train.models.weights import MAX_FILE_BYTES, write
+from ringflash.train.remote import fetched
 
 GENERATION = "generation_config.json"
 
@@ -45,6 +46,7 @@ def main(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     to = Path(options.to)
     check_new(to)
+    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     tokenizer = tokenizer_of(options.checkpoint)
     path, rest = read_state(options.checkpoint)
     model_config = rest.get("model_config")

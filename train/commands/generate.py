@@ -18,11 +18,13 @@ from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.models.generate import Sampling, continue_prompts
+from ringflash.train.remote import fetched
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints each prompt, unless it came from a file, and its continuation."""
     options = _parser().parse_args(argv)
+    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with ranks(options.device) as (device, context):

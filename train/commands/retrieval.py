@@ -22,6 +22,7 @@ from ringflash.train.commands.launch import inference_dtype, is_first, ranks
 from ringflash.train.data.retrieval import Grid, RetrievalTask
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.kv_cache import over_ranks
+from ringflash.train.remote import fetched
 
 BATCH_TOKENS = 2**16
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
         return train(argv, RetrievalCLI)
     options = _parser().parse_args(argv)
+    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     grid = Grid(tuple(options.lengths), options.depths, options.rows, options.seed)
     with ranks(options.device) as (device, context):
         decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)

@@ -30,6 +30,7 @@ from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.generate import Sampling, continue_prompts
 from ringflash.train.models.huggingface import CONFIG, read_config
 from ringflash.train.models.weights import Weights
+from ringflash.train.remote import fetched
 
 BATCH_TOKENS = 2**16
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     if options.samples < 1:
         remedy = "RULER takes 500; 20 show large differences."
         raise ArgumentError("--samples", expected="at least 1", got=options.samples, remedy=remedy)
-    folder = Path(options.checkpoint).expanduser()
+    folder = fetched(options.checkpoint, "--checkpoint").expanduser()
     of_transformers = (folder / CONFIG).is_file()
     if not locate(folder).is_dir():
         remedy = "Name one, as in runs/h200-4/checkpoints/last."

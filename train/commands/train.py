@@ -37,7 +37,7 @@ from ringflash.train.callbacks.progress import RingProgressBar
 from ringflash.train.callbacks.report import Report
 from ringflash.train.callbacks.summary import RunSummary
 from ringflash.train.callbacks.throughput import Throughput
-from ringflash.train.checkpoint.manifest import MANIFEST, complete_in, locate, read_manifest
+from ringflash.train.checkpoint.manifest import MANIFEST, complete_in, is_url, locate, read_manifest
 from ringflash.train.commands.class_paths import check_arguments
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.interrupt import Interrupt
@@ -47,6 +47,7 @@ from ringflash.train.lightning.preemption import Preempted, Preemption
 from ringflash.train.lightning.ring_module import RingModule, refused_precision
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning_private import UntrustingCLI
+from ringflash.train.remote import newest_at
 
 CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
 STRATEGY = "ring_attention"
@@ -256,8 +257,11 @@ def check_checkpoint(path: str, *, sharded: bool) -> None:
     """Raises CheckpointError unless `path` is a checkpoint of the strategy.
 
     RingAttentionStrategy takes a checkpoint folder, or a folder of such folders; other strategies take a file. The
-    content is compared with the manifest when it is loaded.
+    content is compared with the manifest when it is loaded. A URL stands for such a folder.
     """
+    if sharded and is_url(path):
+        newest_at(path, "ckpt_path")
+        return
     found, named = locate(Path(path)), path in ("best", "hpc", LAST)  # Lightning reads these as other files
     there = (found / MANIFEST).is_file() or complete_in(found) if sharded else zipfile.is_zipfile(found)
     if there and not named:

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringflash.errors import DataError
+from ringflash.train.checkpoint.manifest import is_url
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare
 from ringflash.train.data.sources import divide, find_sources
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import DATASET, TokenFiles
-
-CACHE = "~/.cache/ringflash"
+from ringflash.train.remote import CACHE, fetch
 
 
 def load_corpus(sources: str | Sequence[str], cache_dir: str | Path = CACHE) -> TokenFiles:
     """Returns the token files of a prepared folder, or of text, which the first process that needs it encodes as bytes.
+
+    A prepared folder may be a URL, such as s3://bucket/tokens. It is then copied to `cache_dir` once a host.
 
     Text is encoded once. The folder's name in `cache_dir` is derived from the files' paths, sizes and times. Processes
     that start together may all call this function.
@@ -26,6 +28,8 @@ def load_corpus(sources: str | Sequence[str], cache_dir: str | Path = CACHE) -> 
             folder, or a cache that cannot be written.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
+    if len(names) == 1 and is_url(names[0]):
+        return TokenFiles(fetch(names[0], "corpus", cache_dir, DataError))
     try:
         if len(names) == 1 and names[0].strip() and (Path(names[0]).expanduser() / DATASET).is_file():
             return TokenFiles(Path(names[0]).expanduser())
