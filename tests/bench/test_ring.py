@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ import ringflash as rf
 from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common.problem import Contender, Problem
-from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput
+from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput, ulysses
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks
@@ -54,7 +55,9 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
         assert row["errors_over_plain"]["out max"] < 5
     rest = [row for row in record["rows"] if not row["name"].startswith("ringflash")]
     assert [row["name"].split()[0] for row in rest[:3]] == ["torch", "torch", "ring-flash-attn"]
-    assert all("failed" in row for row in rest)  # torch's kernels do not run on CPUs
+    assert rest[3]["name"] == "Ulysses, SDPA math"
+    assert rest[3]["forward_backward_ms"] > 0
+    assert all("failed" in row for row in (*rest[:3], *rest[4:7]))  # torch's kernels do not run on CPUs
 
 
 def _check_figures(row: dict[str, Any]) -> None:
@@ -101,7 +104,11 @@ def _everything(folder: str) -> tuple[Any, ...]:
     assert fixed["name"] == "ringflash balanced, fixed-lengths"
     assert fixed["forward_ms"] > 0
     assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
-    auto = throughput.run([*common, "--hops", "auto"], mesh)[0]
+    auto, by_heads = throughput.run([*common, "--hops", "auto", "--heads", "2"], mesh)
+    assert by_heads["name"] == "ringflash balanced, heads over 2 ranks"
+    assert by_heads["forward_ms"] > 0
+    with pytest.raises(ArgumentError, match="--heads: expected numbers that divide 2 ranks, got 3"):
+        throughput.run([*common, "--heads", "3"], mesh)
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
     for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
@@ -132,6 +139,46 @@ def _sent(mesh: Any) -> dict[str, int]:
         counts[name] = len(seen)
     assert context.transport is transport
     return counts
+
+
+def _ulysses_errors(nheads_kv: int) -> list[float]:
+    """Returns the largest errors of Ulysses' out and gradients, in float64."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    problem = Problem.random(24, 4, nheads_kv, 16, CPU, torch.float64)
+    inputs = problem.leaves()
+    out, _ = reference.attention(*inputs, mask=rf.Causal())
+    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
+    (attention,) = ulysses.local_attentions("cpu")
+    with ulysses.ulysses(mesh, attention)(problem) as setup:
+        results = [setup.whole(x.detach()) for x in setup.forward_backward()]
+    return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("ranks", "nheads_kv"), [(2, 2), (4, 2), (2, 1)])
+def test_ulysses_is_exact(ranks: int, nheads_kv: int) -> None:
+    for errors in run_ranks(ranks, _ulysses_errors, nheads_kv):
+        assert max(errors) < 1e-12
+
+
+def _ulysses_refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    refusals = []
+    for seqlen, nheads, nheads_kv in ((24, 3, 3), (25, 4, 2), (24, 12, 3)):
+        contender = ulysses.ulysses(mesh, ulysses.local_attentions("cpu")[0])
+        with (
+            pytest.raises(Unavailable) as raised,
+            contender(Problem.random(seqlen, nheads, nheads_kv, 16, CPU, torch.float32)),
+        ):
+            pass
+        refusals.append(str(raised.value))
+    return refusals
+
+
+def test_ulysses_names_what_it_cannot_divide() -> None:
+    for heads, tokens, kv in run_ranks(2, _ulysses_refusals):
+        assert heads == "takes query heads that 2 ranks divide, not 3"
+        assert tokens == "takes tokens that 2 ranks divide, not 25"
+        assert kv == "takes KV heads that divide 2 ranks or are divided by them, not 3"
 
 
 def _zigzag(mesh: Any) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,6 +21,8 @@ import ringflash as rf
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
 from ringflash.bench.ring.ring_flash_attn import installed_kernels, ring_flash_attn
+from ringflash.bench.ring.ulysses import local_attentions, ulysses
+from ringflash.errors import ArgumentError
 
 VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
 WARM_UPS = 3
@@ -120,6 +122,8 @@ def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: boo
                 named[f"torch {name} {rotation}"] = peer
         kernels = installed_kernels()
         named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
+        for attention in local_attentions(mesh.device_type):
+            named[f"Ulysses, {attention.name}"] = ulysses(mesh, attention)
     return named
 
 
@@ -138,6 +142,20 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
     fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
     options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
     return partial(ours, context=rf.ContextParallel(mesh, context.layout, transport, **options))
+
+
+def heads_by_ring(mesh: DeviceMesh, heads: int, layout: str, transport: str) -> Contender:
+    """Returns `ours` with heads split over `heads` neighbouring ranks, and a ring over the groups.
+
+    Raises:
+        ArgumentError: `heads` does not divide the number of ranks.
+    """
+    if heads < 1 or mesh.size() % heads:
+        remedy = "Choose divisors of the number of ranks."
+        raise ArgumentError("--heads", expected=f"numbers that divide {mesh.size()} ranks", got=heads, remedy=remedy)
+    shape = (mesh.size() // heads, heads)
+    both = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("ring", "heads"))
+    return partial(ours, context=rf.ContextParallel(both, layout, transport))
 
 
 @contextmanager

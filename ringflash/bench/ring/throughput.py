@@ -91,6 +91,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     named = peers.contenders(context, mesh, with_peers=options.peers)
     for name in options.variants:
         named[f"ringflash {context.layout}, {name}"] = peers.variant(name, mesh, context, options.transport)
+    for number in options.heads:
+        contender = peers.heads_by_ring(mesh, number, options.layout, options.transport)
+        named[f"ringflash {context.layout}, heads over {number} ranks"] = contender
     rows: list[dict[str, Any]] = []
     for seqlen in options.seqlens:
         rows += _measure_length(seqlen, options, context, named, ranks.device_of(mesh))
@@ -108,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
     parser.add_argument("--variants", choices=peers.VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
-    parser.add_argument("--peers", action="store_true", help="torch's context_parallel and ring-flash-attn too")
+    parser.add_argument("--heads", type=int, nargs="+", default=[], help="ringflash with heads split over N ranks too")
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel, ring-flash-attn, Ulysses too")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
     return parser
 

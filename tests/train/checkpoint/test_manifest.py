@@ -191,7 +191,9 @@ def test_a_newer_format_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["s3://bucket/last", "memory://last", "s3:/bucket/last", "gs://b", "file:///tmp/x"])
 def test_urls_are_no_folders(path: str) -> None:
-    with pytest.raises(CheckpointError, match="filepath: expected a folder of a file system .*LastCheckpoint.remote=URL"):
+    with pytest.raises(
+        CheckpointError, match="filepath: expected a folder of a file system .*LastCheckpoint.remote=URL"
+    ):
         local_path(path, "filepath")
 
 
