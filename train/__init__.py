@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from ringflash.train.models.lora import Lora
     from ringflash.train.preference.data import PreferenceDataModule
     from ringflash.train.preference.module import DpoModel
+    from ringflash.train.trainer.ring_trainer import RingTrainer
+    from ringflash.train.trainer.rings import AcceleratorRing
 
 __all__ = [
     "RingAttentionStrategy",
     "LanguageModel",
     "TransformersModel",
     "DpoModel",
+    "RingTrainer",
+    "AcceleratorRing",
     "TextDataModule",
     "PreferenceDataModule",
     "ModelConfig",
@@ -39,6 +43,8 @@ _MODULES = {
     "LanguageModel": "lightning.language_model",
     "TransformersModel": "lightning.transformers_model",
     "DpoModel": "preference.module",
+    "RingTrainer": "trainer.ring_trainer",
+    "AcceleratorRing": "trainer.rings",
     "TextDataModule": "data.module",
     "PreferenceDataModule": "preference.data",
     "ModelConfig": "models.config",

@@ -67,11 +67,34 @@ def test_trainer_script(tmp_path: Path) -> None:
     assert list((tmp_path / "run").rglob("checkpoints/last"))
 
 
+@pytest.mark.timeout(800)
+def test_the_accelerate_loop_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    curves = []
+    for launcher in ([], TORCHRUN):
+        out = run_alone(tmp_path, launcher, "accelerate_loop.py", "--steps", "6")
+        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", out)])
+    assert len(curves[0]) == 6
+    assert curves[0] == pytest.approx(curves[1], abs=2e-4)
+    assert curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.timeout(800)
+def test_the_ring_trainer_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    curves = []
+    for name, launcher in (("one", []), ("two", TORCHRUN)):
+        folder = str(tmp_path / name)
+        out = run_alone(tmp_path, launcher, "ring_trainer.py", "--steps", "4", "--output-dir", folder)
+        curves.append([float(loss) for loss in re.findall(r"loss': '?([\d.]+)", out)])
+        assert (tmp_path / name / "model" / "model.safetensors").exists()
+    assert len(curves[0]) >= 5  # of four steps, and of the evaluation
+    assert curves[0] == pytest.approx(curves[1], abs=2e-3)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
 def test_they_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 80
-    assert ("import lightning" in text) == (path.stem != "plain_loop")
+    assert ("import lightning" in text) == (path.stem not in ("plain_loop", "accelerate_loop", "ring_trainer"))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)

@@ -239,6 +239,7 @@ def agree_on_batch(
     context_parallel_size: int,
     vocab_size: int | None = None,
     shard_keys: Sequence[str] = (),
+    remedy: str = SAMPLER,
 ) -> BatchAgreement:
     """Agrees on the micro-batch of all ranks with one small collective over `group`, which must serve CPU tensors.
 
@@ -247,12 +248,13 @@ def agree_on_batch(
 
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
     context_parallel_size) share sequences, which this function checks. A batch that is wrong on one rank raises on all
-    ranks, so that none of them waits for it. Ids are compared with `vocab_size`, if it is known.
+    ranks, so that none of them waits for it. Ids are compared with `vocab_size`, if it is known. `remedy` is what to do
+    where ranks that share sequences hold different ones.
 
     Raises:
         ArgumentError: on a rank with a batch that breaks the contract or has ids outside the vocabulary.
         PeerFailed: on the other ranks.
-        RankMismatch: on all ranks, when ranks that share sequences hold different ones; the error names the sampler.
+        RankMismatch: on all ranks, when ranks that share sequences hold different ones; the error has the remedy.
     """
     error: ArgumentError | None = None
     facts = [0] * 7
@@ -282,8 +284,8 @@ def agree_on_batch(
             usual = max(shared, key=shared.count)
             odd += [first + member for member, value in enumerate(shared) if value != usual]
         if odd:
-            remedy = f"Ranks of a context-parallel group must load the same sequences in the same order. {SAMPLER}"
-            raise RankMismatch(field, [row[index] for row in rows], odd, rank=rank, remedy=remedy)
+            same = f"Ranks of a context-parallel group must load the same sequences in the same order. {remedy}"
+            raise RankMismatch(field, [row[index] for row in rows], odd, rank=rank, remedy=same)
     groups = rows[::context_parallel_size]
     is_repeated = len(groups) > 1 and groups[0][3] > 0 and all(group == groups[0] for group in groups)
     return BatchAgreement(sum(row[3] for row in groups), is_repeated)

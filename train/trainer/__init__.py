@@ -1,0 +1,1 @@
+"""Ring attention in the Trainer of transformers, and in loops that accelerate runs."""

@@ -1,0 +1,213 @@
+"""Rings of ranks for loops of accelerate: the rows of each ring, the shard of each rank, and the loss of all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringflash as rf
+from ringflash.errors import ArgumentError, ConfigError
+from ringflash.train.accelerate_private import DATA, RING, shard_data_over_rings
+from ringflash.train.lightning.batch import agree_on_batch, check_batch, check_tokens, document_positions, documents_of
+from ringflash.train.models.loss import token_losses
+from ringflash.train.trainer.batch import shifted, whole_sequences
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+log = logging.getLogger(__name__)
+
+WRAPPERS = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of a single process, and of DDP
+SAME_ROWS = (
+    "Prepare the loader with the accelerator, after the rings are made, and let datasets and collators make no random "
+    "choices that differ between processes."
+)
+LIGHTNING = "Train with ringflash.train.TransformersModel under RingAttentionStrategy, which shards models with FSDP2."
+
+
+class AcceleratorRing:
+    """Rings of the ranks of an Accelerator, for a loop with a causal language model of transformers under DDP.
+
+    From then on, loaders that the accelerator prepares give the ranks of a ring the same rows, and each ring other
+    rows. Creating it is a collective of all processes.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, before it prepares loaders.
+        context_parallel_size: ranks of a ring, which share each sequence; it divides the number of processes. None:
+            all processes are one ring.
+        layout: "zigzag", "contiguous" or "striped"; see `ContextParallel`.
+        transport: as in `ContextParallel`.
+        seed: seed of dropout in attention.
+
+    Raises:
+        ConfigError: a size that does not divide the processes, or an accelerator of one process where more were
+            started, with DeepSpeed, FSDP or parallelism of its own, with dispatch_batches=True, or with
+            even_batches=False and several rings.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        context_parallel_size: int | None = None,
+        *,
+        layout: str = "zigzag",
+        transport: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        self.accelerator, self.seed = accelerator, seed
+        self._check_processes()
+        processes, size = accelerator.num_processes, context_parallel_size
+        if size is not None and (not isinstance(size, int) or size < 1 or processes % size):
+            remedy = "Choose the number of ranks that share a sequence, or start another number of processes."
+            expected = f"a divisor of the {processes} processes, or None"
+            raise ConfigError("context_parallel_size", expected=expected, got=size, remedy=remedy)
+        if layout not in ("zigzag", "contiguous", "striped"):
+            remedy = "Choose one of these: a batch is cut before any mask is known."
+            raise ConfigError("layout", expected="zigzag, contiguous or striped", got=repr(layout), remedy=remedy)
+        self.ring_size = size or processes
+        self.num_rings = processes // self.ring_size
+        self._check_settings()
+        accelerator.dataloader_config.dispatch_batches = False  # by default rank 0 would read iterable data for all
+        self._cpu_group: dist.ProcessGroup | None = None
+        self._vocab_size: int | None = None
+        self._forwards = 0
+        self._warned_of_repeats = False
+        if not dist.is_initialized():
+            self.context = rf.ContextParallel.local(1)
+            return
+        device = accelerator.device.type
+        mesh = init_device_mesh(device, (self.num_rings, self.ring_size), mesh_dim_names=(DATA, RING))
+        shard_data_over_rings(accelerator, mesh)
+        group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="gloo")
+        self._cpu_group = cast("dist.ProcessGroup", group)
+        self.context = rf.ContextParallel(mesh[RING], layout, transport)
+
+    def _check_processes(self) -> None:
+        started = dist.get_world_size() if dist.is_initialized() else 1
+        found = self.accelerator.num_processes
+        if found != started:
+            expected = f"one of the {started} processes that were started"
+            remedy = "On CPUs pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
+            raise ConfigError("accelerator", expected=expected, got=f"{found} process", remedy=remedy)
+
+    def _check_settings(self) -> None:
+        accelerator = self.accelerator
+        kind = accelerator.distributed_type.name
+        if kind not in WRAPPERS:
+            raise ConfigError("accelerator", expected="one process, or DDP", got=kind, remedy=LIGHTNING)
+        if accelerator.parallelism_config is not None:
+            remedy = "Leave it out: context_parallel_size makes the rings."
+            raise ConfigError("parallelism_config", expected="None", got="one of accelerate", remedy=remedy)
+        if accelerator.dispatch_batches:
+            remedy = "Leave it out: each rank reads the rows of its ring."
+            raise ConfigError("dispatch_batches", expected="None or False", got=True, remedy=remedy)
+        if not accelerator.even_batches and self.num_rings > 1:
+            remedy = "Leave it out: a ring that runs out of batches would stop the others."
+            raise ConfigError("even_batches", expected="True with several rings", got=False, remedy=remedy)
+
+    def use_ring_attention(self, model: Any) -> None:
+        """Makes a model of transformers compute with ring attention, in place, and checks that it can.
+
+        Call it before `accelerator.prepare(model)`. A PeftModel is changed inside.
+
+        Raises:
+            ConfigError: a model with another loss than that of the next token.
+            ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
+        """
+        inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = inside.config.get_text_config()
+        if (kind := getattr(inside, "loss_type", None)) not in (None, "ForCausalLM"):
+            remedy = "Train it without a ring: labels and losses of other kinds are not cut along the sequence."
+            raise ConfigError("model", expected="a causal language model", got=kind, remedy=remedy)
+        if getattr(config, "output_router_logits", False):
+            remedy = "Set it to False: the loss of a router needs the counts of the whole sequence."
+            raise ConfigError("config.output_router_logits", expected="False", got=True, remedy=remedy)
+        rf.hf.register()
+        inside.set_attn_implementation(rf.hf.NAME)
+        rf.hf.check_model(inside)
+        self._vocab_size = getattr(config, "vocab_size", None)
+
+    def count_valid_tokens(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Returns the number of labels to predict in batches of all rings, an int64 scalar; a collective.
+
+        Args:
+            batches: the batches of this rank until the next step of the optimizer.
+        """
+        labels = [x for batch in batches if isinstance(x := batch.get("labels"), Tensor) and x.ndim == 2]
+        none = torch.zeros(0, dtype=torch.int64, device=self.accelerator.device)
+        counted = self.context.count_valid_tokens([shifted(x).to(none.device) for x in labels] or [none])
+        return counted // self.ring_size  # the ranks of a ring have counted the same rows
+
+    def token_mean(self, model: Any, batch: Mapping[str, Any], *, num_valid_tokens: Tensor | int | None = None):
+        """Returns the mean loss of a batch over the valid tokens of all rings; a collective of all processes.
+
+        `loss` is for `accelerator.backward`, which divides it by the steps of accumulation; `value` is for logs.
+
+        Args:
+            model: the prepared model, after `use_ring_attention`.
+            batch: the rows of this ring, uncut, as a collator of transformers makes them; labels are not shifted.
+            num_valid_tokens: labels of the whole accumulation from `count_valid_tokens`. The values of its batches
+                then add up to the mean, and each token has the same weight. None: the labels of this batch alone.
+
+        Raises:
+            ArgumentError: a batch that cannot be honoured; see `whole_sequences`.
+            PeerFailed: the batch of another rank raised.
+            RankMismatch: the ranks of a ring hold different rows.
+        """
+        whole = self._agreed(batch)
+        device, documents = self.accelerator.device, documents_of(whole)
+        input_ids, labels = (self.context.shard(whole[name]).to(device) for name in ("input_ids", "labels"))
+        positions = self.context.positions(whole["input_ids"].shape[1])[None]
+        if documents is not None:
+            positions = document_positions(whole["cu_seqlens"], positions[0])
+        given: dict[str, Any] = {"position_ids": positions.to(device), "use_cache": False}
+        given |= {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed(), "ring_documents": documents}
+        losses = token_losses(model(input_ids=input_ids, **given).logits, labels, each=True).tokens
+        mean = self.context.token_mean(losses, labels, num_valid_tokens=num_valid_tokens)
+        if num_valid_tokens is None:
+            return mean
+        return replace(mean, loss=mean.loss * self.accelerator.gradient_accumulation_steps)
+
+    def _agreed(self, batch: Any) -> dict[str, Tensor]:
+        """Returns the batch's whole sequences. An error on one rank is raised on all, before any of them waits."""
+        whole, error = None, None
+        try:
+            whole = whole_sequences(batch, self.ring_size)
+        except ArgumentError as raised:
+            error = raised
+        if self._cpu_group is None:
+            if error is None:
+                check_batch(whole, 1)
+            if whole is not None and self._vocab_size is not None:
+                check_tokens(whole, self._vocab_size)
+        else:
+            try:
+                found = agree_on_batch(whole, self._cpu_group, self.ring_size, self._vocab_size, remedy=SAME_ROWS)
+            except ArgumentError as raised:
+                raise error or raised from None
+            if found.is_repeated and not self._warned_of_repeats:
+                self._warned_of_repeats = True
+                log.warning("All %d rings hold the same rows: prepare the loader with the accelerator", self.num_rings)
+        if error is not None:
+            raise error
+        assert whole is not None
+        return whole
+
+    def _dropout_seed(self) -> int:
+        """Returns a seed that is equal on the ranks of a ring, and differs at each forward."""
+        self._forwards += 1
+        ring = self.accelerator.process_index // self.ring_size
+        words = f"{self.seed}/{self._forwards}/{ring}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
+
+    def restart_dropout(self, forwards: int) -> None:
+        """Continues the seeds of dropout after `forwards` calls of `token_mean`, as after a checkpoint is loaded."""
+        self._forwards = forwards
