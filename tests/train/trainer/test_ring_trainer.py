@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from ringflash.errors import ArgumentError, ConfigError, PeerFailed, RankMismatch
 from tests.distributed import run_ranks
@@ -64,13 +65,17 @@ def _error(run: Run, folder: str) -> str:
 def _all_runs(folder: str) -> dict[str, Any]:
     world_size = dist.get_world_size()
     if world_size == 4:
-        return {name: train(replace(run, ring=2, rows=1), folder) for name, run in TWO_RINGS.items()}
+        outcomes = {name: train(replace(run, ring=2, rows=1), folder) for name, run in TWO_RINGS.items()}
+        outcomes["split"] = train(Run(ring=2, settings={"accelerator_config": {"split_batches": True}}), folder)
+        return outcomes
     outcomes: dict[str, Any] = {name: train(run, folder) for name, run in RUNS.items()}
     outcomes["dropout"] = train(DROPOUT, folder)
     if world_size == 2:
         train(Run(settings=SAVED), f"{folder}/saved")
         for change in ("rows", "padding"):
             outcomes[change] = _error(Run(options={"data_collator": Unlike(change)}), folder)
+        best = {**SAVED, "load_best_model_at_end": True}
+        outcomes["best"] = train(Run(settings=best), f"{folder}/best")
         outcomes["bf16"] = train(Run(settings={"bf16": True}), folder)
     if world_size == 3:
         outcomes["resumed"] = train(Run(resume=f"{folder}/saved/checkpoint-2"), folder)
@@ -117,6 +122,21 @@ def test_one_ring_trains_as_one_process(worlds: Worlds, world_size: int, name: s
 @pytest.mark.parametrize("name", TWO_RINGS)
 def test_two_rings_of_two_train_as_one_process_with_both_batches(worlds: Worlds, name: str) -> None:
     assert_equal(worlds[4][name], worlds[0][name])
+
+
+def test_batches_are_split_over_rings(worlds: Worlds) -> None:
+    """Trainer then divides the rows that it is given, where it otherwise multiplies them."""
+    split, plain = worlds[4]["split"], worlds[0]["plain"]
+    assert split.losses == pytest.approx(plain.losses, rel=0, abs=TOLERANCE)
+
+
+def test_the_best_checkpoint_is_loaded(worlds: Worlds) -> None:
+    """The evaluation after two steps is better than the last one."""
+    best = worlds[2]["best"]
+    assert best.evaluations[0] < best.evaluations[1]
+    stored = load_file(worlds.folder / "best" / "checkpoint-2" / "model.safetensors")
+    for name, weight in stored.items():
+        torch.testing.assert_close(best.weights[name], weight, rtol=0, atol=0)
 
 
 def test_the_runs_tell_gradients_apart(worlds: Worlds) -> None:
