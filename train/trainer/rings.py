@@ -17,8 +17,9 @@ import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.accelerate_private import DATA, RING, shard_data_over_rings
 from ringflash.train.lightning.batch import agree_on_batch, check_batch, check_tokens, document_positions, documents_of
-from ringflash.train.models.loss import token_losses
+from ringflash.train.models.loss import count_valid
 from ringflash.train.trainer.batch import shifted, whole_sequences
+from ringflash.train.trainer.head import HeadLoss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -78,6 +79,7 @@ class AcceleratorRing:
         accelerator.dataloader_config.dispatch_batches = False  # by default rank 0 would read iterable data for all
         self._cpu_group: dist.ProcessGroup | None = None
         self._vocab_size: int | None = None
+        self._head: HeadLoss | None = None
         self._forwards = 0
         self._warned_of_repeats = False
         if not dist.is_initialized():
@@ -122,17 +124,23 @@ class AcceleratorRing:
             ConfigError: a model with another loss than that of the next token.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
         """
+        rf.hf.register()
+        from transformers import PreTrainedModel
+
         inside = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = inside.config.get_text_config()
-        if (kind := getattr(inside, "loss_type", None)) not in (None, "ForCausalLM"):
+        kind = getattr(inside, "loss_type", None) if isinstance(inside, PreTrainedModel) else type(inside).__name__
+        if kind not in (None, "ForCausalLM"):
             remedy = "Train it without a ring: labels and losses of other kinds are not cut along the sequence."
-            raise ConfigError("model", expected="a causal language model", got=kind, remedy=remedy)
+            raise ConfigError("model", expected="a causal language model of transformers", got=kind, remedy=remedy)
+        config = inside.config.get_text_config()
         if getattr(config, "output_router_logits", False):
             remedy = "Set it to False: the loss of a router needs the counts of the whole sequence."
             raise ConfigError("config.output_router_logits", expected="False", got=True, remedy=remedy)
-        rf.hf.register()
         inside.set_attn_implementation(rf.hf.NAME)
         rf.hf.check_model(inside)
+        self._head = HeadLoss(inside)
+        if self._head.why_whole is not None and self.accelerator.is_main_process:
+            log.warning("Loss: of whole logits, since %s %s", type(inside).__name__, self._head.why_whole)
         self._vocab_size = getattr(config, "vocab_size", None)
 
     def count_valid_tokens(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -158,11 +166,15 @@ class AcceleratorRing:
                 then add up to the mean, and each token has the same weight. None: the labels of this batch alone.
 
         Raises:
+            ConfigError: `use_ring_attention` was not called.
             ArgumentError: a batch that cannot be honoured; see `whole_sequences`.
             PeerFailed: the batch of another rank raised.
             RankMismatch: the ranks of a ring hold different rows.
         """
-        whole = self._agreed(batch)
+        if self._head is None:
+            remedy = "Call use_ring_attention(model) before accelerator.prepare(model)."
+            raise ConfigError("model", expected="one with ring attention", got=type(model).__name__, remedy=remedy)
+        whole, num_valid = self._agreed(batch)
         device, documents = self.accelerator.device, documents_of(whole)
         input_ids, labels = (self.context.shard(whole[name]).to(device) for name in ("input_ids", "labels"))
         positions = self.context.positions(whole["input_ids"].shape[1])[None]
@@ -170,36 +182,41 @@ class AcceleratorRing:
             positions = document_positions(whole["cu_seqlens"], positions[0])
         given: dict[str, Any] = {"position_ids": positions.to(device), "use_cache": False}
         given |= {"ring_context": self.context, "ring_dropout_seed": self._dropout_seed(), "ring_documents": documents}
-        losses = token_losses(model(input_ids=input_ids, **given).logits, labels, each=True).tokens
-        mean = self.context.token_mean(losses, labels, num_valid_tokens=num_valid_tokens)
+        total = self._head.total(model, labels, input_ids=input_ids, **given)
+        count = num_valid if num_valid_tokens is None else num_valid_tokens
+        # One loss stands for those of all tokens of this rank, which are counted already.
+        mean = self.context.token_mean(total[None], labels.new_zeros(1), num_valid_tokens=count)
         if num_valid_tokens is None:
             return mean
         return replace(mean, loss=mean.loss * self.accelerator.gradient_accumulation_steps)
 
-    def _agreed(self, batch: Any) -> dict[str, Tensor]:
-        """Returns the batch's whole sequences. An error on one rank is raised on all, before any of them waits."""
+    def _agreed(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+        """Returns the batch's whole sequences, and the valid tokens of all rings.
+
+        An error on one rank is raised on all, before any of them waits.
+        """
         whole, error = None, None
         try:
             whole = whole_sequences(batch, self.ring_size)
         except ArgumentError as raised:
             error = raised
         if self._cpu_group is None:
-            if error is None:
-                check_batch(whole, 1)
-            if whole is not None and self._vocab_size is not None:
+            if error is not None:
+                raise error
+            assert whole is not None
+            check_batch(whole, 1)
+            if self._vocab_size is not None:
                 check_tokens(whole, self._vocab_size)
-        else:
-            try:
-                found = agree_on_batch(whole, self._cpu_group, self.ring_size, self._vocab_size, remedy=SAME_ROWS)
-            except ArgumentError as raised:
-                raise error or raised from None
-            if found.is_repeated and not self._warned_of_repeats:
-                self._warned_of_repeats = True
-                log.warning("All %d rings hold the same rows: prepare the loader with the accelerator", self.num_rings)
-        if error is not None:
-            raise error
+            return whole, int(count_valid(whole["labels"]))
+        try:
+            found = agree_on_batch(whole, self._cpu_group, self.ring_size, self._vocab_size, remedy=SAME_ROWS)
+        except ArgumentError as raised:
+            raise error or raised from None
         assert whole is not None
-        return whole
+        if found.is_repeated and not self._warned_of_repeats:
+            self._warned_of_repeats = True
+            log.warning("All %d rings hold the same rows: prepare the loader with the accelerator", self.num_rings)
+        return whole, found.num_valid
 
     def _dropout_seed(self) -> int:
         """Returns a seed that is equal on the ranks of a ring, and differs at each forward."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,8 @@ RUNS = {
     "recomputed": Run(settings={"activation_checkpointing": True, "max_steps": 2}),
     "grouped by length": Run(family="Qwen3", settings={"train_sampling_strategy": "group_by_length", "max_steps": 2}),
     "short": Run(data={"length": 2}, settings={"max_steps": 2}),
+    "whole logits": Run(family="Cohere", settings={"max_steps": 2}),
+    "tied head": Run(model={"tie_word_embeddings": True}, settings={"max_steps": 2}),
     "adapters": Run(lora=True, settings={"max_steps": 2}),
     "stream": Run(stream=True, settings={"max_steps": 2}),
 }
@@ -245,7 +249,7 @@ def test_a_model_of_another_loss_is_refused(tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification
 
     model = LlamaForSequenceClassification(make_trainer(Run(), tmp_path).model.config)
-    with pytest.raises(ConfigError, match="model: expected a causal language model, got ForSequenceClassification"):
+    with pytest.raises(ConfigError, match="model: expected a causal .* got ForSequenceClassification"):
         make_trainer(Run(options={"model": model}), tmp_path)
 
 
@@ -260,3 +264,10 @@ def test_models_are_made_by_model_init(tmp_path: Path) -> None:
 
     trainer = make_trainer(Run(options={"model": None, "model_init": lambda: make_model(Run())}), tmp_path)
     assert trainer.model.config._attn_implementation == "ring_attention"
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ringflash.train.trainer.ring_trainer", raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"pip install 'ringflash\[trainer\]'"):
+        import_module("ringflash.train.trainer.ring_trainer")

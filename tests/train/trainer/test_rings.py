@@ -155,3 +155,49 @@ def test_tokens_outside_the_vocabulary_are_named() -> None:
     batch["input_ids"][0, 3] = 61
     with pytest.raises(ArgumentError, match=r"ids from 0 to 60, got 61 at \(0, 3\)"):
         ring.token_mean(model, batch)
+
+
+@pytest.mark.parametrize(("family", "width"), [("Llama", 64), ("Cohere", 61)])
+def test_logits_are_whole_only_where_a_model_changes_them(
+    family: str, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ringflash.train import AcceleratorRing
+
+    ring, model = AcceleratorRing(make_accelerator()), make_model(Run(family=family))
+    ring.use_ring_attention(model)
+    assert ("Loss: of whole logits, since CohereForCausalLM changes" in caplog.text) == (family == "Cohere")
+    widths: list[int] = []
+    with model.register_forward_hook(lambda _module, _args, output: widths.append(output.logits.shape[-1])):
+        ring.token_mean(model, collate([Rows()[0]])).loss.backward()
+    assert widths == [width]
+    assert model(torch.ones(1, 3, dtype=torch.int64), use_cache=False).logits.shape == (1, 3, 61)
+
+
+def test_a_model_that_ignores_its_loss_function_has_whole_logits() -> None:
+    from transformers import LlamaForCausalLM
+
+    from ringflash.train.trainer.head import HeadLoss
+
+    class Own(LlamaForCausalLM):
+        def forward(self, *args: Any, labels: Any = None, **keywords: Any) -> Any:
+            output: Any = super().forward(*args, **keywords)
+            output.loss = None if labels is None else output.logits.sum()
+            return output
+
+    model = Own(make_model(Run()).config)
+    assert HeadLoss(model).why_whole == "does not return that of `loss_function`"
+    assert HeadLoss(make_model(Run())).why_whole is None
+
+
+def test_a_model_without_ring_attention_is_refused() -> None:
+    from ringflash.train import AcceleratorRing
+
+    with pytest.raises(ConfigError, match="model: expected one with ring attention, got LlamaForCausalLM"):
+        AcceleratorRing(make_accelerator()).token_mean(make_model(Run()), collate([Rows()[0]]))
+
+
+def test_a_model_of_ones_own_is_refused() -> None:
+    from ringflash.train import AcceleratorRing
+
+    with pytest.raises(ConfigError, match="model: expected a causal language model of transformers, got Linear"):
+        AcceleratorRing(make_accelerator()).use_ring_attention(torch.nn.Linear(2, 2))
