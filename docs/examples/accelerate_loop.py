@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 docs/examples/accelerate_loop.py
 
 import argparse
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -40,9 +41,10 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     ring = AcceleratorRing(accelerator, args.context_parallel_size)  # before loaders are prepared
     torch.manual_seed(0)  # the same weights on every rank
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128}
     if args.model is None:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCAB, **shape))
+        config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, **shape)
+        model = AutoModelForCausalLM.from_config(config)
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model)
     ring.use_ring_attention(model)

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 docs/examples/ring_trainer.py
 """
 
 import argparse
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -52,9 +53,10 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     set_seed(0)  # the same weights on every rank
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128}
     if args.model is None:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCAB, **shape))
+        config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, **shape)
+        model = AutoModelForCausalLM.from_config(config)
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model)
     trainer = RingTrainer(
