@@ -11,6 +11,7 @@ EXTRAS = {
     "train": ("lightning", "jsonargparse", "safetensors", "filelock", "rich"),
     "plot": ("matplotlib", "rich"),
     "data": ("tokenizers", "pyarrow", "zstandard"),
+    "trainer": ("transformers", "accelerate"),
     "hf": ("transformers",),
     "peft": ("peft",),
     "fp8": ("torchao",),

@@ -60,8 +60,9 @@ def __getattr__(name: str) -> object:
     """Imports a public name from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'ringflash.train' has no attribute {name!r}")
-    require("train", f"ringflash.train.{name}")
-    return getattr(import_module(f"ringflash.train.{_MODULES[name]}"), name)
+    module = _MODULES[name]
+    require("trainer" if module.startswith("trainer.") else "train", f"ringflash.train.{name}")
+    return getattr(import_module(f"ringflash.train.{module}"), name)
 
 
 def __dir__() -> list[str]:

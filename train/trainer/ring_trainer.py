@@ -8,15 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
 
 from ringflash.errors import ConfigError
 from ringflash.train.trainer.rings import LIGHTNING, AcceleratorRing
-
-try:
-    from accelerate import Accelerator as _Accelerator  # noqa: F401 - Trainer imports without it, and fails later
-    from transformers import Trainer, TrainingArguments
-except ImportError as error:
-    raise ImportError("RingTrainer needs transformers and accelerate: pip install 'ringflash[trainer]'") from error
 
 ORDINARY = "Leave it out, or use transformers' Trainer, which trains without a ring."
 METRICS = "Use the evaluation's loss. For metrics of logits, save the model and evaluate it with transformers' Trainer."
