@@ -66,7 +66,8 @@ class RingModule(pl.LightningModule, ABC):
     Args:
         optimizer: AdamW and its schedule.
         compute_dtype: dtype of activations and gathered weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
-            Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64").
+            Weights and optimizer state are kept, and gradients reduced, in float32 (float64 for "float64"). Frozen
+            weights of LoRA are kept in this dtype.
         activation_checkpointing: "block" keeps each block's input and attention's result for the backward. The backward
             recomputes the rest of the block without repeating its ring. "none" keeps everything. None: the last blocks
             keep everything, as many as `activation_memory` allows.
@@ -86,8 +87,12 @@ class RingModule(pl.LightningModule, ABC):
     """
 
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
-    float32_norms = False  # whether a block's norms also keep float32 copies of their inputs, unless compiled
+    float32_norms = (
+        False  # whether blocks are transformers' layers, with norms that keep float32 copies of their inputs
+    )
     offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
+    own_head = True  # whether the strategy shards the head apart from the embedding
+    adapts_all = False  # whether adapters of all linear layers train
     weight_copies = 1  # copies of the model's weights, of which a rank holds its shard
     init_from: str | None = None  # folder of the initial weights; its tokenizer is compared with the data
 

@@ -41,6 +41,7 @@ from ringflash.train.models.lora import (
     check_installed,
     digest_of,
     is_adapter,
+    store_base,
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.torchao_private import LinearDtype
@@ -94,7 +95,7 @@ class TransformersModel(RingModule):
             weights, or with float8.
     """
 
-    float32_norms = True
+    float32_norms, own_head = True, False
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class TransformersModel(RingModule):
         self.lora, self._base_digest = lora, None
         if lora is not None:
             self._check_lora(lora)
+            self.adapts_all = lora.targets is None
             self.strict_loading = False  # a checkpoint holds no base model
         self.config: Any = _read_config(model) if isinstance(model, str | Path) else model
 
@@ -151,8 +153,11 @@ class TransformersModel(RingModule):
             log.warning("Loss: of whole logits, since %s %s", type(model).__name__, why)
         layers = layers_of(model)
         self._use_float8(layers)
+        sharded = isinstance(strategy, RingAttentionStrategy)
+        if self.lora is not None:
+            store_base(model, layers, self.resolved_dtype(strategy.root_device), sharded=sharded)
         self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))
-        if isinstance(strategy, RingAttentionStrategy):
+        if sharded:
             self._shard(model, layers, strategy)
             if why is None:
                 register_fsdp_forward_method(model, CHUNKED_LOSS)

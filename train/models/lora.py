@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,6 @@ def adapted_layers(model: Any, lora: Lora) -> dict[str, nn.Module]:
         ConfigError: no model of transformers, or a target that the model lacks.
     """
     from transformers import PreTrainedModel
-    from transformers.pytorch_utils import Conv1D
 
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -125,7 +124,7 @@ def adapted_layers(model: Any, lora: Lora) -> dict[str, nn.Module]:
             got=type(model).__name__,
             remedy="Fine-tune it with TransformersModel or `ringflash finetune`, or train all of its weights.",
         )
-    layers: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    layers: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if _is_linear(m)}
     head: Any = model.get_output_embeddings()
     if lora.targets is None:
         chosen = {name: layer for name, layer in layers.items() if layer is not head}
@@ -151,6 +150,23 @@ def adapter_size(model: Any, lora: Lora) -> int:
     # Conv1D keeps its weight transposed, which changes no sum.
     shapes = (layer.weight.shape for layer in adapted_layers(model, lora).values())
     return sum(lora.rank * sum(shape) for shape in shapes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def store_base(model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, *, sharded: bool) -> None:
+    """Casts frozen weights to the dtype in which they compute, in place; results keep their bits.
+
+    Args:
+        model: the model with adapters, before FSDP shards it.
+        layers: its layers.
+        dtype: the dtype.
+        sharded: whether FSDP, which gathers all weights in `dtype`, will shard the model. Otherwise torch.autocast
+            casts the weights of linear layers alone, and embedding and norms compute in their own dtype.
+    """
+    linear = (module for layer in layers for module in layer.modules() if _is_linear(module))
+    for module in [model] if sharded else linear:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
 
 def is_adapter(name: str) -> bool:
@@ -216,6 +232,12 @@ def merge_adapters(model: Any) -> None:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, module.get_base_layer())
     del model.peft_config
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _unknown(target: str, layers: Mapping[str, nn.Module], kind: str) -> ConfigError:

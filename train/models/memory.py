@@ -36,8 +36,12 @@ class TrainingShape:
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
-        float32_norms: whether each norm of a block also keeps a float32 copy of its input, as in transformers' models.
-        trained: number of parameters of adapters, which alone train; None: all parameters of the model train.
+        float32_norms: whether blocks are transformers' layers, not compiled. Each of their norms also keeps a float32
+            copy of its input, and a backward recomputes a layer as a whole.
+        own_head: whether the head is gathered on its own, for the loss alone, as in a Decoder.
+        trained: number of parameters of adapters, which alone train; the others are then stored in the compute dtype.
+            None: all parameters of the model train.
+        adapts_all: whether all linear layers of blocks have adapters, which keep the inputs of their layers.
         copies: stored copies of the model's weights, such as that of a frozen reference.
         linear_dtype: dtype in which the linear layers of blocks multiply; "fp8" is also that of their gathered weights.
         state_8bit: whether AdamW's moments are kept in 8 bits, with a float32 scale for 256 values.
@@ -55,7 +59,9 @@ class TrainingShape:
     in_pieces: bool = False
     compiled: bool = False
     float32_norms: bool = False
+    own_head: bool = True
     trained: int | None = None
+    adapts_all: bool = False
     copies: int = 1
     linear_dtype: LinearDtype = "compute"
     state_8bit: bool = False
@@ -66,14 +72,14 @@ class MemoryEstimate:
     """Bytes on one GPU; `total` is the peak, at which not all of them exist at once.
 
     Args:
-        weights: sharded master weights.
+        weights: sharded master weights; with adapters, the frozen ones in the compute dtype.
         optimizer: AdamW's two moments, sharded.
         gradients: sharded gradients, after the backward.
         gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
         activations: tensors that all blocks keep from the forward.
         loss: logits of a chunk and their gradient, the head, and gradients of the head and of the final states.
         block: tensors that a block's backward recomputes, less what later blocks have freed, its weights, and the
-            gradient of a tied head.
+            gradient of a tied head. Of transformers' layers also gradients of activations.
         host: tensors that blocks keep in host memory for this GPU; not part of `total`.
     """
 
@@ -127,36 +133,51 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     norms, gate, up, silu(gate), their product, and lse. Compiled for float8 it keeps one of the norms' outputs, in
     float8, and computes the other and the product again. With checkpointing it keeps input, out and lse; its backward
     recomputes at least the sum, gate and up. The estimate leaves out buffers of the ring and of collectives,
-    temporaries, memory that the allocator cannot use, and the CUDA context. With adapters it counts activations as
-    without them.
+    temporaries, memory that the allocator cannot use, and the CUDA context.
+
+    A backward recomputes all that an uncompiled layer of transformers keeps. At the product with silu(gate) it also
+    holds the gradients of the layer's result, of silu(gate) and of up, and the product's gradient in the product's
+    place. With offloading, the tensors of the block before are then back on the GPU already. With adapters, norms keep
+    nothing for their weights' gradients, and linear layers without an adapter do not keep their inputs.
     """
     master = 8 if shape.compute_dtype == torch.float64 else 4
     item = shape.compute_dtype.itemsize
     block_parameters, root_parameters = parameter_counts(config)
     parameters = config.n_layers * block_parameters + root_parameters
     trained = parameters if shape.trained is None else shape.trained
-    weights = (parameters * shape.copies + (shape.trained or 0)) * master // shape.shard_size
+    block_bytes = block_parameters * (1 if shape.linear_dtype == "fp8" else item)
+    weights = parameters * shape.copies * master
+    if shape.trained is not None:  # under autocast, without FSDP, embedding and head stay as they are
+        weights = config.n_layers * block_bytes + root_parameters * (item if shape.copied else master)
+        weights += shape.trained * master
     q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
-    kept = (config.dim + q_dim) * item + master * config.n_heads
+    results = q_dim * item + master * config.n_heads  # of attention: out and lse
+    kept = config.dim * item + results
     gate_and_up, host = 2 * config.ffn_dim * item, 0
     everything = kept + (3 * config.dim + q_dim + 2 * kv_dim) * item + 8 * config.dim * shape.float32_norms
     everything += (3 if shape.compiled else 4) * config.ffn_dim * item
     if shape.compiled and shape.linear_dtype != "compute":
         everything -= config.dim * (2 * item - 1) + config.ffn_dim * item
+    if shape.float32_norms and shape.trained is not None:
+        everything -= (2 * config.dim if shape.adapts_all else 4 * config.dim + config.ffn_dim) * item
     kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
+    if shape.float32_norms:
+        block = shape.tokens * (everything - (kept if item == 4 else results))  # float32 inputs need no copy
     block = 0 if kept_blocks == config.n_layers else max(block - kept_blocks * shape.tokens * everything, 0)
+    if shape.float32_norms:
+        block += shape.tokens * (config.dim + 2 * config.ffn_dim) * item
     if shape.offload:
+        block += shape.tokens * results * (shape.float32_norms and config.n_layers > 1)
         host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
         kept, block = 0, block + shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
     head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
     loss = logits * (master + item) + head_gradient * master + 2 * shape.tokens * config.dim * item
-    block_bytes = block_parameters * (1 if shape.linear_dtype == "fp8" else item)
     gathered = root_parameters * item
-    if shape.copied and not config.tie_embeddings:  # the head is gathered and freed on its own, with its gradient
+    if shape.copied and shape.own_head and not config.tie_embeddings:  # gathered and freed alone, with its gradient
         gathered -= config.vocab_size * config.dim * item
         loss += head * item
     else:
@@ -166,7 +187,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     elif shape.copied:
         block += block_bytes
     return MemoryEstimate(
-        weights=weights,
+        weights=weights // shape.shard_size,
         optimizer=int(2 * trained * (1 + 4 / 256 if shape.state_8bit else master)) // shape.shard_size,
         gradients=trained * master // shape.shard_size,
         gathered=gathered if shape.copied else 0,

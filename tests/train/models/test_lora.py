@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from pathlib import Path
@@ -48,6 +49,7 @@ SEED = 4
 FEW = Lora(rank=4, alpha=6, targets=["q_proj", "v_proj"])
 ALL = Lora(rank=3)
 BATCH = 2
+IN_FLOAT32 = mock.patch("ringflash.train.lightning.transformers_model.store_base")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Run:
     resume: str | None = None
     save: str | None = None
     adapter: str | None = None
+    store: bool = True  # False keeps the base model in float32, as if it trained too
 
 
 def fill_adapters(model: nn.Module) -> None:
@@ -126,7 +129,8 @@ def train(run: Run, folder: str) -> Outcome:
         cast("Any", sequences(Sequences(epoch_batches=2))[rank :: run.data_parallel]),
         batch_size=BATCH // run.data_parallel,
     )
-    trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    with nullcontext() if run.store else IN_FLOAT32:
+        trainer.fit(module, loader, loader, ckpt_path=run.resume)
     if run.save is not None:
         trainer.save_checkpoint(run.save)
     if run.adapter is not None:
@@ -161,6 +165,10 @@ def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
         for name, run in RUNS[ranks].items():
             outcomes[f"{name} in float64"] = train(replace(run, dtype="float64"), folder)
     if ranks == 2:
+        for checkpointing in ("none", "block"):
+            halves = Run(dtype="bfloat16", epochs=1, checkpointing=checkpointing)
+            outcomes[f"bfloat16 {checkpointing}"] = train(halves, folder)
+            outcomes[f"bfloat16 {checkpointing}, stored in float32"] = train(replace(halves, store=False), folder)
         outcomes["first half"] = train(Run(epochs=1, save=f"{folder}/half", adapter=f"{folder}/adapter"), folder)
         outcomes["straight"] = train(Run(epochs=2), folder)
         outcomes["continued"] = train(Run(replace(ALL, init_from=f"{folder}/adapter")), folder)
@@ -236,6 +244,26 @@ def test_gradients_in_float32_round_as_those_of_one_process(
     assert largest <= min(max(2 * of_one_process, 1e-6), 1e-5)
     for n, error in errors.items():
         assert error.norm() <= max(2 * rounding[n].norm().item(), 1e-6 * exact[n].norm().item()), n
+
+
+def dtypes_of(weights: dict[str, Tensor]) -> dict[bool, set[torch.dtype]]:
+    """Returns the dtypes of the base model, and of the adapters under True."""
+    return {kind: {p.dtype for name, p in weights.items() if is_adapter(name) == kind} for kind in (False, True)}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_the_base_model_is_stored_in_the_compute_dtype_with_the_same_bits(
+    trained: dict[int, dict[str, Outcome]], checkpointing: str
+) -> None:
+    stored, usual = (trained[2][f"bfloat16 {checkpointing}{end}"] for end in ("", ", stored in float32"))
+    assert dtypes_of(stored.weights) == {False: {torch.bfloat16}, True: {torch.float32}}
+    assert dtypes_of(usual.weights) == {False: {torch.float32}, True: {torch.float32}}
+    assert stored.logged == usual.logged
+    assert stored.gradients.keys() == usual.gradients.keys()
+    assert all(torch.equal(x, usual.gradients[name]) for name, x in stored.gradients.items())
+    assert all(torch.equal(x, usual.weights[name].to(x.dtype)) for name, x in stored.weights.items())
+    for name, dtype in (("all", torch.float32), ("all in float64", torch.float64)):
+        assert dtypes_of(trained[2][name].weights) == {False: {dtype}, True: {dtype}}
 
 
 def test_only_adapters_train(trained: dict[int, dict[str, Outcome]], folder: Path) -> None:
@@ -414,10 +442,12 @@ def test_export_writes_the_merged_model_or_the_adapters(
     assert not (tmp_path / "wrong").exists()
 
 
-def fit_alone(lora: Lora, base: Path, resume: str | None = None) -> tuple[pl.Trainer, TransformersModel]:
+def fit_alone(
+    lora: Lora, base: Path, resume: str | None = None, dtype: ComputeDtype = "float32"
+) -> tuple[pl.Trainer, TransformersModel]:
     """Trains one step in this process without a ring."""
     optimizer = OptimizerConfig(lr=3e-3, warmup_steps=1, max_steps=20)
-    module = TransformersModel(str(base), optimizer, "float32", lora=lora)
+    module = TransformersModel(str(base), optimizer, dtype, lora=lora)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"limit_val_batches": 0, "num_sanity_val_steps": 0}
     steps = 1 if resume is None else 2
@@ -443,6 +473,17 @@ def test_one_process_without_a_ring_saves_and_resumes(folder: Path, tmp_path: Pa
         fit_alone(FEW, folder / "other", path)
     with pytest.raises(CheckpointError, match="lora"):
         fit_alone(ALL, folder / "tied", path)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+def test_one_process_without_a_ring_stores_linear_layers_in_the_compute_dtype(folder: Path) -> None:
+    with IN_FLOAT32:
+        usual = dict(fit_alone(ALL, folder / "tied", dtype="bfloat16")[1].decoder.named_parameters())
+    weights = dict(fit_alone(ALL, folder / "tied", dtype="bfloat16")[1].decoder.named_parameters())
+    for name, parameter in weights.items():
+        is_stored = ".base_layer." in name
+        assert parameter.dtype == (torch.bfloat16 if is_stored else torch.float32), name
+        assert is_stored or torch.equal(parameter, usual[name])
 
 
 def test_digests_tell_models_apart(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,10 +20,14 @@ from torch._inductor.decomposition import select_decomp_table
 
 import ringflash as rf
 from ringflash.errors import ConfigError
+from ringflash.torch_private import TorchDispatchMode, tree_leaves
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import make_adamw
+from ringflash.train.lightning.transformers_head import states_loss
+from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
+from ringflash.train.models.lora import Lora, add_adapters
 from ringflash.train.models.memory import (
     GIB,
     TrainingShape,
@@ -158,6 +164,72 @@ def test_a_block_of_transformers_keeps_what_is_estimated() -> None:
 
     shape = TrainingShape(512, float32_norms=True)
     assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make while they exist; their temporaries are left out."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.places, self.now, self.most = {p.untyped_storage()._cdata for p in parameters}, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (place := x.untyped_storage()._cdata) not in self.places:
+                self.places.add(place)
+                self.count(x.untyped_storage().nbytes())
+                weakref.finalize(x.untyped_storage(), self.drop, place, x.untyped_storage().nbytes())
+        return out
+
+    def count(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def drop(self, place: int, size: int) -> None:
+        self.places.remove(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("mode", ["none", "block"])
+@pytest.mark.parametrize(
+    ("lora", "least"), [(None, 0.95), (Lora(4), 0.95), (Lora(4, targets=["q_proj", "v_proj"]), 0.85)]
+)
+def test_a_step_of_transformers_takes_what_is_estimated(mode: Any, lora: Lora | None, least: float) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    rf.hf.register()
+    wide: dict[str, Any] = {"hidden_size": WIDE.dim, "intermediate_size": WIDE.ffn_dim, "num_hidden_layers": 4}
+    heads: dict[str, Any] = {"num_attention_heads": WIDE.n_heads, "num_key_value_heads": WIDE.n_kv_heads}
+    options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, **wide, **heads), **options).train()
+    if lora is not None:
+        pytest.importorskip("peft")
+        add_adapters(model, lora)
+        model.bfloat16()
+    for layer in layers_of(model):
+        layer.forward = TrainedLayer(layer, mode)
+    x = torch.arange(2048)[None] % 61
+    with Live(model.parameters()) as live:
+        states_loss(model, x, x, position_ids=x, use_cache=False).total.backward()
+    trained = None if lora is None else sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapts_all = lora is not None and lora.targets is None
+    shape = TrainingShape(2048, checkpointing=mode, copied=False, float32_norms=True, own_head=False, trained=trained)
+    estimate = estimate_memory(replace(WIDE, n_layers=4), replace(shape, adapts_all=adapts_all))
+    assert least * live.most <= estimate.activations + max(estimate.block, estimate.loss) <= live.most
+
+
+def test_lora_of_llama_8b_at_128k_on_one() -> None:
+    """torch allocated 65.6 GiB on an H100, where the base model was stored in float32 still."""
+    trained = 41_943_040
+    shape = TrainingShape(131072, checkpointing="block", offload=True, float32_norms=True, own_head=False)
+    estimate = estimate_memory(LLAMA_8B, replace(shape, trained=trained, adapts_all=True))
+    base = 8_030_261_248
+    assert estimate.weights == 2 * base + 4 * trained
+    assert estimate.gathered == 2 * (2 * 128256 * 4096 + 4096)
+    assert 0.98 * 65.6 * GIB < estimate.total + 2 * base < 65.6 * GIB
+    alone = estimate_memory(LLAMA_8B, replace(shape, trained=trained, copied=False))
+    assert alone.weights == 2 * base + 4 * trained + 2 * (2 * 128256 * 4096 + 4096)  # autocast leaves the embedding
 
 
 def test_each_kept_block_takes_the_same_and_hides_the_recomputed_ones() -> None:
