@@ -31,6 +31,7 @@ OPTIONAL = {
     "pyarrow": "extra data: `ringflash prepare` of Parquet files",
     "transformers": "extra hf: its models on a ring; tests compare the decoder with its Llama",
     "peft": "extra peft: LoRA in `ringflash finetune` and `ringflash dpo`",
+    "bitsandbytes": "extra qlora: LoRA on 4-bit base weights",
     "ring-flash-attn": "extra bench: a peer of `ringflash bench ring`",
 }
 

@@ -37,11 +37,13 @@ from ringflash.train.models.lora import (
     LORA,
     Lora,
     add_adapters,
+    base_modules,
     check_base,
     check_installed,
     digest_of,
     is_adapter,
 )
+from ringflash.train.weights.nf4 import round_nf4
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +204,8 @@ def load_transformers(path: Path, dtype: torch.dtype, model_config: dict[str, An
 def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> Any:
     """Loads the base model of a checkpoint of adapters, with them, in float32 on the CPU of this one process.
 
+    Weights that training stored in NF4 are rounded as there.
+
     Args:
         path: the checkpoint.
         rest: its entries other than tensors, of `read_state`.
@@ -209,12 +213,13 @@ def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> A
 
     Raises:
         CheckpointError: as `load`; or the base model is missing, or is another one.
-        ConfigError: peft is not installed.
+        ConfigError: peft is not installed, or bitsandbytes for NF4.
     """
     from transformers import AutoModelForCausalLM
 
-    check_installed()
     config, base = rest["model_config"], base or str(rest[BASE])
+    lora = Lora(**config[LORA])
+    check_installed(lora)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -222,7 +227,9 @@ def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> A
         got = str(error).splitlines()[0]
         raise CheckpointError(base, expected="the base model of the adapters", got=got, remedy=remedy) from error
     check_base(path, config, digest_of(model), base)
-    add_adapters(model, Lora(**config[LORA]))
+    if lora.base == "nf4":
+        round_nf4(base_modules(model.requires_grad_(False)))
+    add_adapters(model, lora)
     prefix = "model._decoder."
     adapters = {f"{prefix}{name}": x.data for name, x in model.named_parameters() if is_adapter(name)}
     _read(adapters, path, prefix, alone=True)

@@ -93,6 +93,7 @@ class RingModule(pl.LightningModule, ABC):
     offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
     own_head = True  # whether the strategy shards the head apart from the embedding
     adapts_all = False  # whether adapters of all linear layers train
+    nf4 = False  # whether frozen linear layers are stored in 4 bits
     weight_copies = 1  # copies of the model's weights, of which a rank holds its shard
     init_from: str | None = None  # folder of the initial weights; its tokenizer is compared with the data
 

@@ -38,6 +38,7 @@ from ringflash.train.models.lora import (
     Lora,
     adapter_size,
     add_adapters,
+    base_modules,
     check_installed,
     digest_of,
     is_adapter,
@@ -45,6 +46,7 @@ from ringflash.train.models.lora import (
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.torchao_private import LinearDtype
+from ringflash.train.weights.nf4 import check_nf4, store_nf4
 from ringflash.train.weights.transformers_weights import (
     NotInParts,
     TransformersWeights,
@@ -87,7 +89,7 @@ class TransformersModel(RingModule):
         compile_blocks: as in `RingModule`.
         activation_memory: as in `RingModule`.
         lora: options of LoRA; only adapters then train, and checkpoints hold them without the base model, which `model`
-            must name. None: all weights train.
+            must name. Its base "nf4" is QLoRA. None: all weights train.
         linear_dtype: as in `RingModule`; not with `lora`.
 
     Raises:
@@ -128,7 +130,7 @@ class TransformersModel(RingModule):
         self.lora, self._base_digest = lora, None
         if lora is not None:
             self._check_lora(lora)
-            self.adapts_all = lora.targets is None
+            self.adapts_all, self.nf4 = lora.targets is None, lora.base == "nf4"
             self.strict_loading = False  # a checkpoint holds no base model
         self.config: Any = _read_config(model) if isinstance(model, str | Path) else model
 
@@ -142,6 +144,8 @@ class TransformersModel(RingModule):
             CheckpointError: on every rank, when the folder does not fit the model or a rank cannot read it.
         """
         strategy = self.trainer.strategy
+        if self.nf4:
+            check_nf4(strategy.root_device)
         model, weights = self._build()
         model.to(dtype).train()
         with stand_in_weights(model):
@@ -154,6 +158,8 @@ class TransformersModel(RingModule):
         layers = layers_of(model)
         self._use_float8(layers)
         sharded = isinstance(strategy, RingAttentionStrategy)
+        if self.nf4:
+            store_nf4(base_modules(model), strategy.root_device)
         if self.lora is not None:
             store_base(model, layers, self.resolved_dtype(strategy.root_device), sharded=sharded)
         self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))
@@ -321,10 +327,10 @@ class TransformersModel(RingModule):
         return str(Path(self.init_from).absolute()) if Path(self.init_from).is_dir() else self.init_from
 
     def _check_lora(self, lora: Any) -> None:
-        check_installed()
         if not isinstance(lora, Lora):
             remedy = "Write Lora(rank=16, alpha=32), from ringflash.train."
             raise ConfigError("lora", expected="a ringflash.train.Lora, or None", got=repr(lora), remedy=remedy)
+        check_installed(lora)
         if self.init_from is None:
             raise ConfigError(
                 "model",
@@ -387,7 +393,6 @@ def _read_config(model: str | Path) -> Any:
             "model",
             expected="weights in float32, float16 or bfloat16",
             got=f"{model}, quantised by {getattr(method, 'value', method)}",
-            remedy="Pass the model before it was quantised: QLoRA is not supported, because ranks shard weights as "
-            "floating-point numbers. LoRA with more ranks takes less memory on each.",
+            remedy='Pass the model before it was quantised. Lora(base="nf4") stores its linear layers in 4 bits.',
         )
     return config

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ringflash import extras
 from ringflash.errors import CheckpointError, ConfigError
+from ringflash.train.weights.nf4 import NF4Linear, check_nf4
 
 ADAPTER = "default"  # peft's name of the adapters
 LORA, BASE_DIGEST = "lora", "base_digest"  # entries of a checkpoint's model_config; the digest also of a folder
@@ -35,6 +36,8 @@ class Lora:
             linear layers except the head.
         init_from: folder of adapters with which training begins, as `TransformersModel.save_pretrained` or peft writes
             it. Rank, alpha and targets have to be the folder's. None: new adapters.
+        base: storage of the frozen linear layers, except the head. "compute" is the compute dtype, "nf4" 4-bit NF4 with
+            a scale for 64 weights (QLoRA), through bitsandbytes. Other frozen weights are in the compute dtype.
 
     Raises:
         ConfigError: a value outside its range, or targets that are no list of names.
@@ -47,6 +50,7 @@ class Lora:
     dropout: float = 0.0
     targets: Sequence[str] | None = None
     init_from: str | None = None
+    base: Literal["compute", "nf4"] = "compute"
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
@@ -57,6 +61,9 @@ class Lora:
             raise ConfigError("lora.alpha", expected="a positive number", got=self.alpha, remedy=remedy)
         if not 0 <= self.dropout < 1:
             raise ConfigError("lora.dropout", expected="from 0 to below 1", got=self.dropout, remedy="Try 0 or 0.05.")
+        if self.base not in ("compute", "nf4"):
+            remedy = "Choose one of these."
+            raise ConfigError("lora.base", expected='"compute" or "nf4"', got=repr(self.base), remedy=remedy)
         names = self.targets
         if names is None:
             return
@@ -69,14 +76,17 @@ class Lora:
     def fields(self) -> dict[str, Any]:
         """Returns the options as plain values, as checkpoints store them; adapters to begin with are none of them."""
         targets = None if self.targets is None else list(self.targets)
-        return {"rank": self.rank, "alpha": float(self.alpha), "dropout": float(self.dropout), "targets": targets}
+        fields = {"rank": self.rank, "alpha": float(self.alpha), "dropout": float(self.dropout), "targets": targets}
+        return fields if self.base == "compute" else {**fields, "base": self.base}
 
 
-def check_installed() -> None:
-    """Raises ConfigError unless peft is installed."""
+def check_installed(lora: Lora | None = None) -> None:
+    """Raises ConfigError unless peft is installed, and with "nf4" in `lora` bitsandbytes."""
     if importlib.util.find_spec("peft") is None:
         remedy = f"{extras.install('peft')} Or leave lora out."
         raise ConfigError("lora", expected="peft installed", got="no such package", remedy=remedy)
+    if lora is not None and lora.base == "nf4":
+        check_nf4()
 
 
 def add_adapters(model: Any, lora: Lora, seed: int = 0) -> None:
@@ -152,8 +162,17 @@ def adapter_size(model: Any, lora: Lora) -> int:
     return sum(lora.rank * sum(shape) for shape in shapes)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+def base_modules(model: Any) -> list[nn.Module]:
+    """Returns the modules of a transformers model, with or without adapters, that are no part of its head."""
+    head = model.get_output_embeddings()
+    own = set() if head is None else {*head.modules()}
+    return [module for module in model.modules() if module not in own]
+
+
 def store_base(model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, *, sharded: bool) -> None:
     """Casts frozen weights to the dtype in which they compute, in place; results keep their bits.
+
+    Packed weights of NF4 stay as they are.
 
     Args:
         model: the model with adapters, before FSDP shards it.
@@ -164,9 +183,11 @@ def store_base(model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype
     """
     linear = (module for layer in layers for module in layer.modules() if _is_linear(module))
     for module in [model] if sharded else linear:
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                is_packed = isinstance(each, NF4Linear) and name == "weight"
+                if not parameter.requires_grad and not is_packed:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def is_adapter(name: str) -> bool:

@@ -12,6 +12,7 @@ from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
 from ringflash.train.torchao_private import LinearDtype
+from ringflash.train.weights.nf4 import BLOCK, BLOCK_BYTES
 
 GIB = 2.0**30
 # A block's feed-forward splits a micro-batch of at least this many tokens into pieces. There are few pieces, because
@@ -42,6 +43,7 @@ class TrainingShape:
         trained: number of parameters of adapters, which alone train; the others are then stored in the compute dtype.
             None: all parameters of the model train.
         adapts_all: whether all linear layers of blocks have adapters, which keep the inputs of their layers.
+        nf4: whether the frozen linear layers of blocks are stored and gathered in 4 bits, with a scale for 64 weights.
         copies: stored copies of the model's weights, such as that of a frozen reference.
         linear_dtype: dtype in which the linear layers of blocks multiply; "fp8" is also that of their gathered weights.
         state_8bit: whether AdamW's moments are kept in 8 bits, with a float32 scale for 256 values.
@@ -62,6 +64,7 @@ class TrainingShape:
     own_head: bool = True
     trained: int | None = None
     adapts_all: bool = False
+    nf4: bool = False
     copies: int = 1
     linear_dtype: LinearDtype = "compute"
     state_8bit: bool = False
@@ -146,6 +149,10 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     parameters = config.n_layers * block_parameters + root_parameters
     trained = parameters if shape.trained is None else shape.trained
     block_bytes = block_parameters * (1 if shape.linear_dtype == "fp8" else item)
+    if shape.nf4:
+        matrices = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.headdim
+        matrices += 3 * config.dim * config.ffn_dim
+        block_bytes += matrices * BLOCK_BYTES // BLOCK - matrices * item
     weights = parameters * shape.copies * master
     if shape.trained is not None:  # under autocast, without FSDP, embedding and head stay as they are
         weights = config.n_layers * block_bytes + root_parameters * (item if shape.copied else master)

@@ -112,7 +112,7 @@ def test_quantised_weights_are_refused(folder: Path, capsys: pytest.CaptureFixtu
     assert main(["finetune", "fit", "--config", "config.yaml", "--model.lora=null"]) == 2
     error = capsys.readouterr().err
     assert "model: expected weights in float32, float16 or bfloat16, got base, quantised by bitsandbytes. " in error
-    assert "QLoRA is not supported" in error
+    assert 'Lora(base="nf4")' in error
 
 
 def test_train_names_finetune_for_its_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
