@@ -14,6 +14,7 @@ EXTRAS = {
     "trainer": ("transformers", "accelerate"),
     "hf": ("transformers",),
     "peft": ("peft",),
+    "qlora": ("bitsandbytes",),
     "fp8": ("torchao",),
     "logging": ("tensorboard",),
     "wandb": ("wandb",),

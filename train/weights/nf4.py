@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ringflash import extras
 from ringflash.errors import ConfigError
 
 BLOCK, BLOCK_BYTES = 64, 36
@@ -35,7 +36,7 @@ def check_nf4(device: torch.device | None = None) -> None:
     except PackageNotFoundError:
         found = "0, of unknown version"
     least = ".".join(map(str, LEAST))
-    remedy = 'Install it with `pip install "ringflash[qlora]"`, or leave lora.base out.'
+    remedy = f"{extras.install('qlora')} Or leave lora.base out."
     if found is None or tuple(int(x) for x in found.split(".")[:2] if x.isdigit()) < LEAST:
         expected = f'bitsandbytes {least} or newer for "nf4"'
         raise ConfigError("lora.base", expected=expected, got=found or "no such package", remedy=remedy)
