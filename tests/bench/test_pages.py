@@ -171,6 +171,22 @@ def test_rings(name: str, records: tuple[str, ...]) -> None:
         assert_rounded(cells[-1], *(min(row[key] for row in torch) for key in keys if torch))
 
 
+def test_ulysses() -> None:
+    variants = ("", ", graphs", ", heads over 2 ranks", ", heads over 4 ranks")
+    names = [*(f"ringflash zigzag{variant}" for variant in variants)]
+    names += ["Ulysses, FA4", "Ulysses, cuDNN", "ring-flash-attn zigzag, FA4"]
+    of = {(row["seqlen"], row["name"]): row for row in rows("ring-4gpu-ulysses", "ring-4gpu-ulysses-256k")}
+    ratios = list[float]()
+    for tokens, *cells in table("ring", "ulysses"):
+        for cell, name in zip(cells, names, strict=True):
+            row = of.get((int(tokens), name))
+            assert_rounded(cell, *((row["forward_ms"], row["forward_backward_ms"]) if row else ()))
+        ours, ulysses = (of[int(tokens), name]["forward_backward_ms"] for name in (names[0], "Ulysses, FA4"))
+        ratios.append(ours / ulysses)
+    assert ratios[:2] == pytest.approx((1.36, 1.22), abs=0.0051)
+    assert all(ratio == pytest.approx(1, abs=0.03) for ratio in ratios[2:])
+
+
 def test_predictions(tmp_path: Path) -> None:
     found: dict[int, dict[str, Any]] = {}
     rates = "--tflops-forward 639 --tflops-backward 592 --issue-us 500 --seqlens 8192 --world-sizes 4 --choose-at"
