@@ -215,7 +215,8 @@ def _check(token_losses: object, labels: object, num_valid_tokens: object, gradi
             "token_losses",
             expected=f"the shape of labels, {tuple(labels.shape)}",
             got=tuple(token_losses.shape),
-            remedy='Pass the loss of each token: cross_entropy(..., reduction="none").view_as(labels).',
+            remedy='Pass the loss of each token: cross_entropy(..., reduction="none").view_as(labels). Cut labels with '
+            "context.shard, as the inputs were.",
         )
     n = num_valid_tokens
     is_whole = isinstance(n, int) and not isinstance(n, bool) and n >= 0

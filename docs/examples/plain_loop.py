@@ -75,5 +75,5 @@ for step in range(args.steps):
     optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {step + 1}/{args.steps}  loss {mean.value.item():.4f}", flush=True)
-dist.barrier()  # a rank that leaves first would break off what others still wait for
+dist.barrier()  # a rank that leaves first would break off a collective of others, such as DDP's last one
 dist.destroy_process_group()

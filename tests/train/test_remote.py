@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,15 @@ import pytest
 from ringflash.commands.main import main
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
-from ringflash.train.checkpoint.manifest import MANIFEST, Keep, verify
+from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, Keep, verify
 from ringflash.train.data.corpus import load_corpus
 from ringflash.train.data.prepare import Recipe, prepare
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
-from ringflash.train.remote import RemoteCopy, fetch, fetched, newest_at
+from ringflash.train.remote import RemoteCopy, check_remote, fetch, fetched, newest_at, whole_url
 from tests.distributed import run_ranks
 from tests.train.callbacks.test_checkpointing import Fitted, fit
 
+ROOT = Path(__file__).parents[2]
 TEXT = "a text whose bytes become tokens " * 50
 
 
@@ -53,7 +57,7 @@ def test_token_files_are_copied_once(
     assert again.folder == files.folder
 
 
-def test_a_changed_folder_is_copied_again_and_the_old_copy_removed(tmp_path: Path, memory: Any) -> None:
+def test_a_changed_folder_is_copied_again(tmp_path: Path, memory: Any) -> None:
     memory.pipe("/bucket/x/file", b"old")
     first = fetch("memory://bucket/x", "corpus", tmp_path)
     other = fetch("memory://bucket/x/", "corpus", tmp_path)
@@ -61,7 +65,21 @@ def test_a_changed_folder_is_copied_again_and_the_old_copy_removed(tmp_path: Pat
     second = fetch("memory://bucket/x", "corpus", tmp_path)
     assert first == other != second
     assert (second / "file").read_bytes() == b"newer"
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [second]
+    assert (first / "file").read_bytes() == b"old"  # this process uses it
+
+
+def test_copies_that_no_process_uses_are_removed(tmp_path: Path) -> None:
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    for step in (1, 2):
+        (source / f"step-{step}").mkdir(parents=True)
+        (source / f"step-{step}" / "file").write_text("x")
+    program = "import sys; from ringflash.train.remote import fetch; fetch(*sys.argv[1:4], family=sys.argv[4])"
+    family = f"file://{source}"
+    for step in (1, 2):
+        command = [sys.executable, "-c", program, f"{family}/step-{step}", "ckpt_path", str(cache), family]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    (left,) = (path for path in cache.iterdir() if path.is_dir())
+    assert left == fetch(f"{family}/step-2", "ckpt_path", cache, family=family)
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +122,69 @@ def test_no_name_leads_out_of_the_copy(tmp_path: Path, memory: Any, monkeypatch:
         fetch("memory://bucket/x", "corpus", tmp_path)
 
 
+def write_checkpoint(url: str, step: int, folder: Path, keep: Keep | None = None) -> None:
+    copy = RemoteCopy(url, step)
+    copy.begin()
+    (folder / MANIFEST).write_text(json.dumps({"written": step, "files": {STATE: {}, TENSOR_INDEX: {}}}))
+    (folder / "data").write_text("x")
+    for name in ("data", MANIFEST):
+        copy.add(folder / name)
+    copy.retire(keep)
+
+
 def test_checkpoints_that_keep_excludes_are_removed(tmp_path: Path, memory: Any) -> None:
+    url = "memory://bucket/run[1]*"  # no pattern
+    write_checkpoint("memory://bucket/run1", 1, tmp_path)
     for step in (2, 3, 4, 5):
-        copy = RemoteCopy("memory://bucket/run", step)
-        copy.begin()
-        (tmp_path / MANIFEST).write_text(f'{{"written": {step}}}')
-        (tmp_path / "data").write_text("x")
-        for name in ("data", MANIFEST):
-            copy.add(tmp_path / name)
-        copy.retire(Keep(2, every_n_steps=2))
-    left = [name.rpartition("/")[2] for name in memory.ls("/bucket/run", detail=False)]
+        write_checkpoint(url, step, tmp_path, Keep(2, every_n_steps=2))
+    left = [name.rpartition("/")[2] for name in memory.ls("/bucket/run[1]*", detail=False)]
     assert sorted(left) == ["step-00000002", "step-00000004", "step-00000005"]
-    assert newest_at("memory://bucket/run", "ckpt_path") == "memory://bucket/run/step-00000005"
-    RemoteCopy("memory://bucket/run", 5).begin()  # an incomplete checkpoint is none
-    assert newest_at("memory:/bucket/run", "ckpt_path") == "memory://bucket/run/step-00000004"
+    assert newest_at(url, "ckpt_path") == f"{url}/step-00000005"
+    RemoteCopy(url, 5).begin()  # an incomplete checkpoint is none
+    assert newest_at(url, "ckpt_path") == f"{url}/step-00000004"
+    assert newest_at("memory:/bucket/run1", "ckpt_path") == "memory://bucket/run1/step-00000001"
+
+
+def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path, memory: Any) -> None:
+    write_checkpoint("memory://bucket/run", 1, tmp_path)
+    memory.pipe({"/bucket/run/step-00000002/manifest.json": b"{", "/bucket/run/other/manifest.json": b"[]"})
+    assert newest_at("memory://bucket/run", "ckpt_path") == "memory://bucket/run/step-00000001"
+    write_checkpoint("memory://bucket/run", 3, tmp_path, Keep(1))
+    assert newest_at("memory://bucket/run", "ckpt_path") == "memory://bucket/run/step-00000003"
+
+
+def test_a_new_run_keeps_the_checkpoints_of_another(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_remote("memory://bucket/run", fresh=True)
+    write_checkpoint("memory://bucket/run", 9, tmp_path)
+    check_remote("memory://bucket/run", fresh=False)
+    with pytest.raises(CheckpointError, match=r"got step-00000009\. Resume with --ckpt_path=memory://bucket/run, or"):
+        check_remote("memory://bucket/run", fresh=True)
+    assert not memory.exists("/bucket/run/.ringflash")
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(type(memory), "pipe_file", refused)
+    with pytest.raises(CheckpointError, match=r"remote: expected a folder at .* got PermissionError: read only"):
+        check_remote("memory://bucket/run", fresh=False)
+
+
+def test_a_file_system_that_tells_no_sizes(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe("/bucket/x/file", b"12345")
+    listed = {"/bucket/x/file": {"name": "/bucket/x/file", "size": None}}
+    monkeypatch.setattr(type(memory), "find", lambda self, path, detail: listed)
+    assert (fetch("memory://bucket/x", "corpus", tmp_path) / "file").read_bytes() == b"12345"
+    monkeypatch.setattr(type(memory), "info", lambda self, path: {"size": None})
+    with pytest.raises(CheckpointError, match="does not tell the size of /bucket/x/file"):
+        fetch("memory://bucket/x", "corpus", tmp_path)
+
+
+def test_urls_that_path_has_shortened_are_whole_again() -> None:
+    for url in ("s3://bucket/run", "file:///tmp/run", "memory://x"):
+        assert whole_url(Path(url)) == whole_url(url + "/") == url
+    assert whole_url("hdfs:///user/x") == "hdfs:///user/x"
 
 
 def test_bad_remotes() -> None:
@@ -202,14 +269,11 @@ def test_an_s3_server(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         remote.put(str(tokens), "bucket/tokens", recursive=True)
         files = load_corpus("s3://bucket/tokens", tmp_path / "cache")
         assert [*files.read(0, 0, 10)] == [*TEXT[:10].encode()]
+        check_remote("s3://bucket/run", fresh=True)
         for step in (1, 2):
-            copy = RemoteCopy("s3://bucket/run", step)
-            copy.begin()
-            (tmp_path / MANIFEST).write_text(f'{{"written": {step}}}')
-            copy.add(tmp_path / MANIFEST)
-            copy.retire(Keep(1))
+            write_checkpoint("s3://bucket/run", step, tmp_path, Keep(1))
         assert newest_at("s3://bucket/run", "ckpt_path") == "s3://bucket/run/step-00000002"
-        assert [path.name for path in fetched("s3://bucket/run", "ckpt_path").iterdir()] == [MANIFEST]
+        assert {path.name for path in fetched("s3://bucket/run", "ckpt_path").iterdir()} == {MANIFEST, "data"}
         with pytest.raises(DataError, match="expected a folder at s3://none/tokens"):
             load_corpus("s3://none/tokens", tmp_path / "cache")
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from ringflash.errors import ConfigError
+from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.checkpoint.manifest import Keep, is_url, local_path
 from ringflash.train.checkpoint.save import Progress, SaveOptions
 from ringflash.train.lightning.sharded import ShardedStrategy
+from ringflash.train.remote import check_remote
 
 
 def run_dir(trainer: pl.Trainer) -> Path:
@@ -67,14 +70,27 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sets the path, because ranks that started apart could name the run's folder differently."""
-        if self.remote is not None and not isinstance(trainer.strategy, ShardedStrategy):
-            remedy = 'Pass strategy="ring_attention", or leave remote out.'
-            got = f"{type(trainer.strategy).__name__} with remote={self.remote}"
-            raise ConfigError("strategy", expected="RingAttentionStrategy for copies at a URL", got=got, remedy=remedy)
+        """Sets the path, because ranks that started apart could name the run's folder differently.
+
+        Raises:
+            ConfigError: `remote` with another strategy.
+            CheckpointError: on every rank, when `remote` cannot be written or has checkpoints of another run.
+        """
+        if self.remote is not None:
+            self._check_remote(self.remote, trainer)
         self.path = Path(trainer.strategy.broadcast(str(run_dir(trainer) / "checkpoints" / "last")))
         self._step = self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
+
+    @staticmethod
+    def _check_remote(url: str, trainer: pl.Trainer) -> None:
+        strategy, fresh = trainer.strategy, trainer.global_step == 0
+        if not isinstance(strategy, ShardedStrategy):
+            remedy = 'Pass strategy="ring_attention", or leave remote out.'
+            got = f"{type(strategy).__name__} with remote={url}"
+            raise ConfigError("strategy", expected="RingAttentionStrategy for copies at a URL", got=got, remedy=remedy)
+        check = partial(check_remote, url, fresh=fresh) if trainer.is_global_zero else lambda: None
+        on_every_rank(check, Path(url), strategy.control)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Saves when a checkpoint is due.

@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -83,6 +83,7 @@ class _Job:
     step: int | None
     keep: Keep | None
     copy: RemoteCopy | None
+    published: threading.Event = field(default_factory=threading.Event)  # set when the folder has its final name
 
 
 def save(
@@ -119,6 +120,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
+        self._job: _Job | None = None
 
     @property
     def progress(self) -> Progress:
@@ -144,7 +146,7 @@ class Saver:
         if not options.asynchronous:
             _write(job, None, self._group)
             return
-        device = self._stage(job.tensors)
+        self._job, device = job, self._stage(job.tensors)
         self._writing = Future()
         # A daemon thread, because a writer may wait for a dead rank and must not keep this process alive.
         threading.Thread(
@@ -164,9 +166,15 @@ class Saver:
             try:
                 writing.result(patience)
             except TimeoutError:
-                log.warning("a checkpoint was not complete after %g s, and is lost", patience)
+                log.warning("%s after %g s", self._what_is_lost(), patience)
             except Exception as error:  # another error is being raised already
-                log.warning("a checkpoint is lost: %s", error)
+                log.warning("%s: %s", self._what_is_lost(), error)
+
+    def _what_is_lost(self) -> str:
+        job = self._job
+        if job is not None and job.copy is not None and job.published.is_set():
+            return f"the checkpoint {job.path} is complete, but its copy at {job.copy.url} is not"
+        return "a checkpoint was not complete, and is lost"
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor]) -> torch.device | None:
@@ -308,6 +316,7 @@ def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGro
                 job.copy.begin()
 
     on_every_rank(finish, job.path, group)
+    job.published.set()
     if (copy := job.copy) is None:
         return
 

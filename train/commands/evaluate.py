@@ -85,10 +85,10 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
-    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     check_at_least(options, ["samples"], remedy="Leave it out for all.")
     check_picture("--png", options.png, "loss.png")
     with ranks(options.device) as (device, context):
+        named, options.checkpoint = options.checkpoint, fetched(options.checkpoint, "--checkpoint")
         decoder, rest = load_decoder_and_rest(options.checkpoint, dtype=inference_dtype(device))
         data, decoder = _data(options, rest.get(TextDataModule.__qualname__, {})), decoder.to(device)
         batches = itertools.islice(data.val_dataloader(), options.samples)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     if not found:
         remedy = "Raise --val-fraction."
         raise DataError("corpus", expected="held-out tokens with a label", got="none", remedy=remedy)
-    facts = {"checkpoint": str(options.checkpoint), "corpus": options.corpus, "context_length": options.context_length}
+    facts = {"checkpoint": str(named), "corpus": options.corpus, "context_length": options.context_length}
     result = record(found, **facts)
     Console().print(_table(found, result))
     if options.json is not None:
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash evaluate",
         description="Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks.",
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
     parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")
     parser.add_argument("--context-length", type=int, required=True, metavar="N", help="tokens a sample")
     parser.add_argument("--samples", type=int, metavar="N", help="at most (default: all that are held out)")

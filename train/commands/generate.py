@@ -24,10 +24,10 @@ from ringflash.train.remote import fetched
 def main(argv: Sequence[str]) -> int:
     """Prints each prompt, unless it came from a file, and its continuation."""
     options = _parser().parse_args(argv)
-    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with ranks(options.device) as (device, context):
+        options.checkpoint = fetched(options.checkpoint, "--checkpoint")
         decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
         named = options.tokenizer
         tokenizer = Tokenizer.of_run(options.checkpoint) if named is None else Tokenizer.load(named)

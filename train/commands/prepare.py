@@ -116,8 +116,9 @@ def main(argv: Sequence[str]) -> int:
     if options.pairs:
         print(f"  ringflash dpo: --data.corpus={options.to}")
         return 0
+    documents = " --data.documents=whole" if options.chat else ""
     print(
-        f"  ringflash train: --data.corpus={options.to} --model.model.vocab_size={files.vocab_size}\n"
-        f"  ringflash finetune: --data.corpus={options.to}{' --data.documents=whole' if options.chat else ''}"
+        f"  ringflash train: --data.corpus={options.to}{documents} --model.model.vocab_size={files.vocab_size}\n"
+        f"  ringflash finetune: --data.corpus={options.to}{documents}"
     )
     return 0

@@ -35,10 +35,10 @@ def main(argv: Sequence[str]) -> int:
 
         return train(argv, RetrievalCLI)
     options = _parser().parse_args(argv)
-    options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     grid = Grid(tuple(options.lengths), options.depths, options.rows, options.seed)
     with ranks(options.device) as (device, context):
-        decoder = load_decoder(options.checkpoint, dtype=inference_dtype(device)).to(device)
+        checkpoint = fetched(options.checkpoint, "--checkpoint")
+        decoder = load_decoder(checkpoint, dtype=inference_dtype(device)).to(device)
         cells = measure(decoder, grid, context)
         if is_first(context):
             _show(cells, options, context, RetrievalTask(decoder.config.vocab_size))

@@ -81,17 +81,17 @@ def main(argv: Sequence[str]) -> int:
     if options.samples < 1:
         remedy = "RULER takes 500; 20 show large differences."
         raise ArgumentError("--samples", expected="at least 1", got=options.samples, remedy=remedy)
-    folder = fetched(options.checkpoint, "--checkpoint").expanduser()
-    of_transformers = (folder / CONFIG).is_file()
-    if not locate(folder).is_dir():
-        remedy = "Name one, as in runs/h200-4/checkpoints/last."
-        expected = "a folder of a checkpoint or of a model of transformers"
-        raise CheckpointError("--checkpoint", expected=expected, got=f"{folder}, no folder", remedy=remedy)
-    prompts = _prompts(options, folder, of_transformers)
-    check_names(options.tasks)
-    for name in options.tasks:
-        make_sample(name, min(options.lengths), prompts.encode)  # raises before the model is loaded
     with ranks(options.device) as (device, context):
+        folder = fetched(options.checkpoint, "--checkpoint").expanduser()
+        of_transformers = (folder / CONFIG).is_file()
+        if not locate(folder).is_dir():
+            remedy = "Name one, as in runs/h200-4/checkpoints/last."
+            expected = "a folder of a checkpoint or of a model of transformers"
+            raise CheckpointError("--checkpoint", expected=expected, got=f"{folder}, no folder", remedy=remedy)
+        prompts = _prompts(options, folder, of_transformers)
+        check_names(options.tasks)
+        for name in options.tasks:
+            make_sample(name, min(options.lengths), prompts.encode)  # raises before the model is loaded
         decoder = _load(folder, of_transformers, device)
         check_positions(decoder.config, max(options.lengths))
         results = []

@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from argparse import ArgumentError as ParserError
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,10 +201,17 @@ class RingCLI(UntrustingCLI):
             if path is not None:
                 check_checkpoint(str(path), sharded=sharded)
 
-    def _newest_checkpoints(self) -> Path | None:
-        """Replaces `LAST` in the configuration by the newest checkpoints; a fit without any starts from scratch."""
+    def _newest_checkpoints(self) -> Path | str | None:
+        """Replaces `LAST` in the configuration by the newest checkpoints; a fit without any starts from scratch.
+
+        A machine without a run's folder takes the checkpoints that were copied to `checkpoint.remote`.
+        """
         folder = Path(self._value(self.config_init, "run_dir"))
-        path = newest_checkpoints(folder)
+        path: Path | str | None = newest_checkpoints(folder)
+        if path is None and (remote := getattr(self._value(self.config_init, "checkpoint"), "remote", None)):
+            with suppress(CheckpointError):  # the start of the training says what cannot be reached
+                newest_at(remote, "checkpoint.remote")
+                path = str(remote)
         if path is None and self.subcommand != "fit":
             path = folder / "checkpoints"  # does not exist, so the check below raises
         elif path is None and local_rank() == 0:
@@ -431,7 +439,8 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
         rank = local_rank()
         if rank:
             time.sleep(CHILD_GRACE_SECONDS)
-        print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        remedy = " Pass --trainer.accelerator=cpu to train without a GPU." if "backend found" in str(error) else ""
+        print(f"ringflash{f' (rank {rank})' if rank else ''}: {error}{remedy}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ArgumentError | MisconfigurationException) else 1
     finally:
         children += take_children(trainers)

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,12 +21,11 @@ from torch.optim import Optimizer
 
 from ringflash.errors import ArgumentError
 from ringflash.train.checkpoint import random_state
-from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.checkpoint.load import load
-from ringflash.train.checkpoint.manifest import is_url, local_path
+from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
 from ringflash.train.lightning.batch import all_ranks
-from ringflash.train.remote import fetch, newest_at
+from ringflash.train.remote import fetched
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +190,7 @@ class ShardedStrategy(ModelParallelStrategy):
         optimizers = self.optimizers if fitting else []  # an evaluation after `fit` still has fit's optimizers
         self.saver.wait()  # the pending save may be the checkpoint to load
         rest = load(
-            self._local_checkpoint(checkpoint_path),
+            fetched(self.broadcast(str(checkpoint_path)), "ckpt_path", self.control),
             self.model,
             optimizers,
             fields,
@@ -201,14 +199,6 @@ class ShardedStrategy(ModelParallelStrategy):
         states = rest.pop("random", {})
         self._random = (states, rest.get("global_step", 0)) if fitting else None
         return rest
-
-    def _local_checkpoint(self, path: Any) -> Path:
-        """Returns the first rank's path on all ranks, or this host's copy of the checkpoint at that URL."""
-        path = Path(self.broadcast(str(path)))
-        if not is_url(path):
-            return path
-        newest: str = on_every_rank(lambda: newest_at(path, "ckpt_path"), path)[0]
-        return on_every_rank(lambda: fetch(newest, "ckpt_path"), path)[self.global_rank]
 
     @property
     def _is_saved(self) -> Callable[[str], bool]:

@@ -46,7 +46,7 @@ from ringflash.train.models.lora import (
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.torchao_private import LinearDtype
-from ringflash.train.weights.nf4 import check_nf4, store_nf4
+from ringflash.train.weights.nf4 import LEAST_SHARE, check_nf4, store_nf4
 from ringflash.train.weights.transformers_weights import (
     NotInParts,
     TransformersWeights,
@@ -145,7 +145,7 @@ class TransformersModel(RingModule):
         """
         strategy = self.trainer.strategy
         if self.nf4:
-            check_nf4(strategy.root_device)
+            self._on_every_rank(lambda: check_nf4(strategy.root_device))
         model, weights = self._build()
         model.to(dtype).train()
         with stand_in_weights(model):
@@ -159,7 +159,13 @@ class TransformersModel(RingModule):
         self._use_float8(layers)
         sharded = isinstance(strategy, RingAttentionStrategy)
         if self.nf4:
-            store_nf4(base_modules(model), strategy.root_device)
+            share = self._on_every_rank(lambda: store_nf4(base_modules(model), strategy.root_device))[0]
+            if share < LEAST_SHARE and self.trainer.is_global_zero:
+                log.warning(
+                    "lora.base: nf4 stores %.0f%% of the blocks' weights; the others, such as experts, are in the "
+                    "compute dtype",
+                    100 * share,
+                )
         if self.lora is not None:
             store_base(model, layers, self.resolved_dtype(strategy.root_device), sharded=sharded)
         self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))

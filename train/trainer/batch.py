@@ -95,6 +95,9 @@ def _documents(given: Mapping[str, Any], input_ids: Tensor, real: Tensor) -> Ten
     """Returns bounds of documents, (batch, ndocuments + 1), or None if each sequence is one document."""
     batch, seqlen = input_ids.shape
     positions, ends = given.get("position_ids"), given.get(ENDS[0])
+    if positions is not None and not isinstance(positions, Tensor):
+        expected, remedy = f"a tensor {(batch, seqlen)}", "Convert them in the collator."
+        raise ArgumentError("batch['position_ids']", expected=expected, got=type(positions).__name__, remedy=remedy)
     if positions is None and ends is None:
         return None
     if positions is None:

@@ -198,7 +198,7 @@ class AcceleratorRing:
         whole, error = None, None
         try:
             whole = whole_sequences(batch, self.ring_size)
-        except ArgumentError as raised:
+        except Exception as raised:  # any error, because the other ranks wait in the agreement
             error = raised
         if self._cpu_group is None:
             if error is not None:

@@ -26,6 +26,7 @@ from ringflash import extras
 from ringflash.errors import ConfigError
 
 BLOCK, BLOCK_BYTES = 64, 36
+LEAST_SHARE = 0.9  # of the blocks' weights; below, a warning says so
 LEAST = (0, 50)  # version of bitsandbytes; 0.50.2 was checked
 
 
@@ -103,25 +104,32 @@ class _Product(torch.autograd.Function):
         return dout @ unpacked(weight, dout.dtype), None
 
 
-def store_nf4(modules: Iterable[nn.Module], device: torch.device) -> None:
+def store_nf4(modules: Iterable[nn.Module], device: torch.device) -> float:
     """Packs the frozen weights of the linear layers among `modules`, in place; `device` computes the codes.
 
-    Layers keep their weight if in_features is no multiple of 64.
+    Layers keep their weight if in_features is no multiple of 64, and so do experts and other modules than nn.Linear.
+
+    Returns:
+        The packed share of the modules' frozen weights.
 
     Raises:
         ConfigError: no layer can be packed.
     """
+    modules = list(modules)
     layers = _eligible(modules)
+    frozen = {id(x): x.numel() for module in modules for x in module.parameters() if not x.requires_grad}
+    packable = sum(layer.weight.numel() for layer in layers)
     for layer in layers:
         codes = packed(layer.weight.to(device)).to(layer.weight.device)
         layer.__class__, layer.weight = NF4Linear, nn.Parameter(codes, requires_grad=False)
     if not layers:
         raise ConfigError(
             "lora.base",
-            expected=f'linear layers with in_features that are multiples of {BLOCK}, for "nf4"',
+            expected=f'layers of type torch.nn.Linear with in_features that are multiples of {BLOCK}, for "nf4"',
             got="none",
             remedy="Leave lora.base out: the base model is then stored in the compute dtype.",
         )
+    return packable / sum(frozen.values())
 
 
 def round_nf4(modules: Iterable[nn.Module]) -> None:

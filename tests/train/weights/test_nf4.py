@@ -213,6 +213,9 @@ def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Lora(base="int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r'multiples of 64, for "nf4", got none\. Leave lora\.base out'):
         store_nf4([nn.Linear(32, 64).requires_grad_(False), nn.Linear(64, 64)], CPU)
+    experts = nn.Linear(64, 192).requires_grad_(False)
+    experts.stacked = nn.Parameter(torch.zeros(3, 64, 64), requires_grad=False)  # as transformers keeps them
+    assert store_nf4([experts], CPU) == pytest.approx(0.5, abs=0.01)
     check_nf4(CPU)
     with (
         mock.patch("bitsandbytes.functional.quantize_4bit", side_effect=RuntimeError("no kernel image")),
@@ -224,7 +227,7 @@ def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_nf4()
     missing = {"bitsandbytes": None}
     monkeypatch.setattr("ringflash.train.weights.nf4.importlib.util.find_spec", lambda name: missing.get(name, sys))
-    with pytest.raises(ConfigError, match=r'got no such package\. Install it with `pip install "ringflash\[qlora\]"`'):
+    with pytest.raises(ConfigError, match=r"got no such package\. Install it with `pip install 'ringflash\[qlora\]'`"):
         TransformersModel(str(folder / "tied"), lora=NF4)
 
 
