@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 
 import ringflash as rf
 from ringflash import errors
+from ringflash.commands.options import config_file
 from ringflash.kernels import fallback
 from ringflash.kernels.contract import ScoreConfig
 from ringflash.kernels.decode_step import sight_of
@@ -190,27 +191,27 @@ def test_every_error_has_a_row() -> None:
     }
 
 
-def check_run(arguments: list[str], hosts: str) -> None:
-    """Checks a command of torchrun: the run of the configuration for two hosts, on as many hosts and GPUs."""
+def check_run(arguments: list[str], hosts: str, processes: int = HOSTS["trainer"]["devices"]) -> None:
+    """Checks a command of torchrun: a run of a configuration, on as many hosts and processes of each."""
     parsed = get_args_parser().parse_args(arguments)
     assert parsed.module
     assert parsed.training_script == "ringflash"
     assert parsed.nnodes == hosts
-    assert int(parsed.nproc_per_node) == HOSTS["trainer"]["devices"]
+    assert int(parsed.nproc_per_node) == processes
     rest = ArgumentParser(allow_abbrev=False)
     rest.add_argument("command", nargs=2)
     rest.add_argument("--config")
     options, _ = rest.parse_known_args(parsed.training_script_args)
     assert options.command == ["train", "fit"]
-    assert (ROOT / options.config).is_file()
+    assert config_file(options.config).is_file()
 
 
 def test_commands_for_several_hosts_parse() -> None:
     text = text_of("several-hosts.md").replace("\\\n", " ")
     commands = re.findall(r"^    torchrun (.*)$", text, re.MULTILINE)
-    assert len(commands) == 2
-    for command, hosts in zip(commands, ("2", "1"), strict=True):
-        check_run(command.split(), hosts)
+    gpus = HOSTS["trainer"]["devices"]
+    for command, hosts, processes in zip(commands, ("2", "1", "2"), (gpus, gpus, 1), strict=True):
+        check_run(command.split(), hosts, processes)
     trainer = HOSTS["trainer"]
     sizes = table("several-hosts.md", "key")
     assert sizes["trainer.num_nodes`, `trainer.devices"][0] == f"{trainer['num_nodes']}, {trainer['devices']}"
@@ -226,7 +227,7 @@ def test_the_file_for_slurm_parses() -> None:
     trainer = HOSTS["trainer"]
     assert (asked["nodes"], asked["gpus-per-node"]) == (str(trainer["num_nodes"]), str(trainer["devices"]))
     assert asked["ntasks-per-node"] == "1"  # one torchrun a host
-    command = text.replace("\\\n", " ").partition("/torchrun ")[2].strip()
+    command = text.replace("\\\n", " ").partition("=1 torchrun ")[2].strip()
     check_run([word.strip('"') for word in command.split()], "$SLURM_NNODES")
 
 

@@ -15,6 +15,7 @@ from ringflash import extras
 from ringflash.errors import ArgumentError, ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CONFIGS = Path(rf.__file__).parent / "configs"  # the package's own, which its wheel has too
 LEAVE_OUT = "Leave it out for the default."
 
 
@@ -28,19 +29,27 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def config_arguments(options: argparse.Namespace) -> list[str]:
     """Returns the configurations of `add_run_options` as arguments. Raises ConfigError for a file that is missing."""
-    for path in options.config:
-        check_config(path)
-    return [argument for path in options.config for argument in ("--config", str(path))]
+    return [argument for name in options.config for argument in ("--config", str(config_file(name)))]
 
 
-def check_config(path: Path) -> None:
-    """Raises ConfigError unless the configuration `path` exists."""
+def config_file(name: str | Path) -> Path:
+    """Returns the path of a configuration: a file, or one of the package's own by its name, such as h200-4.
+
+    Raises:
+        ConfigError: there is none; the error names the nearest one.
+    """
+    path = Path(name)
     if path.is_file():
-        return
-    folders = dict.fromkeys((path.parent, Path(rf.__file__).parent / "configs"))
-    known = [str(each) for folder in folders for each in sorted(folder.glob("*.yaml"))]
-    near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.3)
-    remedy = f"Did you mean {near[0]}?" if near else "Pass the file that `ringflash train fit --config` gets."
+        return path
+    if path.parent in (Path(), Path("configs")):
+        own = CONFIGS / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
+        if own.is_file():
+            return own
+    files = [str(each) for each in sorted(path.parent.glob("*.yaml"))]
+    near = difflib.get_close_matches(str(path), files, n=1, cutoff=0.3)
+    names = [each.stem for each in sorted(CONFIGS.glob("*.yaml"))]
+    near += difflib.get_close_matches(path.stem, names, n=1)
+    remedy = f"Did you mean {' or '.join(near)}?" if near else f"Name a file, or one of {', '.join(names)}."
     raise ConfigError("--config", expected="a configuration file", got=f"no file {path}", remedy=remedy)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ringflash.commands.options import check_at_least, check_heads, check_positive, fill_in
-from ringflash.errors import ArgumentError, CheckpointCorrupt
+from ringflash.commands.options import CONFIGS, check_at_least, check_heads, check_positive, config_file, fill_in
+from ringflash.errors import ArgumentError, CheckpointCorrupt, ConfigError
 from ringflash.integrations.transformers.mask import MaskAsTensor
 
 
@@ -17,6 +17,18 @@ def test_what_is_left_out_is_filled_in() -> None:
     assert options == Namespace(nheads=8, nheads_kv=8, rounds=3, png=None)
     fill_in(options, {"nheads": 16, "nheads_kv": 4})
     assert (options.nheads, options.nheads_kv) == (8, 8)
+
+
+def test_configurations_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("two-hosts", "two-hosts.yaml", "configs/two-hosts.yaml"):
+        assert config_file(name) == CONFIGS / "two-hosts.yaml"
+    (tmp_path / "two-hosts.yaml").write_text("")  # a file comes first
+    assert config_file("two-hosts.yaml") == Path("two-hosts.yaml")
+    with pytest.raises(ConfigError, match=r"no file two-hots\. Did you mean two-hosts.yaml or two-hosts\?"):
+        config_file("two-hots")
+    with pytest.raises(ConfigError, match=r"no file elsewhere/two-hosts\. Did you mean two-hosts\?"):
+        config_file("elsewhere/two-hosts")
 
 
 def test_numbers_are_checked_one_by_one() -> None:

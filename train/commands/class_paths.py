@@ -130,7 +130,7 @@ def _read_config(value: str) -> tuple[Any, Path]:
     path = Path(value)
     if _is_file(path):
         return _parse(path.read_bytes(), value), path.parent
-    content = _parse(value.encode(), "--config") if "\n" in value or ":" in value else value
+    content = _parse(value.encode(), "--config") if is_inline(value) else value
     if not isinstance(content, dict):
         raise ConfigError(
             "--config",
@@ -139,6 +139,11 @@ def _read_config(value: str) -> tuple[Any, Path]:
             remedy=f"Name an existing file; the working folder is {Path.cwd()}.",
         )
     return content, Path()
+
+
+def is_inline(value: str) -> bool:
+    """Returns whether a configuration is given inline instead of a path."""
+    return "\n" in value or ":" in value
 
 
 def _is_file(path: Path) -> bool:

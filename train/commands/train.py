@@ -30,6 +30,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 import ringflash
 from ringflash import extras
+from ringflash.commands.options import config_file
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
 from ringflash.train.callbacks.loss_by_position import LossByPosition
@@ -39,7 +40,7 @@ from ringflash.train.callbacks.report import Report
 from ringflash.train.callbacks.summary import RunSummary
 from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.checkpoint.manifest import MANIFEST, complete_in, is_url, locate, read_manifest
-from ringflash.train.commands.class_paths import check_arguments
+from ringflash.train.commands.class_paths import check_arguments, is_inline
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.interrupt import Interrupt
 from ringflash.train.lightning.language_model import LanguageModel
@@ -60,6 +61,22 @@ CHILD_EXIT_SECONDS = 20.0
 RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder after training
 PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # written before training
 LogName = Literal["csv", "tensorboard", "wandb"]
+
+
+AUTO = "  auto                          fit for what this machine has: all GPUs, or two processes on its CPU\n"
+HELP = """usage: ringflash {name} SUBCOMMAND [--config FILE ...] [--KEY=VALUE ...]
+
+Trains over a ring of all processes, and tests what was trained.
+
+{auto}  fit --config FILE             train; FILE is a path, or the name of a configuration of the package
+  validate, test --config FILE  the loss of a checkpoint (--ckpt_path)
+
+  --trainer.devices=4           processes of this host; under torchrun those that it started
+  --ckpt_path last              resume from the newest checkpoint of the run, or begin
+  --print_config                print the whole configuration, and run nothing
+  --debug                       show tracebacks
+
+Later arguments change earlier ones. `ringflash {name} fit --help` lists every key."""
 
 
 class NoLanguageModel(ConfigError):
@@ -212,6 +229,8 @@ class RingCLI(UntrustingCLI):
             with suppress(CheckpointError):  # the start of the training says what cannot be reached
                 newest_at(remote, "checkpoint.remote")
                 path = str(remote)
+        if path is not None and local_rank() == 0:
+            print(f"ringflash: resuming from {path}", file=sys.stderr, flush=True)
         if path is None and self.subcommand != "fit":
             path = folder / "checkpoints"  # does not exist, so the check below raises
         elif path is None and local_rank() == 0:
@@ -411,6 +430,25 @@ def auto_arguments() -> list[str]:
     )
 
 
+def with_config_files(args: Sequence[str]) -> list[str]:
+    """Returns the arguments with the path of each configuration; configurations given inline stay as they are.
+
+    Raises:
+        ConfigError: a configuration that does not exist, with the nearest name.
+    """
+    found, is_next = list[str](), False
+    for arg in args:
+        option, equals, value = arg.partition("=")
+        if is_next and not is_inline(arg):
+            found.append(str(config_file(arg)))
+        elif option == "--config" and equals and not is_inline(value):
+            found.append(f"--config={config_file(value)}")
+        else:
+            found.append(arg)
+        is_next = arg in ("--config", "-c")
+    return found
+
+
 def local_rank() -> int:
     """Returns 0 in the process that the user started, and in the first process of torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -420,6 +458,9 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     """Runs `ringflash train ...`; returns its exit code: 2 after an error of usage, 1 of the run, 143 after SIGTERM."""
     args = [arg for arg in argv if arg != "--debug"]
     debug = len(args) < len(argv)
+    if args[:1] in (["-h"], ["--help"]):
+        print(HELP.format(name=cli.name, auto=AUTO if cli.name == "train" else ""))
+        return 0
     if not debug:
         quieten()
     trainers: list[pl.Trainer] = []
@@ -428,7 +469,8 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     atexit.register(stop_children, children, at_once=False)
     failed = True
     try:
-        cli([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args, trainers)
+        args = [*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args
+        cli(with_config_files(args), trainers)
         failed = False
     except Preempted as ended:
         failed = False  # the other processes end in the same way

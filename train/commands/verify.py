@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ringflash.errors import ArgumentError, CheckpointCorrupt
 from ringflash.train.checkpoint.manifest import complete_in, locate, verify
+from ringflash.train.remote import fetched
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "ringflash checkpoint verify", description="Compares checkpoints with what was saved."
     )
-    parser.add_argument("folders", nargs="+", type=Path, help="checkpoints, or folders of them, as runs/x/checkpoints")
+    parser.add_argument("folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     damaged = False
-    for folder in parser.parse_args(argv[1:]).folders:
+    for folder in (fetched(name, "folders") for name in parser.parse_args(argv[1:]).folders):
         for path in complete_in(folder) or [locate(folder)]:
             try:
                 manifest = verify(path)

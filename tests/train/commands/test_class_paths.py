@@ -148,8 +148,9 @@ def test_a_missing_configuration_is_named(folder: Path, capsys: pytest.CaptureFi
     for args in (["--config", "name.yaml"], ["--config=name.yaml"], ["-c", "name.yaml"]):
         assert train.main(["fit", *args]) == 2
         error = capsys.readouterr().err
-        assert "--config: expected a YAML file, got name.yaml, which does not exist." in error
-        assert str(folder) in error
+        assert "--config: expected a configuration file, got no file name.yaml." in error
+    assert train.main(["fit", "--config", "two-host"]) == 2
+    assert "Did you mean two-hosts?" in capsys.readouterr().err
 
 
 def test_the_nearest_class_is_suggested() -> None:
