@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -19,8 +19,9 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_model import TransformersModel
-from ringflash.train.models.lora import Lora, add_adapters, is_adapter, without_adapters
+from ringflash.train.models.lora import Lora, add_adapters, base_modules, is_adapter, without_adapters
 from ringflash.train.preference.module import DpoModel
+from ringflash.train.weights.nf4 import round_nf4
 from tests.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
@@ -28,6 +29,7 @@ from tests.train.models.test_lora import fill_adapters
 from tests.train.runs import Outcome, whole
 
 pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
 
 pytestmark = [
     pytest.mark.xdist_group("dpo"),
@@ -45,6 +47,7 @@ class Run:
     """Options of one run of `DpoModel` on a tiny model: a step of two micro-batches, or more steps."""
 
     lora: bool = False
+    base: Literal["compute", "nf4"] = "compute"
     family: str = "Llama"
     dtype: ComputeDtype = "float64"
     data_parallel: int = 1
@@ -62,6 +65,7 @@ RUNS = {
     "full float32": Run(dtype="float32", smoothing=0.1),
     "LoRA": Run(lora=True, smoothing=0.1),
     "LoRA float32": Run(lora=True, dtype="float32", layout="contiguous"),
+    "QLoRA": Run(lora=True, base="nf4"),
     "whole logits": Run(family="Granite", layout="striped"),
     "data parallel": Run(data_parallel=2),
     "validated": Run(lora=True, smoothing=0.1, validated=True),
@@ -99,7 +103,7 @@ class Recorded(DpoModel):
             optimizer=OptimizerConfig(lr=2e-3, warmup_steps=1, max_steps=20),
             compute_dtype=run.dtype,
             seed=SEED,
-            lora=LORA if run.lora else None,
+            lora=replace(LORA, base=run.base) if run.lora else None,
         )
         self.run, self.outcome = run, outcome
 
@@ -216,6 +220,8 @@ def reference(run: Run, folder: Path) -> tuple[dict[str, float], dict[str, Tenso
     def build() -> Any:
         if run.lora:
             model: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
+            if run.base == "nf4":
+                round_nf4(base_modules(model.requires_grad_(False)))
         else:
             torch.manual_seed(SEED)
             model = AutoModelForCausalLM.from_config(model_of(run))
