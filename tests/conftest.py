@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import interpreter  # here, because it imports Triton
 
     interpreter.prepare()
+
+# A busy machine is slow, which is no failure.
+settings.register_profile("ringflash", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ringflash")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,10 +35,6 @@ def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
     limits = st.none() | st.integers(0, seqlen)
     ends = st.lists(st.integers(0, seqlen), max_size=6).map(lambda inner: [0, *sorted(inner), seqlen])
     lengths = st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)
-    sizes, densities = st.sampled_from([1, 7, 16, 32, 64]), st.sampled_from([0.0, 0.1, 0.5, 1.0])
-    tokens = st.lists(
-        st.tuples(st.integers(0, 2**16), st.sampled_from([False] * 4 + [True])), min_size=1, max_size=min(seqlen, 12)
-    )
     return st.one_of(
         st.just(Full()),
         st.just(rf.Causal()),
@@ -47,6 +43,17 @@ def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
         st.lists(ends, min_size=batch, max_size=batch).map(packed),
         st.builds(rf.KeyPadding, lengths),
         st.builds(rf.PrefixLM, lengths),
+        bitmap_masks(seqlen),
+    )
+
+
+def bitmap_masks(seqlen: int) -> SearchStrategy[Mask]:
+    """Returns a strategy for every mask over `seqlen` positions that is a bitmap."""
+    sizes, densities = st.sampled_from([1, 7, 16, 32, 64]), st.sampled_from([0.0, 0.1, 0.5, 1.0])
+    tokens = st.lists(
+        st.tuples(st.integers(0, 2**16), st.sampled_from([False] * 4 + [True])), min_size=1, max_size=min(seqlen, 12)
+    )
+    return st.one_of(
         st.builds(block_sparse, st.just(seqlen), sizes, st.integers(0, 2**16), densities),
         st.builds(tree, st.just(seqlen), tokens, st.floats(0, 1)),
     )

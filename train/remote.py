@@ -9,12 +9,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 import torch.distributed as dist
@@ -27,7 +28,7 @@ CACHE = "~/.cache/ringflash"
 Failure = Callable[..., ArgumentError]  # class of the error for a folder that cannot be read or written
 
 
-_used: list[IO[str]] = []  # open files, whose shared locks keep copies until this process ends
+_used: set[Path] = set()  # copies that this process has locked
 
 
 def fetch(
@@ -69,8 +70,7 @@ def fetch(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _copy(remote, files, cache / f".{name}.partial", folder)
-            _used.append((cache / f".{folder.name}.used").open("w"))
-            fcntl.flock(_used[-1], fcntl.LOCK_SH)
+            _use(folder)
             for earlier in cache.glob(f"{name}-*"):
                 if earlier != folder:
                     _remove_unused(earlier)
@@ -90,9 +90,20 @@ def _copy(remote: Any, files: dict[str, dict[str, Any]], partial: Path, folder: 
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _use(copy: Path) -> None:
+    """Keeps a copy from being removed until this process ends."""
+    if copy not in _used:
+        _used.add(copy)
+        fcntl.flock(os.open(_lock_of(copy), os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)  # open until the end
+
+
+def _lock_of(copy: Path) -> Path:
+    return copy.with_name(f".{copy.name}.used")
+
+
 def _remove_unused(copy: Path) -> None:
     """Removes a copy that no process uses."""
-    lock = copy.with_name(f".{copy.name}.used")
+    lock = _lock_of(copy)
     with lock.open("w") as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy)

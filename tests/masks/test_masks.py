@@ -17,7 +17,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec, spec_of
-from tests.strategies import masks, single_masks
+from tests.strategies import bitmap_masks, masks
 
 SEQLEN = 40
 
@@ -178,9 +178,10 @@ def test_bounds_of_a_row_do_not_depend_on_the_order_of_rows(mask: Mask, rows: li
         assert torch.equal(got, expected[:, torch.tensor(rows) + 5])
 
 
-@given(mask=single_masks(SEQLEN).filter(lambda mask: mask.bitmap() is not None))
+@given(mask=bitmap_masks(SEQLEN))
 def test_bounds_of_a_bitmap_are_tight(mask: Mask) -> None:
     rows, keys = torch.arange(-5, SEQLEN + 5), torch.arange(SEQLEN)
+    assert mask.bitmap() is not None
     seen = mask.dense(rows, keys)[0]
     for row, lo, hi in zip(seen, *(bound[0].tolist() for bound in mask.bounds(rows, SEQLEN)), strict=True):
         assert keys[row].tolist()[:1] == ([lo] if hi > lo else [])
