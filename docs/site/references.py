@@ -52,7 +52,7 @@ PAGES = {
 }
 
 # Names for types that the description of the argument explains; they have no page.
-UNLINKED = {"ComputeDtype", "ActivationCheckpointing", "Kind"}
+UNLINKED = {"Accelerator", "ComputeDtype", "ActivationCheckpointing", "Kind", "LinearDtype"}
 
 
 def empty_inventory(folder: Path) -> str:
