@@ -27,7 +27,6 @@ from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, K
 CACHE = "~/.cache/ringflash"
 Failure = Callable[..., ArgumentError]  # class of the error for a folder that cannot be read or written
 
-
 _used: set[Path] = set()  # copies that this process has locked
 
 

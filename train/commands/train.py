@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-import ringflash
 from ringflash import extras
-from ringflash.commands.options import config_file
 from ringflash.errors import ArgumentError, CheckpointError, ConfigError, RingflashError
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
 from ringflash.train.callbacks.loss_by_position import LossByPosition
@@ -40,7 +37,8 @@ from ringflash.train.callbacks.report import Report
 from ringflash.train.callbacks.summary import RunSummary
 from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.checkpoint.manifest import MANIFEST, complete_in, is_url, locate, read_manifest
-from ringflash.train.commands.class_paths import check_arguments, is_inline
+from ringflash.train.commands.arguments import auto_arguments, help_text, with_config_files
+from ringflash.train.commands.class_paths import check_arguments
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.interrupt import Interrupt
 from ringflash.train.lightning.language_model import LanguageModel
@@ -54,29 +52,12 @@ from ringflash.train.remote import newest_at
 CALLBACKS = {"throughput": Throughput, "report": Report, "summary": RunSummary, "profile": Profile}
 STRATEGY = "ring_attention"
 LAST = "last"  # value of --ckpt_path for the newest complete checkpoint of the runs in run_dir
-CONFIGS = {"cpu": "tiny-cpu.yaml", "one gpu": "h200-1.yaml", "gpus": "h200-4.yaml"}
 # A child that fails waits this long before it prints its error, so that rank 0 can print the same error first.
 CHILD_GRACE_SECONDS = 3.0
 CHILD_EXIT_SECONDS = 20.0
 RESULTS = ("metrics.csv", "checkpoints")  # in a run's folder after training
 PREPARATIONS = ("config.yaml", "hparams.yaml", "tensorboard", "wandb", "tokenizer")  # written before training
 LogName = Literal["csv", "tensorboard", "wandb"]
-
-
-AUTO = "  auto                          fit for what this machine has: all GPUs, or two processes on its CPU\n"
-HELP = """usage: ringflash {name} SUBCOMMAND [--config FILE ...] [--KEY=VALUE ...]
-
-Trains over a ring of all processes, and tests what was trained.
-
-{auto}  fit --config FILE             train; FILE is a path, or the name of a configuration of the package
-  validate, test --config FILE  the loss of a checkpoint (--ckpt_path)
-
-  --trainer.devices=4           processes of this host; under torchrun those that it started
-  --ckpt_path last              resume from the newest checkpoint of the run, or begin
-  --print_config                print the whole configuration, and run nothing
-  --debug                       show tracebacks
-
-Later arguments change earlier ones. `ringflash {name} fit --help` lists every key."""
 
 
 class NoLanguageModel(ConfigError):
@@ -409,46 +390,6 @@ def _parameters(class_path: str) -> list[str]:
     return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
-def auto_arguments() -> list[str]:
-    """Returns the arguments of `ringflash train auto`: all GPUs of this machine, or two processes on its CPU.
-
-    Raises:
-        ConfigError: the configuration file does not exist.
-    """
-    gpus = torch.cuda.device_count()
-    name = CONFIGS["cpu" if gpus == 0 else "one gpu" if gpus == 1 else "gpus"]
-    package = Path(ringflash.__file__).parent
-    folders = (package / "configs", package.parent / "configs", Path("configs"))
-    for folder in folders:
-        if (folder / name).is_file():
-            return ["fit", "--config", str(folder / name), *([f"--trainer.devices={gpus}"] if gpus else [])]
-    raise ConfigError(
-        "auto",
-        expected=f"{name} in one of {[str(f) for f in folders]}",
-        got="no such file",
-        remedy="Run it in the repository, or pass a file: `ringflash train fit --config FILE`.",
-    )
-
-
-def with_config_files(args: Sequence[str]) -> list[str]:
-    """Returns the arguments with the path of each configuration; configurations given inline stay as they are.
-
-    Raises:
-        ConfigError: a configuration that does not exist, with the nearest name.
-    """
-    found, is_next = list[str](), False
-    for arg in args:
-        option, equals, value = arg.partition("=")
-        if is_next and not is_inline(arg):
-            found.append(str(config_file(arg)))
-        elif option == "--config" and equals and not is_inline(value):
-            found.append(f"--config={config_file(value)}")
-        else:
-            found.append(arg)
-        is_next = arg in ("--config", "-c")
-    return found
-
-
 def local_rank() -> int:
     """Returns 0 in the process that the user started, and in the first process of torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -459,7 +400,7 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     args = [arg for arg in argv if arg != "--debug"]
     debug = len(args) < len(argv)
     if args[:1] in (["-h"], ["--help"]):
-        print(HELP.format(name=cli.name, auto=AUTO if cli.name == "train" else ""))
+        print(help_text(cli.name))
         return 0
     if not debug:
         quieten()
@@ -469,8 +410,7 @@ def main(argv: Sequence[str], cli: type[RingCLI] = RingCLI) -> int:
     atexit.register(stop_children, children, at_once=False)
     failed = True
     try:
-        args = [*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args
-        cli(with_config_files(args), trainers)
+        cli(with_config_files([*auto_arguments(), *args[1:]] if args[:1] == ["auto"] else args), trainers)
         failed = False
     except Preempted as ended:
         failed = False  # the other processes end in the same way

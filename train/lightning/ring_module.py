@@ -87,9 +87,7 @@ class RingModule(pl.LightningModule, ABC):
     """
 
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
-    float32_norms = (
-        False  # whether blocks are transformers' layers, with norms that keep float32 copies of their inputs
-    )
+    float32_norms = False  # whether blocks are transformers' layers, whose norms keep float32 copies of their inputs
     offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
     own_head = True  # whether the strategy shards the head apart from the embedding
     adapts_all = False  # whether adapters of all linear layers train

@@ -82,7 +82,7 @@ class MemoryEstimate:
         activations: tensors that all blocks keep from the forward.
         loss: logits of a chunk and their gradient, the head, and gradients of the head and of the final states.
         block: tensors that a block's backward recomputes, less what later blocks have freed, its weights, and the
-            gradient of a tied head. Of transformers' layers also gradients of activations.
+            gradient of a tied head. In transformers' layers gradients of activations add to them.
         host: tensors that blocks keep in host memory for this GPU; not part of `total`.
     """
 
