@@ -110,14 +110,15 @@ def store_nf4(modules: Iterable[nn.Module], device: torch.device) -> float:
     Layers keep their weight if in_features is no multiple of 64, and so do experts and other modules than nn.Linear.
 
     Returns:
-        The packed share of the modules' frozen weights.
+        The packed share of the modules' own frozen weights, embeddings not counted.
 
     Raises:
         ConfigError: no layer can be packed.
     """
     modules = list(modules)
     layers = _eligible(modules)
-    frozen = {id(x): x.numel() for module in modules for x in module.parameters() if not x.requires_grad}
+    owners = [module for module in modules if not isinstance(module, nn.Embedding)]
+    frozen = {id(x): x.numel() for each in owners for x in each.parameters(recurse=False) if not x.requires_grad}
     packable = sum(layer.weight.numel() for layer in layers)
     for layer in layers:
         codes = packed(layer.weight.to(device)).to(layer.weight.device)

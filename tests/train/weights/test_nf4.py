@@ -201,7 +201,7 @@ def test_adapters_and_the_head_are_not_packed(folder: Path) -> None:
     digest = digest_of(model)
     add_adapters(model, NF4)
     fill_adapters(model)
-    store_nf4(base_modules(model), CPU)
+    assert store_nf4(base_modules(model), CPU) > 0.99  # head and embedding do not count
     names = {name for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
     assert len(names) == 12
     assert all(name.endswith(".base_layer") for name in names)
