@@ -6,32 +6,62 @@ A flag is a 32-bit value in GPU memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 
 import torch
 
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_OPERATION = struct.Struct("<I4xQQI20x")  # CUstreamBatchMemOpParams: operation, address, value, flags
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
+def write_flag(address: int, value: int) -> bytes:
+    """Returns an operation of a `FlagBatch`: a write, after earlier work is done and visible to every GPU."""
+    return _OPERATION.pack(_WRITE, address, value, 0)
+
+
+def await_flag(address: int, value: int) -> bytes:
+    """Returns an operation of a `FlagBatch`: a wait until the flag at `address` is `value`."""
+    return _OPERATION.pack(_WAIT, address, value, _EQUAL)
+
+
+class FlagBatch:
+    """Operations on flags that a stream runs in order, queued by one driver call. They take no SM.
+
+    Args:
+        operations: results of `write_flag` and `await_flag`.
+    """
+
+    def __init__(self, operations: Sequence[bytes]) -> None:
+        self.count, self.array = len(operations), ctypes.create_string_buffer(b"".join(operations))
+
+
 class Driver:
-    """Driver calls that raise on errors. `write` and `wait` take no SM and may be captured in a CUDA graph."""
+    """Driver calls that raise on errors. `queue`, `write` and `copy` may be captured in a CUDA graph."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         # Declared once: a call that states the types of its arguments every time takes twice as long.
-        word = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        self._write, self._wait = self._cuda.cuStreamWriteValue32_v2, self._cuda.cuStreamWaitValue32_v2
-        self._write.argtypes = self._wait.argtypes = word
+        self._write, self._queue = self._cuda.cuStreamWriteValue32_v2, self._cuda.cuStreamBatchMemOp_v2
+        self._copy = self._cuda.cuMemcpyDtoDAsync_v2
+        self._write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._queue.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint]
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
     def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Queues a write of `value` to the flag at `address`, after earlier work is done and visible to every GPU."""
         _check("cuStreamWriteValue32", self._write(stream.cuda_stream, address, value, 0))
 
-    def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Makes `stream` wait until the flag at `address` is `value`."""
-        _check("cuStreamWaitValue32", self._wait(stream.cuda_stream, address, value, _EQUAL))
+    def queue(self, stream: int, batch: FlagBatch) -> None:
+        """Queues all operations of `batch` on the stream with this handle."""
+        _check("cuStreamBatchMemOp", self._queue(stream, batch.count, batch.array, 0))
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy between two addresses of GPU memory on the stream with this handle."""
+        _check("cuMemcpyDtoDAsync", self._copy(target, source, nbytes, stream))
 
     def second_context(self, device: torch.device) -> SecondContext:
         """Returns a second CUDA context, which can write while all streams of this process wait."""

@@ -7,7 +7,7 @@ launch sorts the rows of all ranks by position.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ringflash.kernels.device_tables import add_reader, device_tables, uploaded
 from ringflash.layouts.layout import positions
 from ringflash.ring.plan import Hop, Kind, Plan
-from ringflash.transport.base import Transport
+from ringflash.transport.base import Slot, Span, Transport
 
 Pair = tuple[Tensor, Tensor]  # keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v), or their gradients
 
@@ -40,14 +40,15 @@ class _Buffers:
             values.shape[0] * values.shape[2] * values.shape[3],
         )
         self._width = sum(self._widths)  # elements of a row
-        self._slots: dict[int, Any] = {}
+        self._shapes = keys.shape, values.shape  # memory that is kept serves calls of any shapes
+        self._slots: dict[int, Slot] = {}
 
-    def _allocate(self, slot: int, rows: int) -> Tensor:
+    def _allocate(self, slot: int, rows: int) -> Slot:
         """Allocates a slot: memory that peers may read if all ranks have the slot, otherwise ordinary memory."""
         like, numel = self._own[0], rows * self._width
         if slot < self._shared:
             return self._transport.allocate((int(self._kind), slot), numel, like, self._dtype)
-        return like.new_empty(numel, dtype=self._dtype)
+        return Slot(like.new_empty(numel, dtype=self._dtype), {})
 
     def free(self, slot: int) -> None:
         """Frees a slot that no later step uses."""
@@ -65,50 +66,46 @@ class RingBuffers(_Buffers):
     def __init__(self, own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> None:
         super().__init__(own, dtype, kind, plan, transport)
         self._own_gradient: Pair | None = None
-        self._known: dict[tuple[int, int], tuple[Tensor, Pair]] = {}  # views, which every hop uses
         for slot in range(self._shared):  # all ranks allocate what they share in the same order
-            self._views(slot, plan.slot_rows)
+            self._slot(slot)
 
-    def _views(self, slot: int, rows: int) -> tuple[Tensor, Pair]:
-        """Returns `rows` rows of a slot as one contiguous vector, and as keys and values in it: keys first."""
-        views = self._known.get((slot, rows))
-        if views is None:
-            storage: Tensor | None = self._slots.get(slot)
-            if storage is None:
-                storage = self._slots[slot] = self._allocate(slot, self._plan.slot_rows)
-            message = storage if rows == self._plan.slot_rows else storage[: rows * self._width]
-            start, pair = int(storage.storage_offset()), list[Tensor]()
-            for x, width in zip(self._own, self._widths, strict=True):
-                batch, _, nheads, headdim = x.shape
-                row = nheads * headdim
-                # In a single step, because more steps take noticeable time for short sequences.
-                pair.append(storage.as_strided((batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start))
-                start += rows * width
-            views = self._known[slot, rows] = message, (pair[0], pair[1])
-        return views
+    def _slot(self, slot: int) -> Slot:
+        found = self._slots.get(slot)
+        if found is None:
+            found = self._slots[slot] = self._allocate(slot, self._plan.slot_rows)
+        return found
 
-    def free(self, slot: int) -> None:
-        """Frees a slot that no later step uses."""
-        super().free(slot)
-        self._known = {place: views for place, views in self._known.items() if place[0] != slot}
+    def _views(self, slot: int, rows: int) -> Pair:
+        """Returns keys and values in the first `rows` rows of a slot: keys first."""
+        return self._slot(slot).view((rows, self._shapes), partial(self._pair, rows))
 
-    def message(self, slot: int, rows: range) -> Tensor:
-        """Returns `rows` of a slot as a vector."""
-        return self._views(slot, len(rows))[0]
+    def _pair(self, rows: int, memory: Tensor) -> Pair:
+        start, pair = int(memory.storage_offset()), list[Tensor]()
+        for x, width in zip(self._own, self._widths, strict=True):
+            batch, _, nheads, headdim = x.shape
+            row = nheads * headdim
+            # In a single step, because more steps take noticeable time for short sequences.
+            pair.append(memory.as_strided((batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start))
+            start += rows * width
+        return pair[0], pair[1]
+
+    def message(self, slot: int, rows: range) -> Span:
+        """Returns as many rows as `rows` of a slot, from its first row on."""
+        return Span(self._slot(slot).memory, 0, len(rows) * self._width)
 
     def load(self, slot: int) -> None:
         """Copies this rank's keys and values to a slot."""
-        for target, source in zip(self._views(slot, self._own[0].shape[1])[1], self._own, strict=True):
+        for target, source in zip(self._views(slot, self._own[0].shape[1]), self._own, strict=True):
             target.copy_(source)
 
     def keys_and_values(self, hop: Hop) -> Pair:
         """Returns the keys and values of `hop`."""
-        return self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))[1]
+        return self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))
 
     def gradient(self, hop: Hop) -> Pair:
         """Returns dK and dV of `hop`: uninitialised if `hop.starts`, otherwise the sum over earlier ranks."""
         if hop.gradient_slot is not None:
-            return self._views(hop.gradient_slot, len(hop.rows))[1]
+            return self._views(hop.gradient_slot, len(hop.rows))
         if self._own_gradient is None:
             self._own_gradient = self.scratch(hop)
         return self._own_gradient
@@ -124,7 +121,7 @@ class RingBuffers(_Buffers):
 
     def add_returned(self, slot: int, rows: range, own_row: int) -> None:
         """Adds gradients of this rank's KV, which have arrived in `slot`, to those that returned before."""
-        arrived = self._views(slot, len(rows))[1]
+        arrived = self._views(slot, len(rows))
         if self._own_gradient is None:
             self._own_gradient = arrived
             return
@@ -147,27 +144,38 @@ class GatheredBuffers(_Buffers):
     Slots are allocated at their first use, and the buffer of KV is freed once its rows are sorted.
     """
 
-    def message(self, slot: int, rows: range) -> Tensor:
-        """Returns `rows` of a slot as a vector."""
-        memory: Tensor | None = self._slots.get(slot)
-        if memory is None:
-            memory = self._allocate(slot, self._plan.slot_rows if slot < self._shared else len(rows))
-            self._slots[slot] = memory
-        return memory[rows.start * self._width : rows.stop * self._width]
+    def message(self, slot: int, rows: range) -> Span:
+        """Returns `rows` of a slot."""
+        memory = self._slot(slot, len(rows)).memory
+        return Span(memory, rows.start * self._width, len(rows) * self._width)
 
-    def _pair(self, rows: Tensor) -> Pair:
-        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) as views of a vector of rows."""
+    def _slot(self, slot: int, rows: int) -> Slot:
+        """Returns a slot; one that this rank alone has is allocated with `rows` rows."""
+        found = self._slots.get(slot)
+        if found is None:
+            rows = self._plan.slot_rows if slot < self._shared else rows
+            found = self._slots[slot] = self._allocate(slot, rows)
+        return found
+
+    def _pair(self, rows: range, memory: Tensor) -> Pair:
+        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) in a vector of rows."""
         batch, _, nheads_kv, headdim = self._own[0].shape
-        by_row = rows.view(-1, batch, nheads_kv, self._width // (batch * nheads_kv)).transpose(0, 1)
-        keys, values = by_row.split_with_sizes((headdim, by_row.shape[3] - headdim), dim=3)
-        return keys, values
+        both = self._width // (batch * nheads_kv)
+        shape, strides = (batch, len(rows), nheads_kv), (both * nheads_kv, self._width, both, 1)
+        start = int(memory.storage_offset()) + rows.start * self._width
+        keys = memory.as_strided((*shape, headdim), strides, start)
+        return keys, memory.as_strided((*shape, both - headdim), strides, start + headdim)
 
-    def _own_rows(self, slot: int) -> Tensor:
-        return self.message(slot, range(self._own[0].shape[1]))
+    def _views(self, slot: int, rows: range) -> Pair:
+        """Returns keys and values in `rows` of a slot."""
+        return self._slot(slot, len(rows)).view((rows, self._shapes), partial(self._pair, rows))
+
+    def _own_rows(self, slot: int) -> Pair:
+        return self._views(slot, range(self._own[0].shape[1]))
 
     def load(self, slot: int) -> None:
         """Copies this rank's keys and values to a slot."""
-        for target, source in zip(self._pair(self._own_rows(slot)), self._own, strict=True):
+        for target, source in zip(self._own_rows(slot), self._own, strict=True):
             target.copy_(source)
 
     def keys_and_values(self, hop: Hop) -> Pair:
@@ -175,11 +183,11 @@ class GatheredBuffers(_Buffers):
         assert hop.kv_slot is not None
         order, _ = _orders(hop, self._own[0].device)
         add_reader(order.device)
-        seen = self.message(hop.kv_slot, hop.rows).view(-1, self._width)
+        seen = self.message(hop.kv_slot, hop.rows).vector.view(-1, self._width)
         if self._width * seen.itemsize % 8 == 0:  # copies move at most 8 bytes at a time
             seen = seen.view(torch.int64)
         self.free(hop.kv_slot)
-        return self._pair(seen.index_select(0, order).view(self._dtype).view(-1))
+        return self._pair(range(len(hop.rows)), seen.index_select(0, order).view(self._dtype))
 
     def gradient(self, hop: Hop) -> Pair:
         """Returns memory for dK and dV of the keys that this rank sees, sorted by position."""
@@ -188,24 +196,26 @@ class GatheredBuffers(_Buffers):
     def store(self, hop: Hop, share: Pair | None) -> None:
         """Puts dK and dV back into the order of the buffer. Own rows that this rank does not see start as zero."""
         assert hop.gradient_slot is not None
-        seen = self.message(hop.gradient_slot, hop.rows)  # all ranks allocate the slot here
+        seen = self._views(hop.gradient_slot, hop.rows)  # all ranks allocate the slot here
         if share is not None:
-            _, inverse = _orders(hop, seen.device)
+            _, inverse = _orders(hop, share[0].device)
             add_reader(inverse.device)
-            for target, source in zip(self._pair(seen), share, strict=True):
+            for target, source in zip(seen, share, strict=True):
                 torch.index_select(source, 1, inverse, out=target)
         if hop.rows.start:
-            self._own_rows(hop.gradient_slot).zero_()
+            for gradient in self._own_rows(hop.gradient_slot):
+                gradient.zero_()
 
     def add_returned(self, slot: int, rows: range, own_row: int) -> None:
         """Adds another rank's share of the gradients of this rank's KV, which has arrived in `slot`."""
         # No peer reads the own rows, so they can be added to in place.
-        self.message(0, range(own_row, own_row + len(rows))).add_(self.message(slot, rows))
+        own = self.message(0, range(own_row, own_row + len(rows)))
+        total = self._slots[0].view((own.start, own.numel), lambda _: own.vector)
+        total += self.message(slot, rows).vector
 
     def own_gradient(self, dtype: torch.dtype) -> Pair:
         """Returns the finished dK and dV of this rank's KV in `dtype`, with separate storages."""
-        pair = self._pair(self._own_rows(0))
-        dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in pair)
+        dk, dv = (x.to(dtype, memory_format=torch.contiguous_format, copy=True) for x in self._own_rows(0))
         return dk, dv
 
 

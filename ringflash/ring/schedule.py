@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringflash.kernels.contract import PendingDelta
 from ringflash.ring.buffers import Buffers, buffers_of
 from ringflash.ring.plan import Batch, Kind, Plan, Transfer
 from ringflash.ring.tiles import KernelRun, TileGradients, empty_results
@@ -45,11 +46,11 @@ class _Moves:
             self._under_way.append((batch, self._transport.start(messages)))
 
     def _message(self, transfer: Transfer, hop: int) -> Message:
-        kind, rows, vector_of, mirror = transfer.kind, transfer.rows, self._buffers.message, None
+        kind, rows, span_of, mirror = transfer.kind, transfer.rows, self._buffers.message, None
         if transfer.mirror is not None:  # where the data lies in the sender's memory, for transports that pull it
             slot, first = transfer.mirror
-            mirror = vector_of(slot, range(first, first + len(rows)))
-        return Message(transfer.peer, vector_of(transfer.slot, rows), kind, transfer.sends, hop, mirror)
+            mirror = span_of(slot, range(first, first + len(rows)))
+        return Message(transfer.peer, span_of(transfer.slot, rows), kind, transfer.sends, hop, mirror)
 
     def finish(self, step: int) -> None:
         """Waits for the batches that are due at `step`, and frees slots after their last use.
@@ -123,7 +124,7 @@ def backward_from_delta(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | PendingDelta,
     plan: Plan,
     kernel_run: KernelRun,
     transport: Transport,
@@ -137,7 +138,8 @@ def backward_from_delta(
         k: see q.
         v: see q.
         lse: (batch, nheads, seqlen_local), contiguous, over the keys of all ranks.
-        delta: the sum of dout * out over headdim_v, less the gradient of lse; contiguous, in the shape of lse.
+        delta: the sum of dout * out over headdim_v, less the gradient of lse; contiguous, in the shape of lse. In a
+            plan of one hop it may be pending: the kernel of the hop then computes it.
         plan: see q.
         kernel_run: see q.
         transport: see q.

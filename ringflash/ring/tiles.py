@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.masks import Mask
 from ringflash.ring.buffers import Buffers, Pair
 from ringflash.ring.plan import Hop, Plan
 from ringflash.state import lse_dtype
 
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # dout, q, k, v, lse, delta
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]  # dout, q, k, v, lse, delta
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,14 @@ class TileGradients:
     """
 
     def __init__(
-        self, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, plan: Plan, kernel_run: KernelRun, gradients: Buffers
+        self,
+        dout: Tensor,
+        q: Tensor,
+        lse: Tensor,
+        delta: Tensor | PendingDelta,
+        plan: Plan,
+        kernel_run: KernelRun,
+        gradients: Buffers,
     ) -> None:
         self._dout, self._q, self._lse, self._delta = dout, q, lse, delta
         self._plan, self._kernel_run, self._gradients = plan, kernel_run, gradients
@@ -78,10 +85,13 @@ class TileGradients:
         q, hops, kernels = self._q, len(self._plan.hops), self._kernel_run.kernels
         problem = self._kernel_run.problem(self._plan, hop)
         keys, values = kv.keys_and_values(hop)
-        inputs = (self._dout, q, keys, values, self._lse, self._delta)
         is_first = self._dq is None and self._dq_sum is None
         if is_first and self._kernel_run.single_pass(q, values, self._plan.mask, hops=hops):
             self._dq_sum = self._kernel_run.new_dq(q, hops=hops)
+        delta: Any = self._delta  # the backend's own kind, if one kernel computes all gradients
+        if self._dq_sum is None and isinstance(delta, PendingDelta):
+            delta = self._delta = kernels.delta(delta.out, self._dout, delta.dlse)
+        inputs = (self._dout, q, keys, values, self._lse, delta)
         if self._dq_sum is not None:
             self._share = self._gradients.gradient(hop) if hop.starts else self._gradients.scratch(hop)
             kernels.backward_dkdv(*inputs, *self._share, problem, accumulate=False, dq=self._dq_sum)

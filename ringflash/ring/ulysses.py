@@ -141,8 +141,13 @@ def backward(
     """
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
     lse = lse.contiguous()  # kernels read lse and delta as one vector a head
-    delta = kernel_run.kernels.delta(out, dout, dlse)  # before the exchange, which then sends delta instead of out
-    dsinks = sinks_gradient(kernel_run.score_config.sinks, lse, delta)
+    kernels, sinks = kernel_run.kernels, kernel_run.score_config.sinks
+    if group is None and sinks is None and len(plan.hops) == 1:
+        pending = kernels.delta_of_one_hop(out, dout, dlse)
+        grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, pending, plan, kernel_run, transport)
+        return *grads, lse.new_empty(0)
+    delta = kernels.delta(out, dout, dlse)  # before the exchange, which then sends delta instead of out
+    dsinks = sinks_gradient(sinks, lse, delta)
     if group is None:
         grads = yield from schedule.backward_from_delta(dout, q, k, v, lse, delta, plan, kernel_run, transport)
         return *grads, dsinks

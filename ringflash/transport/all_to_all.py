@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.watch import Watch
-from ringflash.transport.base import Message, Transport
+from ringflash.transport.base import Message, Span, Transport
 
 _CHANNEL = -1  # channels of a ring are counted from 0
 
@@ -79,7 +79,7 @@ class LocalHeads:
         messages = []
         for vector, sizes, sends in ((outgoing, sent, True), (incoming, received, False)):
             for peer, part in enumerate(vector.split(list(sizes))):
-                messages.append(Message(peer, part, _CHANNEL, sends, hop=0))
+                messages.append(Message(peer, Span.of(part), _CHANNEL, sends, hop=0))
         return self._transport.start(messages)
 
     def finish(self, handle: Any) -> None:

@@ -2,46 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
+_VIEWS = 64  # cached views of a slot
 FAR = 16  # channels from here on use slow links, on which a message may take many hops
 
 
-@dataclass(frozen=True)
-class Message:
-    """One end of a message: `buffer` is sent to `peer` if `sends`, otherwise it is filled from `peer`.
+class Slot(NamedTuple):
+    """Memory of a buffer, and views of it, which a transport that keeps the memory keeps with it.
 
-    Both ends use the same `channel` and number of bytes. Until the message is finished, a sent buffer must not be
-    written, and a received buffer must be neither read nor written.
+    Args:
+        memory: a contiguous vector.
+        views: views of the memory by keys of the buffer's choice.
+    """
+
+    memory: Tensor
+    views: dict[Hashable, Any]
+
+    def view(self, key: Hashable, make: Callable[[Tensor], T]) -> T:
+        """Returns `make(memory)`, made now or before for the same key."""
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) == _VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                found = self.views[key] = make(self.memory)
+        return found
+
+
+class Span(NamedTuple):
+    """Consecutive elements of a contiguous vector. A view of them takes microseconds, and few transports need one.
+
+    Args:
+        memory: the vector.
+        start: index of the first element.
+        numel: number of elements.
+    """
+
+    memory: Tensor
+    start: int
+    numel: int
+
+    @staticmethod
+    def of(vector: Tensor) -> Span:
+        """Returns all elements of a vector."""
+        return Span(vector, 0, vector.numel())
+
+    @property
+    def vector(self) -> Tensor:
+        """Returns the elements as a view."""
+        if self.numel == self.memory.numel():
+            return self.memory
+        return self.memory[self.start : self.start + self.numel]
+
+    @property
+    def address(self) -> int:
+        """Returns the address of the first element."""
+        return self.memory.data_ptr() + self.start * self.memory.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the size in bytes."""
+        return self.numel * self.memory.itemsize
+
+
+class Message(NamedTuple):
+    """One end of a message: `span` is sent to `peer` if `sends`, otherwise it is filled from `peer`.
+
+    Both ends use the same `channel` and number of bytes. Until the message is finished, a sent span must not be
+    written, and a received span must be neither read nor written.
 
     Args:
         peer: the rank at the other end.
-        buffer: a contiguous vector.
+        span: the elements that are sent or filled.
         channel: the kind of message; at most one message of a kind is under way from one rank to another.
         sends: True at the sender, False at the receiver.
         hop: the hop of the message, for errors.
-        mirror: for a receiver, its own counterpart of the buffer that `peer` sends. It has the length of the message,
-            and lies in the memory that `allocate` returned for the slot of the sent buffer.
+        mirror: for a receiver, its own counterpart of the span that `peer` sends. It has the length of the message,
+            and lies in the memory that `allocate` returned for the slot of the sent span.
     """
 
     peer: int
-    buffer: Tensor
+    span: Span
     channel: int
     sends: bool
     hop: int
-    mirror: Tensor | None = None
+    mirror: Span | None = None
+
+    @property
+    def buffer(self) -> Tensor:
+        """Returns the elements that are sent or filled, as a view."""
+        return self.span.vector
 
 
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one ring."""
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a vector to send messages from, on the device of `like`; its values are undefined.
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
+        """Returns memory to send messages from, `numel` elements on the device of `like`; its values are undefined.
 
         All ranks allocate in the same order and with the same sizes. A transport may return the memory of a `slot`
         (channel, number of the buffer) again for the same slot, once the previous pass is over.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringflash.coordination import threads
 from ringflash.coordination.failures import Faults
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Slot
 from ringflash.transport.nccl import in_order, post
 
 _NEVER_SENT = 1 << 20  # a tag that no message has
@@ -68,9 +68,9 @@ class GlooTransport:
         self._waiter.stop()
         del self._group  # the last reference frees its descriptors and threads
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a new vector."""
-        return like.new_empty(numel, dtype=dtype)
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
+        """Returns new memory."""
+        return Slot(like.new_empty(numel, dtype=dtype), {})
 
     def start(self, messages: Sequence[Message]) -> list[tuple[Message, dist.Work]]:
         """Posts all messages."""

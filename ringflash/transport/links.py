@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.transport.base import FAR, Message, Transport
+from ringflash.transport.base import FAR, Message, Slot, Transport
 
 
 class TwoLinks:
@@ -20,7 +20,7 @@ class TwoLinks:
     def __init__(self, near: Transport, far: Transport) -> None:
         self._near, self._far = near, far
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
         """Returns memory of the near transport."""
         return self._near.allocate(slot, numel, like, dtype)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Slot
 
 T = TypeVar("T")
 
@@ -60,9 +60,9 @@ class LocalTransport:
     def __init__(self, network: LocalNetwork, rank: int, members: Sequence[int] | None = None) -> None:
         self._network, self._rank, self._members = network, rank, members
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a new vector; virtual ranks share a device, so it needs no special memory."""
-        return like.new_empty(numel, dtype=dtype)
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
+        """Returns new memory; virtual ranks share a device, so it needs no special memory."""
+        return Slot(like.new_empty(numel, dtype=dtype), {})
 
     def start(self, messages: Sequence[Message]) -> None:
         """Posts all messages."""

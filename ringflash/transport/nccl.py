@@ -13,7 +13,7 @@ from ringflash import torch_private
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.watch import Watch
 from ringflash.transport import groups
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Slot
 
 
 class NcclTransport:
@@ -27,9 +27,9 @@ class NcclTransport:
         self._rank = dist.get_rank(group)
         faults.on_release(self._abort)
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a new vector from the caching allocator."""
-        return like.new_empty(numel, dtype=dtype)
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
+        """Returns new memory from the caching allocator."""
+        return Slot(like.new_empty(numel, dtype=dtype), {})
 
     def start(self, messages: Sequence[Message]) -> list[dist.Work]:
         """Posts all messages as one batch."""

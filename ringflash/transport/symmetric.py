@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.coordination import threads
-from ringflash.coordination.cuda_driver import Driver, SecondContext
+from ringflash.coordination.cuda_driver import Driver, FlagBatch, SecondContext, await_flag, write_flag
 from ringflash.coordination.session import ControlPlane
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
-from ringflash.torch_private import allocate_shared
-from ringflash.transport.base import Message
+from ringflash.torch_private import allocate_shared, current_stream
+from ringflash.transport.base import Message, Slot
 from ringflash.transport.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _CHANNELS = 8  # more than a ring uses
 _READY, _FREE = range(2)
 _PAGE = 2**21  # bytes; memory is mapped in units of this size
 _GROWTH = 1.25
-_PARTS = 64  # cached views of a region
+_SLOTS = 64  # cached slots of a region
 _FAREWELL = 0.5  # seconds for which the end of the program keeps releasing waits of its GPU
 _BLOCKED = 0.2  # seconds after which pending writes of a release are repeated from a second CUDA context
 
@@ -70,31 +70,30 @@ class _Region:
         make = partial(allocate_shared, self.nbytes, device)
         with torch.inference_mode(False):  # the memory outlives the call that makes it
             self.own = _together(control, make)
-            self._handle, self.of = _together(control, partial(self._exchange, rendezvous, control.world_size))
-        self._rank, self._start = control.rank, self.own.data_ptr()
-        self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+            self._handle, self.addresses = _together(control, partial(self._exchange, rendezvous, control.world_size))
+        self._start = self.addresses[control.rank] = self.own.data_ptr()
+        self._slots: dict[tuple[int, torch.dtype], Slot] = {}
 
-    def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[SymmetricMemory, list[Tensor]]:
-        """Returns the handle that keeps the peers' memory mapped, and the bytes of every rank."""
+    def _exchange(self, rendezvous: Rendezvous, world_size: int) -> tuple[SymmetricMemory, list[int]]:
+        """Returns the handle that keeps the peers' memory mapped, and where every rank's bytes begin."""
         with _without_multicast():
             handle = rendezvous.share(self.own)
-        return handle, [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(world_size)]
+        everyone = [handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(world_size)]
+        return handle, [x.data_ptr() for x in everyone]
 
     def offset(self, address: int) -> int | None:
         """Returns the offset of an address in this rank's bytes, or None if it is outside."""
         offset = address - self._start
         return offset if 0 <= offset < self.nbytes else None
 
-    def part(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a vector in the bytes of `rank`. Vectors are cached, because most calls use the same ones again."""
-        key = rank, offset, numel, dtype
-        found = self._parts.get(key)
+    def slot(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Returns the first elements of this rank's bytes. Slots are cached, because most calls use them again."""
+        found = self._slots.get((numel, dtype))
         if found is None:
-            if len(self._parts) == _PARTS:
-                self._parts.clear()
-            whole = self.own if rank == self._rank else self.of[rank]
+            if len(self._slots) == _SLOTS:
+                self._slots.clear()
             with torch.inference_mode(False):  # else only inference mode could write to it
-                found = self._parts[key] = whole[offset : offset + numel * dtype.itemsize].view(dtype)
+                found = self._slots[numel, dtype] = Slot(self.own[: numel * dtype.itemsize].view(dtype), {})
         return found
 
 
@@ -132,7 +131,8 @@ class SymmetricTransport:
         self._rank, self._world_size = control.rank, control.world_size
         self._regions: dict[tuple[int, int], _Region] = {}
         self._captured: set[_Region] = set()  # kept: replayed graphs read them, even after a slot has grown
-        self._last: torch.cuda.Stream | None = None
+        self._flag_batches: dict[tuple[tuple[int, int, bool], ...], Sequence[FlagBatch]] = {}
+        self._current = self._last = torch.cuda.current_stream(device)
         with torch.cuda.device(device):
             self._words = _Region(self._place(_FREE + 1, 0, 0), control, self._rendezvous, device)
             self._streams = _together(control, self._begin)  # a collective: no rank sets a flag before all are 0
@@ -144,13 +144,13 @@ class SymmetricTransport:
         torch.cuda.synchronize(self._device)
         return [torch.cuda.Stream(self._device, priority=-1) for _ in range(_CHANNELS)]
 
-    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
         """Returns the slot's memory, kept from call to call. Larger memory replaces it if needed, in a collective.
 
         Raises:
             ArgumentError: a CUDA graph is being captured, and the memory is too small.
         """
-        current, capturing = torch.cuda.current_stream(self._device), torch.cuda.is_current_stream_capturing()
+        current, capturing = self._current_stream(), torch.cuda.is_current_stream_capturing()
         nbytes = numel * dtype.itemsize
         region = self._regions.get(slot)
         if region is None or region.nbytes < nbytes:
@@ -165,17 +165,17 @@ class SymmetricTransport:
             region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._rendezvous, self._device)
         if capturing:
             self._captured.add(region)
-        if self._last is not None and self._last != current and not capturing:
+        if self._last is not current and not capturing:
             current.wait_stream(self._last)  # the previous pass may still use these bytes
         self._last = current
-        return region.part(self._rank, 0, numel, dtype)
+        return region.slot(numel, dtype)
 
     def start(self, messages: Sequence[Message]) -> list[torch.cuda.Event]:
-        """Queues all messages; each channel has its own stream."""
+        """Queues all messages, of one hop; each channel has its own stream."""
         self._faults.check()
         if not messages:
             return []
-        current = torch.cuda.current_stream(self._device)
+        current = self._current_stream()
         by_channel: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
             by_channel[message.channel].append(message)
@@ -183,16 +183,7 @@ class SymmetricTransport:
         for channel, batch in by_channel.items():
             stream = self._streams[channel]
             stream.wait_stream(current)
-            sends, receives = [m for m in batch if m.sends], [m for m in batch if not m.sends]
-            # A rank sets all "ready" flags before it awaits one, and likewise all "free" flags: ranks cannot deadlock.
-            for message in sends:
-                self._set_flag(stream, _READY, message)
-            for message in receives:
-                self._wait_flag(stream, _READY, message)
-                self._pull(stream, message)
-                self._set_flag(stream, _FREE, message)
-            for message in sends:
-                self._wait_flag(stream, _FREE, message)
+            self._queue(stream.cuda_stream, batch)
             done = torch.cuda.Event()
             done.record(stream)
             self._watch.add(done.query, batch[0].hop, [message.peer for message in batch])
@@ -203,33 +194,61 @@ class SymmetricTransport:
         """Makes the current stream wait for the messages."""
         if not handle:
             return
-        current = torch.cuda.current_stream(self._device)
+        current = self._current_stream()
         for done in handle:
             current.wait_event(done)
 
-    def _pull(self, stream: torch.cuda.Stream, message: Message) -> None:
-        target = message.buffer
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Returns the current stream; a new object takes ten times as long as the comparison with the last one."""
+        if self._current.cuda_stream != current_stream(self._device.index):
+            self._current = torch.cuda.current_stream(self._device)
+        return self._current
+
+    def _queue(self, stream: int, messages: Sequence[Message]) -> None:
+        """Queues messages of one channel on the stream with this handle: copies, and batches of flags around them."""
+        route = tuple([(message.channel, message.peer, message.sends) for message in messages])
+        flags = self._flag_batches.get(route)
+        if flags is None:
+            flags = self._flag_batches[route] = self._flags_of(messages)
+        self._driver.queue(stream, flags[0])
+        received = 0
+        for message in messages:
+            if not message.sends:
+                received += 1
+                span = message.span
+                self._driver.copy(stream, span.address, self._source(message), span.nbytes)
+                self._driver.queue(stream, flags[received])
+
+    def _flags_of(self, messages: Sequence[Message]) -> list[FlagBatch]:
+        """Returns the operations on flags before the copies of `messages`, between them and after them."""
+        sends, receives = [m for m in messages if m.sends], [m for m in messages if not m.sends]
+        batches = [[self._set(_READY, message) for message in sends]]
+        # A rank sets all "ready" flags before it awaits one, and likewise all "free" flags: ranks cannot deadlock.
+        for message in receives:
+            batches[-1] += self._await(_READY, message)
+            batches.append([self._set(_FREE, message)])
+        for message in sends:
+            batches[-1] += self._await(_FREE, message)
+        return [FlagBatch(batch) for batch in batches]
+
+    def _source(self, message: Message) -> int:
+        """Returns the address in the peer's memory from which a receiver copies."""
         assert message.mirror is not None, "a receiver names its own counterpart of what is sent"
-        address = message.mirror.data_ptr()
+        address = message.mirror.address
         for region in self._regions.values():
             offset = region.offset(address)
             if offset is not None:
-                source = region.part(message.peer, offset, target.numel(), target.dtype)
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-                return
+                return region.addresses[message.peer] + offset
         raise AssertionError("what is sent is not of allocate()")
 
-    def _set_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
+    def _set(self, what: int, message: Message) -> bytes:
         """Sets this rank's flag in the peer's memory. The flag is 0 before: the peer reset it after its last wait."""
-        base = self._words.of[message.peer].data_ptr()
-        self._driver.write(stream, base + self._place(what, message.channel, self._rank), 1)
+        return write_flag(self._words.addresses[message.peer] + self._place(what, message.channel, self._rank), 1)
 
-    def _wait_flag(self, stream: torch.cuda.Stream, what: int, message: Message) -> None:
-        """Makes `stream` wait for the peer's flag in this rank's memory, and then reset the flag to 0."""
-        address = self._words.own.data_ptr() + self._place(what, message.channel, message.peer)
-        self._driver.wait(stream, address, 1)
-        self._driver.write(stream, address, 0)
+    def _await(self, what: int, message: Message) -> tuple[bytes, bytes]:
+        """Waits for the peer's flag in this rank's memory, and then resets the flag to 0."""
+        address = self._words.addresses[self._rank] + self._place(what, message.channel, message.peer)
+        return await_flag(address, 1), write_flag(address, 0)
 
     def _place(self, what: int, channel: int, rank: int) -> int:
         return 4 * ((what * _CHANNELS + channel) * self._world_size + rank)

@@ -21,7 +21,7 @@ from ringflash.masks import Full, Mask
 from ringflash.ops.ring_call import _row_bytes
 from ringflash.ring.gathered_plan import receives_at_most
 from ringflash.ring.plan import Plan, Transfer
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Slot, Span
 from ringflash.transport.local import LocalTransport
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import run_ranks
@@ -128,18 +128,18 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a pass sends one batch of messages each way, from equal memory on all ranks, and computes once."""
     batches: list[Sequence[Message]] = []
     launches: list[str] = []
-    memory: dict[int, list[Tensor]] = {}
+    memory: dict[int, list[Slot]] = {}
     start, allocate = LocalTransport.start, LocalTransport.allocate
 
     def started(self: LocalTransport, messages: Sequence[Message]) -> None:
         for message in messages:
             if not message.sends:
                 assert message.mirror is not None
-                assert message.mirror.shape == message.buffer.shape
+                assert message.mirror.numel == message.span.numel
         batches.append(messages)
         start(self, messages)
 
-    def allocated(self: LocalTransport, slot: tuple[int, int], *given: Any) -> Tensor:
+    def allocated(self: LocalTransport, slot: tuple[int, int], *given: Any) -> Slot:
         memory.setdefault(slot[0], []).append(allocate(self, slot, *given))
         return memory[slot[0]][-1]
 
@@ -153,11 +153,11 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.ring(context_of(4, "contiguous"), deterministic=True)
     assert len(batches) == 4 * 3
     assert sorted(launches) == ["backward_dkdv"] * 4 + ["backward_dq"] * 4 + ["forward"] * 4
-    assert [len({x.numel() for x in of}) for of in memory.values()] == [1, 1]
+    assert [len({x.memory.numel() for x in of}) for of in memory.values()] == [1, 1]
     # The mirror of a receiver has the same offset as the buffer in the sender's memory.
     for batch, owners in ((batches[:4], memory[0][:4]), (batches[8:], memory[1])):
         offsets = [
-            {(r, m.peer) if m.sends else (m.peer, r): _offset(m.buffer if m.sends else m.mirror, owners[r])}
+            {(r, m.peer) if m.sends else (m.peer, r): _offset(m.span if m.sends else m.mirror, owners[r].memory)}
             for r, messages in enumerate(batch)
             for m in messages
         ]
@@ -169,9 +169,9 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(each) == 1 for each in told.values())
 
 
-def _offset(x: Tensor | None, memory: Tensor) -> int:
-    assert x is not None
-    return (x.data_ptr() - memory.data_ptr()) // x.itemsize
+def _offset(span: Span | None, memory: Tensor) -> int:
+    assert span is not None
+    return (span.address - memory.data_ptr()) // memory.itemsize
 
 
 def plans_of(world: int, layout: str, mask: Mask, seqlen: int = SEQLEN) -> list[Plan]:

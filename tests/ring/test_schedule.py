@@ -14,6 +14,7 @@ from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from ringflash.ring import buffers
+from ringflash.transport.base import Slot
 from tests.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
 from tests.distributed import run_ranks
 from tests.strategies import block_sparse
@@ -160,7 +161,7 @@ def test_a_rank_holds_two_buffers_whatever_the_world(monkeypatch: pytest.MonkeyP
     allocated: list[int] = []
     original = buffers.RingBuffers._allocate
 
-    def counting(self: buffers.RingBuffers, slot: int, rows: int) -> Tensor:
+    def counting(self: buffers.RingBuffers, slot: int, rows: int) -> Slot:
         allocated.append(rows)
         return original(self, slot, rows)
 

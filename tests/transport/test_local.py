@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Span
 from ringflash.transport.local import LocalNetwork, LocalTransport, run_lockstep
 
 
@@ -16,8 +16,8 @@ def _pass_on(transport: LocalTransport, rank: int, world: int, steps: int) -> Ge
     for _ in range(steps):
         arriving = torch.full((1,), torch.nan)
         messages = [
-            Message((rank + 1) % world, here, 0, sends=True, hop=0),
-            Message((rank - 1) % world, arriving, 0, sends=False, hop=0),
+            Message((rank + 1) % world, Span.of(here), 0, sends=True, hop=0),
+            Message((rank - 1) % world, Span.of(arriving), 0, sends=False, hop=0),
         ]
         handle = transport.start(messages)
         assert arriving.isnan().all()  # nothing arrives before all ranks have yielded
@@ -35,7 +35,7 @@ def test_a_number_goes_around(steps: int) -> None:
 
 
 def _sends_into_the_void(transport: LocalTransport) -> Generator[None, None, None]:
-    transport.start([Message(1, torch.zeros(1), 0, sends=True, hop=0)])
+    transport.start([Message(1, Span.of(torch.zeros(1)), 0, sends=True, hop=0)])
     yield
 
 

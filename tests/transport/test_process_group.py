@@ -14,7 +14,7 @@ from ringflash.ops.call import AttentionCall
 from ringflash.ops.one_device import OneDevice
 from ringflash.ops.ring_call import RingCall, call_of
 from ringflash.ring.cuda_graphs import GraphCache
-from ringflash.transport.base import Message
+from ringflash.transport.base import Message, Span
 from ringflash.transport.nccl import in_order
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import RankFailure, run_ranks, try_ranks
@@ -132,8 +132,8 @@ def test_no_process_group() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_of_two_neighbours_one_sends_first(rank: int) -> None:
     """Checks that neighbours do not both send first: a backend that runs operations in sequence would deadlock."""
-    receives = Message((rank - 1) % 4, torch.zeros(1), 0, sends=False, hop=0)
-    sends = Message((rank + 1) % 4, torch.zeros(1), 0, sends=True, hop=0)
+    receives = Message((rank - 1) % 4, Span.of(torch.zeros(1)), 0, sends=False, hop=0)
+    sends = Message((rank + 1) % 4, Span.of(torch.zeros(1)), 0, sends=True, hop=0)
     for posted in ([sends, receives], [receives, sends]):
         first, second = in_order(posted, rank)
         assert (first.sends, second.sends) == (rank % 2 == 0, rank % 2 == 1)
