@@ -26,7 +26,7 @@ from tests.strict import make_warnings_errors
 PRELOADED = [
     *("torch", "torch._dynamo", "lightning.pytorch", "jsonargparse", "hypothesis", "pytest", "ringflash"),
     *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model"),
-    *("accelerate", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    *("accelerate", "peft", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
     __name__,
 ]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import subprocess
-import sys
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ from ringflash.kernels.decode_step import sight_of
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.kernels.select import choose
 from ringflash.kernels.triton.backend import DTYPES as TRITON_DTYPES
-from tests.patience import PATIENCE
+from tests.programs import output_of
 
 ROOT = Path(rf.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -61,15 +59,10 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return rows
 
 
-def run(tmp_path: Path, program: str, *launcher: str) -> str:
+def run(tmp_path: Path, program: str, ranks: int | None = None) -> str:
     """Returns the output of a program on a CPU."""
     (tmp_path / "program.py").write_text(program)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, "program.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(["program.py"], tmp_path, ranks=ranks)
 
 
 @pytest.mark.parametrize("page", WHOLE)
@@ -82,8 +75,7 @@ def test_the_first_steps_run(tmp_path: Path) -> None:
     on_cpu, on_gpu, on_ranks = BLOCK.findall(text_of("start/first-steps.md"))
     assert "rank 0" in run(tmp_path, on_cpu)
     assert run(tmp_path, on_gpu).split("\n")[0] == "(1, 4096, 8, 64) True"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = run(tmp_path, on_ranks, *launcher)
+    printed = run(tmp_path, on_ranks, ranks=2)
     assert sorted(re.findall(r"rank (\d): rows \((.*?)\)", printed)) == [
         ("0", "1, 2048, 8, 64"),
         ("1", "1, 2048, 8, 64"),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ringflash
-from tests.patience import PATIENCE
+from tests.programs import output_of
 
 ROOT = Path(ringflash.__file__).parents[1]
 README = ROOT / "README.md"
@@ -20,15 +17,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def run(tmp_path: Path, block: str, *launcher: str) -> str:
+def run(tmp_path: Path, block: str, ranks: int | None = None) -> str:
     """Returns the output of a program of the README on a CPU."""
     (tmp_path / "program.py").write_text(block)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, "program.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(["program.py"], tmp_path, ranks=ranks)
 
 
 def blocks() -> tuple[str, str]:
@@ -48,8 +40,7 @@ def test_the_lines_of_a_ring_give_the_same_loss_on_any_number_of_ranks(tmp_path:
     _, ring = blocks()
     printed = []
     for ranks in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        losses = re.findall(r"loss (\d\.\d{4})", run(tmp_path, ring, *launcher))
+        losses = re.findall(r"loss (\d\.\d{4})", run(tmp_path, ring, ranks))
         assert len(losses) == ranks
         printed += map(float, losses)
     assert printed == pytest.approx([printed[0]] * 3, abs=1.1e-4)

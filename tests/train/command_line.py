@@ -37,8 +37,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
+COMMAND = "ringflash.commands.main"
+
+
 def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "ringflash.commands.main", *args]
+    return [sys.executable, "-m", COMMAND, *args]
 
 
 def environment() -> dict[str, str]:

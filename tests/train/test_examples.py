@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -13,40 +12,29 @@ import pytest
 
 import ringflash
 from tests.patience import PATIENCE
+from tests.programs import output_of
 
 EXAMPLES = Path(ringflash.__file__).parents[1] / "docs" / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def run(tmp_path: Path, launcher: list[str], name: str, *more: str) -> str:
+def run(tmp_path: Path, name: str, *more: str, ranks: int | None = None) -> str:
     """Returns the output of an example that trains six steps on a CPU."""
     (tmp_path / "text.txt").write_text("ring attention over a long context\n" * 400)
     shape = ["--context-length", "257", "--dim", "64", "--steps", "6"]
     corpus = ["--corpus", str(tmp_path / "text.txt"), "--cache-dir", str(tmp_path / "cache")]
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # from an enclosing run
-    env = {k: v for k, v in os.environ.items() if k not in left_out}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *corpus, *shape, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_alone(tmp_path, name, *corpus, *shape, *more, ranks=ranks)
 
 
-def run_alone(tmp_path: Path, launcher: list[str], name: str, *options: str) -> str:
+def run_alone(tmp_path: Path, name: str, *options: str, ranks: int | None = None) -> str:
     """Returns the output of an example that makes its own data."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parents[1])}
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of([str(EXAMPLES / name), *options], tmp_path, ranks=ranks)
 
 
 @pytest.mark.timeout(800)
 def test_plain_loop_is_the_same_under_both_wrappers(tmp_path: Path) -> None:
     curves = []
     for wrapper in ("ddp", "fsdp2"):
-        out = run_alone(tmp_path, TORCHRUN, "plain_loop.py", "--wrapper", wrapper, "--steps", "5")
+        out = run_alone(tmp_path, "plain_loop.py", "--wrapper", wrapper, "--steps", "5", ranks=2)
         curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", out)])
     assert len(curves[0]) == 5
     assert curves[0] == pytest.approx(curves[1], abs=2e-4)
@@ -55,13 +43,13 @@ def test_plain_loop_is_the_same_under_both_wrappers(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(800)
 def test_own_module(tmp_path: Path) -> None:
-    (loss,) = re.findall(r"val_loss ([\d.]+)", run_alone(tmp_path, [], "own_module.py", "--epochs", "2"))
+    (loss,) = re.findall(r"val_loss ([\d.]+)", run_alone(tmp_path, "own_module.py", "--epochs", "2"))
     assert float(loss) < 3.0  # chance gives 4.16
 
 
 @pytest.mark.timeout(800)
 def test_trainer_script(tmp_path: Path) -> None:
-    out = run(tmp_path, [], "trainer_script.py", "--devices", "2", "--run-dir", str(tmp_path / "run"))
+    out = run(tmp_path, "trainer_script.py", "--devices", "2", "--run-dir", str(tmp_path / "run"), ranks=2)
     (loss,) = re.findall(r"loss ([\d.]+) after 6 steps", out)
     assert float(loss) < 5.4  # chance gives 5.55
     assert list((tmp_path / "run").rglob("checkpoints/last"))
@@ -70,8 +58,8 @@ def test_trainer_script(tmp_path: Path) -> None:
 @pytest.mark.timeout(800)
 def test_the_accelerate_loop_has_the_losses_of_one_process(tmp_path: Path) -> None:
     curves = []
-    for launcher in ([], TORCHRUN):
-        out = run_alone(tmp_path, launcher, "accelerate_loop.py", "--steps", "6")
+    for ranks in (None, 2):
+        out = run_alone(tmp_path, "accelerate_loop.py", "--steps", "6", ranks=ranks)
         curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", out)])
     assert len(curves[0]) == 6
     assert curves[0] == pytest.approx(curves[1], abs=2e-4)
@@ -81,9 +69,9 @@ def test_the_accelerate_loop_has_the_losses_of_one_process(tmp_path: Path) -> No
 @pytest.mark.timeout(800)
 def test_the_ring_trainer_has_the_losses_of_one_process(tmp_path: Path) -> None:
     curves = []
-    for name, launcher in (("one", []), ("two", TORCHRUN)):
+    for name, ranks in (("one", None), ("two", 2)):
         folder = str(tmp_path / name)
-        out = run_alone(tmp_path, launcher, "ring_trainer.py", "--steps", "4", "--output-dir", folder)
+        out = run_alone(tmp_path, "ring_trainer.py", "--steps", "4", "--output-dir", folder, ranks=ranks)
         curves.append([float(loss) for loss in re.findall(r"loss': '?([\d.]+)", out)])
         assert (tmp_path / name / "model" / "model.safetensors").exists()
     assert len(curves[0]) >= 5  # of four steps, and of the evaluation

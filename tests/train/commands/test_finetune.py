@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 import yaml
 
 from ringflash.commands.main import main
-from tests.patience import PATIENCE
-from tests.train.command_line import CONFIG, command, environment, write_config
+from tests.programs import output_of
+from tests.train.command_line import COMMAND, CONFIG, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -58,19 +57,10 @@ def change(folder: Path, **fields: Any) -> None:
 @needs_peft
 @pytest.mark.timeout(1200)
 def test_adapters_train_resume_and_begin_another_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fit(*more: str) -> str:
-        done = subprocess.run(
-            command("finetune", "fit", "--config", "config.yaml", *more),
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def fit(*more: str, ranks: int | None = None) -> str:
+        return output_of(["-m", COMMAND, "finetune", "fit", "--config", "config.yaml", *more], folder, ranks=ranks)
 
-    out = fit()
+    out = fit(ranks=2)
     assert all(text in out for text in ("first loss", "held-out loss", "tokens/s", "runs/test/checkpoints/last"))
     assert "sample" not in out
     first, last = (float(out.split(f"{name} loss")[1].split()[0]) for name in ("first", "last"))

@@ -25,7 +25,8 @@ from ringflash.train.commands.dpo import DpoCLI
 from ringflash.train.commands.finetune import FinetuneCLI
 from ringflash.train.commands.retrieval_fit import RetrievalCLI
 from tests.patience import PATIENCE
-from tests.train.command_line import CONFIG, command, environment, write_config
+from tests.programs import Finished, run_program
+from tests.train.command_line import COMMAND, CONFIG, command, environment, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -72,8 +73,8 @@ class Fit:
 
     folder: Path
     first: subprocess.CompletedProcess[str]
-    resumed: subprocess.CompletedProcess[str]
-    again: subprocess.CompletedProcess[str]
+    resumed: Finished
+    again: Finished
     left_over: list[int]
 
 
@@ -91,8 +92,9 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     first = subprocess.run(command("train", "fit", "--config", config), **options)
     left_over = children(folder)
     more = ["--trainer.max_steps=16", "--trainer.devices=1", "--ckpt_path", "runs/test/checkpoints/last"]
-    resumed = subprocess.run(command("train", "fit", "--config", config, *more), **options)
-    again = subprocess.run(command("train", "fit", "--config", config, *more[:2], "--ckpt_path", "last"), **options)
+    fit = ["-m", COMMAND, "train", "fit", "--config", config]
+    resumed = run_program([*fit, *more], folder)
+    again = run_program([*fit, *more[:2], "--ckpt_path", "last"], folder)
     return Fit(folder, first, resumed, again, left_over)
 
 

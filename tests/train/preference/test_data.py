@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +21,8 @@ from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import TokenFiles
 from ringflash.train.preference.chat import PairChat
 from ringflash.train.preference.data import PreferenceDataModule
-from tests.patience import PATIENCE
-from tests.train.command_line import command, environment
+from tests.programs import output_of
+from tests.train.command_line import COMMAND
 from tests.train.data.chats import MARKED, PLAIN, messages, write_chat_tokenizer, write_rows
 from tests.train.data.corpora import write_tokenizer
 
@@ -236,10 +235,7 @@ def test_the_commands_prepare_and_train(
     assert main([*fit, "--model.beta=0"]) == 2
     assert "beta: expected a positive number, got 0.0" in capsys.readouterr().err
     fit += ["--trainer.log_every_n_steps=1", "--trainer.val_check_interval=1", "--loggers=[csv]"]
-    options: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "timeout": PATIENCE}
-    done = subprocess.run(command(*fit), cwd=tmp_path, check=False, **options)
-    assert done.returncode == 0, done.stderr
-    assert "held-out loss" in done.stdout
+    assert "held-out loss" in output_of(["-m", COMMAND, *fit], tmp_path, ranks=2)
     with (tmp_path / "runs" / "dpo" / "metrics.csv").open() as log:
         rows = [*csv.DictReader(log)]
     assert float(next(row["train/loss"] for row in rows if row["train/loss"])) == pytest.approx(0.693147, rel=1e-5)
