@@ -201,8 +201,13 @@ def test_adapters_and_the_head_are_not_packed(folder: Path) -> None:
     digest = digest_of(model)
     add_adapters(model, NF4)
     fill_adapters(model)
-    assert store_nf4(base_modules(model), CPU) > 0.99  # head and embedding do not count
-    names = {name for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+    blocks = sum(x.numel() for name, x in model.named_parameters() if ".layers." in name and not x.requires_grad)
+    final_norm = model.config.hidden_size
+    share = store_nf4(base_modules(model), CPU)  # head and embedding do not count
+    packed_layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+    sizes = (layer.in_features * layer.out_features for layer in packed_layers.values())
+    assert share == pytest.approx(sum(sizes) / (blocks + final_norm))
+    names = {*packed_layers}
     assert len(names) == 12
     assert all(name.endswith(".base_layer") for name in names)
     assert digest == digest_of(AutoModelForCausalLM.from_pretrained(folder / "tied"))
