@@ -7,7 +7,8 @@ launch sorts the rows of all ranks by position.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ringflash.layouts.layout import positions
 from ringflash.ring.plan import Hop, Kind, Plan
 from ringflash.transport.base import Slot, Span, Transport
 
+_VIEWS = 64  # views that are kept of a slot
 Pair = tuple[Tensor, Tensor]  # keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v), or their gradients
 
 
@@ -77,7 +79,13 @@ class RingBuffers(_Buffers):
 
     def _views(self, slot: int, rows: int) -> Pair:
         """Returns keys and values in the first `rows` rows of a slot: keys first."""
-        return self._slot(slot).view((rows, self._shapes), partial(self._pair, rows))
+        found, key = self._slots.get(slot) or self._slot(slot), (rows, self._shapes)
+        pair = found.views.get(key)
+        if pair is None:
+            _make_room(found.views)
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                pair = found.views[key] = self._pair(rows, found.memory)
+        return pair
 
     def _pair(self, rows: int, memory: Tensor) -> Pair:
         start, pair = int(memory.storage_offset()), list[Tensor]()
@@ -91,7 +99,8 @@ class RingBuffers(_Buffers):
 
     def message(self, slot: int, rows: range) -> Span:
         """Returns as many rows as `rows` of a slot, from its first row on."""
-        return Span(self._slot(slot).memory, 0, len(rows) * self._width)
+        memory = (self._slots.get(slot) or self._slot(slot)).memory
+        return Span(memory, 0, len(rows) * self._width)
 
     def load(self, slot: int) -> None:
         """Copies this rank's keys and values to a slot."""
@@ -168,7 +177,13 @@ class GatheredBuffers(_Buffers):
 
     def _views(self, slot: int, rows: range) -> Pair:
         """Returns keys and values in `rows` of a slot."""
-        return self._slot(slot, len(rows)).view((rows, self._shapes), partial(self._pair, rows))
+        found, key = self._slot(slot, len(rows)), (rows, self._shapes)
+        pair = found.views.get(key)
+        if pair is None:
+            _make_room(found.views)
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                pair = found.views[key] = self._pair(rows, found.memory)
+        return pair
 
     def _own_rows(self, slot: int) -> Pair:
         return self._views(slot, range(self._own[0].shape[1]))
@@ -209,8 +224,7 @@ class GatheredBuffers(_Buffers):
     def add_returned(self, slot: int, rows: range, own_row: int) -> None:
         """Adds another rank's share of the gradients of this rank's KV, which has arrived in `slot`."""
         # No peer reads the own rows, so they can be added to in place.
-        own = self.message(0, range(own_row, own_row + len(rows)))
-        total = self._slots[0].view((own.start, own.numel), lambda _: own.vector)
+        total = self.message(0, range(own_row, own_row + len(rows))).vector
         total += self.message(slot, rows).vector
 
     def own_gradient(self, dtype: torch.dtype) -> Pair:
@@ -220,6 +234,11 @@ class GatheredBuffers(_Buffers):
 
 
 Buffers = RingBuffers | GatheredBuffers
+
+
+def _make_room(views: dict[Hashable, Any]) -> None:
+    if len(views) == _VIEWS:
+        views.clear()
 
 
 def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> Buffers:

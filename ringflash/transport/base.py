@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-
-_VIEWS = 64  # cached views of a slot
 FAR = 16  # channels from here on use slow links, on which a message may take many hops
 
 
@@ -24,16 +21,6 @@ class Slot(NamedTuple):
 
     memory: Tensor
     views: dict[Hashable, Any]
-
-    def view(self, key: Hashable, make: Callable[[Tensor], T]) -> T:
-        """Returns `make(memory)`, made now or before for the same key."""
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) == _VIEWS:
-                self.views.clear()
-            with torch.inference_mode(False):  # else only inference mode could write to it
-                found = self.views[key] = make(self.memory)
-        return found
 
 
 class Span(NamedTuple):
@@ -94,11 +81,6 @@ class Message(NamedTuple):
     sends: bool
     hop: int
     mirror: Span | None = None
-
-    @property
-    def buffer(self) -> Tensor:
-        """Returns the elements that are sent or filled, as a view."""
-        return self.span.vector
 
 
 class Transport(Protocol):

@@ -33,10 +33,12 @@ class LocalNetwork:
         """Records messages of `rank`, whose peers are indices into `members`, if given; nothing is copied yet."""
         for message in messages:
             peer = message.peer if members is None else members[message.peer]
+            memory, start, numel = message.span
+            vector = memory[start : start + numel]
             if message.sends:
-                self._sent[rank, peer, message.channel].append(message.buffer)
+                self._sent[rank, peer, message.channel].append(vector)
             else:
-                self._awaited[peer, rank, message.channel].append(message.buffer)
+                self._awaited[peer, rank, message.channel].append(vector)
 
     def deliver(self) -> None:
         """Copies every message that both ends have posted."""

@@ -74,7 +74,7 @@ def post(messages: Sequence[Message], group: dist.ProcessGroup) -> list[dist.Wor
     operations = [
         dist.P2POp(
             dist.isend if message.sends else dist.irecv,
-            message.buffer.view(torch.uint8),  # bytes: gloo supports few dtypes
+            message.span.vector.view(torch.uint8),  # bytes: gloo supports few dtypes
             group=group,
             group_peer=message.peer,
             tag=message.channel,

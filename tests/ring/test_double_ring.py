@@ -162,9 +162,9 @@ class _LateTransport(LocalTransport):
             peer = message.peer if self._members is None else self._members[message.peer]
             route = (self._rank, peer, message.channel) if message.sends else (peer, self._rank, message.channel)
             if not message.sends:
-                message.buffer.fill_(torch.nan)
+                message.span.vector.fill_(torch.nan)
             ends = network.routes[route][0 if message.sends else 1]
-            ends.append(message.buffer)
+            ends.append(message.span.vector)
             handle.append((route, len(ends) - 1, message.sends))
         network.open |= set(handle)
         return handle

@@ -169,6 +169,24 @@ def test_one_exchange_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(each) == 1 for each in told.values())
 
 
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
+def test_kept_memory_serves_calls_of_other_shapes(hops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks calls on memory that a transport keeps, as the symmetric one does: views of a call fit no other shape."""
+    kept: dict[tuple[Any, ...], Slot] = {}
+    allocate = LocalTransport.allocate
+
+    def allocated(self: LocalTransport, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype) -> Slot:
+        return kept.setdefault((self._rank, slot, numel, dtype), allocate(self, slot, numel, like, dtype))
+
+    shapes: list[dict[str, Any]] = [{"heads": (4, 2), "headdim": 16}, {"heads": (2, 1), "headdim": 32}]
+    problems = [Problem.random(seqlen=SEQLEN, mask=MASKS["sparse"], **shape) for shape in shapes * 2]
+    expected = [problem.ring(rf.ContextParallel.local(4, hops=hops)) for problem in problems]
+    monkeypatch.setattr(LocalTransport, "allocate", allocated)
+    for problem, results in zip(problems, expected, strict=True):
+        assert all(map(torch.equal, problem.ring(rf.ContextParallel.local(4, hops=hops)), results))
+    assert any(len(slot.views) > 1 for slot in kept.values())
+
+
 def _offset(span: Span | None, memory: Tensor) -> int:
     assert span is not None
     return (span.address - memory.data_ptr()) // memory.itemsize

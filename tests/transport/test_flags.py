@@ -10,7 +10,7 @@ import torch
 
 from ringflash.coordination.cuda_driver import FlagBatch, await_flag, write_flag
 from ringflash.transport import symmetric
-from ringflash.transport.base import Message, Slot, Span
+from ringflash.transport.base import Message, Span
 from ringflash.transport.symmetric import SymmetricTransport
 
 
@@ -80,14 +80,9 @@ def test_all_flags_of_a_rank_are_set_before_it_awaits_one() -> None:
     assert after == [("write", flag(2, free, 1), 1), *awaited(free, 2)]
 
 
-def test_a_slot_keeps_its_views_and_a_span_of_all_elements_is_the_memory() -> None:
-    slot = Slot(torch.arange(6.0), {})
-    first = slot.view("first", lambda memory: memory[:2])
-    assert slot.view("first", lambda _: pytest.fail("made again")) is first
-    assert Span.of(slot.memory).vector is slot.memory
-    part = Span(slot.memory, 2, 3)
+def test_a_span_of_all_elements_is_the_memory() -> None:
+    memory = torch.arange(6.0)
+    assert Span.of(memory).vector is memory
+    part = Span(memory, 2, 3)
     assert part.vector.tolist() == [2.0, 3.0, 4.0]
     assert (part.address, part.nbytes) == (part.vector.data_ptr(), 12)
-    for index in range(200):
-        slot.view(index, lambda memory: memory)
-    assert len(slot.views) <= 64

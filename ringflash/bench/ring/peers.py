@@ -70,7 +70,7 @@ class _Silent:
     def start(self, messages: Sequence[Any]) -> None:
         """Fills new receive buffers with random numbers, and sends nothing."""
         for message in messages:
-            buffer = message.buffer
+            buffer = message.span.vector
             if not message.sends and buffer.data_ptr() not in self._filled:
                 buffer.normal_()
                 self._filled.add(buffer.data_ptr())
