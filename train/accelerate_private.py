@@ -8,14 +8,20 @@ RankMismatch.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash import extras
+from ringflash.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CHECKED = {"accelerate": ("1.15",), "transformers": ("5.23",)}  # accelerate 1.15.0 and transformers 5.23.0
+
+LEAST = {"accelerate": (1, 15), "transformers": (5, 23)}
 
 # Names of dimensions by which accelerate knows which ranks get the same rows. A mesh must have them in this order.
 DATA, RING = "dp_replicate", "cp"
@@ -23,6 +29,15 @@ DATA, RING = "dp_replicate", "cp"
 # Methods and attributes of Trainer that are public by name, but that its documentation does not promise to subclasses.
 TRAINER_METHODS = ("create_accelerator_and_postprocess", "get_cp_size", "call_model_init")
 TRAINER_ATTRIBUTES = ("gather_function", "model_accepts_loss_kwargs")
+
+
+def check_versions() -> None:
+    """Raises ConfigError if accelerate or transformers is older than the releases in `LEAST`."""
+    for package, least in LEAST.items():
+        found = version(package)
+        if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < least:
+            expected = f"{'.'.join(map(str, least))} or newer for RingTrainer and AcceleratorRing"
+            raise ConfigError(package, expected=expected, got=found, remedy=extras.install("trainer"))
 
 
 def shard_data_over_rings(accelerator: Accelerator, mesh: DeviceMesh) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import ringflash
+from ringflash.errors import ConfigError
 from ringflash.train import accelerate_private
 from tests.distributed import run_ranks
 from tests.private_names import private_imports
@@ -68,3 +69,13 @@ def rows_of_loader(given: bool) -> list[int]:
 def test_ranks_of_a_ring_get_the_same_rows(given: bool) -> None:
     rings = [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]
     assert run_ranks(4, rows_of_loader, given) == (rings if given else [[0, 1], [2, 3], [4, 5], [6, 7]])
+
+
+@pytest.mark.parametrize(("package", "old"), [("transformers", "5.17.0"), ("accelerate", "1.9.0")])
+def test_older_releases_are_refused_by_name(package: str, old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate_private.check_versions()
+    actual = accelerate_private.version
+    monkeypatch.setattr(accelerate_private, "version", lambda name: old if name == package else actual(name))
+    least = {"transformers": r"5\.23", "accelerate": r"1\.15"}[package]
+    with pytest.raises(ConfigError, match=rf"^{package}: expected {least} or newer .*, got {old}\. Install it with"):
+        accelerate_private.check_versions()
