@@ -39,6 +39,12 @@ def install(extra: str) -> str:
     return f"Install it with `pip install 'ringflash[{extra}]'`."
 
 
+def is_older(version: str, least: str) -> bool:
+    """Returns whether a version such as "5.17.0" belongs to an earlier release than `least`, such as "5.23"."""
+    found, wanted = (tuple(int(part) for part in x.split(".")[:2] if part.isdigit()) for x in (version, least))
+    return found < wanted
+
+
 def require(extra: str, needs: str) -> None:
     """Raises `MissingExtra` unless the packages of `extra` are installed; `needs` names what needs them."""
     for package in EXTRAS[extra]:

@@ -97,8 +97,8 @@ PLANTS = (
         "padding-read-as-rows",
         "TransformerEngine #3331: the rows that pad a shorter shard are read as keys",
         "ringflash/ring/buffers.py",
-        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))",
-        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, self._plan.slot_rows)",
+        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, hop.rows)",
+        "self._own if hop.kv_slot is None else self._views(hop.kv_slot, range(self._plan.slot_rows))",
         ("tests/ring/test_schedule.py::test_every_mask_in_every_layout[full-zigzag-2]",),
     ),
     Plant(

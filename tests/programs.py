@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +35,22 @@ class Finished:
     stderr: str
 
 
-def run_program(
-    arguments: Sequence[str], cwd: Path, *, ranks: int | None = None, env: Mapping[str, str] | None = None
-) -> Finished:
+def inherited() -> dict[str, str]:
+    """Returns the environment without the variables of an enclosing distributed run."""
+    return {name: value for name, value in os.environ.items() if name not in OUTER}
+
+
+def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None) -> Finished:
     """Runs a Python program to its end, and returns its output.
 
     Args:
         arguments: those of the interpreter: a path or `-m` and a module, then the program's own.
         cwd: the working directory.
         ranks: number of processes, with the variables that torchrun sets; None is one process without them.
-        env: variables besides those of this process.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = multiprocessing.get_context("forkserver")
-    outer = {name: value for name, value in os.environ.items() if name not in OUTER}
-    variables = outer | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"} | dict(env or {})
+    variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
     port = str(unused_port())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         processes = []
@@ -75,6 +76,12 @@ def output_of(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None) 
     done = run_program(arguments, cwd, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def output_of_text(program: str, cwd: Path, *, ranks: int | None = None) -> str:
+    """Returns what a program prints that is given as text; it must succeed."""
+    (cwd / "program.py").write_text(program)
+    return output_of(["program.py"], cwd, ranks=ranks)
 
 
 def _of_torchrun(rank: int, ranks: int, port: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from ringflash.kernels.decode_step import sight_of
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.kernels.select import choose
 from ringflash.kernels.triton.backend import DTYPES as TRITON_DTYPES
-from tests.programs import output_of
+from tests.programs import output_of_text
 
 ROOT = Path(rf.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -59,23 +59,17 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return rows
 
 
-def run(tmp_path: Path, program: str, ranks: int | None = None) -> str:
-    """Returns the output of a program on a CPU."""
-    (tmp_path / "program.py").write_text(program)
-    return output_of(["program.py"], tmp_path, ranks=ranks)
-
-
 @pytest.mark.parametrize("page", WHOLE)
 def test_the_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
-    run(tmp_path, "\n".join(BLOCK.findall(text_of(page))))
+    output_of_text("\n".join(BLOCK.findall(text_of(page))), tmp_path)
 
 
 @pytest.mark.timeout(1200)
 def test_the_first_steps_run(tmp_path: Path) -> None:
     on_cpu, on_gpu, on_ranks = BLOCK.findall(text_of("start/first-steps.md"))
-    assert "rank 0" in run(tmp_path, on_cpu)
-    assert run(tmp_path, on_gpu).split("\n")[0] == "(1, 4096, 8, 64) True"
-    printed = run(tmp_path, on_ranks, ranks=2)
+    assert "rank 0" in output_of_text(on_cpu, tmp_path)
+    assert output_of_text(on_gpu, tmp_path).split("\n")[0] == "(1, 4096, 8, 64) True"
+    printed = output_of_text(on_ranks, tmp_path, ranks=2)
     assert sorted(re.findall(r"rank (\d): rows \((.*?)\)", printed)) == [
         ("0", "1, 2048, 8, 64"),
         ("1", "1, 2048, 8, 64"),

@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 import ringflash
-from tests.programs import output_of
+from tests.programs import output_of_text
 
 ROOT = Path(ringflash.__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-
-
-def run(tmp_path: Path, block: str, ranks: int | None = None) -> str:
-    """Returns the output of a program of the README on a CPU."""
-    (tmp_path / "program.py").write_text(block)
-    return output_of(["program.py"], tmp_path, ranks=ranks)
 
 
 def blocks() -> tuple[str, str]:
@@ -32,7 +26,7 @@ def blocks() -> tuple[str, str]:
 def test_the_lines_of_attention_run(tmp_path: Path) -> None:
     attention, _ = blocks()
     shown = "\nprint(*out.shape, *newest.shape, q.grad.shape == q.shape)"
-    assert run(tmp_path, attention + shown).split() == ["2", "1000", "8", "64", "2", "1", "8", "64", "True"]
+    assert output_of_text(attention + shown, tmp_path).split() == ["2", "1000", "8", "64", "2", "1", "8", "64", "True"]
 
 
 @pytest.mark.timeout(800)
@@ -40,7 +34,7 @@ def test_the_lines_of_a_ring_give_the_same_loss_on_any_number_of_ranks(tmp_path:
     _, ring = blocks()
     printed = []
     for ranks in (1, 2):
-        losses = re.findall(r"loss (\d\.\d{4})", run(tmp_path, ring, ranks))
+        losses = re.findall(r"loss (\d\.\d{4})", output_of_text(ring, tmp_path, ranks=ranks))
         assert len(losses) == ranks
         printed += map(float, losses)
     assert printed == pytest.approx([printed[0]] * 3, abs=1.1e-4)

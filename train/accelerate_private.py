@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 CHECKED = {"accelerate": ("1.15",), "transformers": ("5.23",)}  # accelerate 1.15.0 and transformers 5.23.0
 
-LEAST = {"accelerate": (1, 15), "transformers": (5, 23)}
-
 # Names of dimensions by which accelerate knows which ranks get the same rows. A mesh must have them in this order.
 DATA, RING = "dp_replicate", "cp"
 
@@ -32,11 +30,11 @@ TRAINER_ATTRIBUTES = ("gather_function", "model_accepts_loss_kwargs")
 
 
 def check_versions() -> None:
-    """Raises ConfigError if accelerate or transformers is older than the releases in `LEAST`."""
-    for package, least in LEAST.items():
+    """Raises ConfigError if accelerate or transformers is older than the first release in `CHECKED`."""
+    for package, (least, *_) in CHECKED.items():
         found = version(package)
-        if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < least:
-            expected = f"{'.'.join(map(str, least))} or newer for RingTrainer and AcceleratorRing"
+        if extras.is_older(found, least):
+            expected = f"{least} or newer for RingTrainer and AcceleratorRing"
             raise ConfigError(package, expected=expected, got=found, remedy=extras.install("trainer"))
 
 

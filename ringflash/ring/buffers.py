@@ -7,9 +7,6 @@ launch sorts the rows of all ranks by position.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -52,6 +49,42 @@ class _Buffers:
             return self._transport.allocate((int(self._kind), slot), numel, like, self._dtype)
         return Slot(like.new_empty(numel, dtype=self._dtype), {})
 
+    def _slot(self, slot: int, rows: int) -> Slot:
+        """Returns a slot; in a grouped plan one that this rank alone has is allocated with `rows` rows."""
+        found = self._slots.get(slot)
+        if found is None:
+            few = self._plan.grouped and slot >= self._shared
+            found = self._slots[slot] = self._allocate(slot, rows if few else self._plan.slot_rows)
+        return found
+
+    def _views(self, slot: int, rows: range) -> Pair:
+        """Returns keys and values in `rows` of a slot."""
+        found, key = self._slots.get(slot) or self._slot(slot, len(rows)), (rows, self._shapes)
+        pair = found.views.get(key)
+        if pair is None:
+            if len(found.views) == _VIEWS:
+                found.views.clear()
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                pair = found.views[key] = self._pair(rows, found.memory)
+        return pair
+
+    def _pair(self, rows: range, memory: Tensor) -> Pair:
+        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) as views of a slot's memory."""
+        raise NotImplementedError
+
+    def message(self, slot: int, rows: range) -> Span:
+        """Returns `rows` of a slot."""
+        memory = (self._slots.get(slot) or self._slot(slot, len(rows))).memory
+        return Span(memory, rows.start * self._width, len(rows) * self._width)
+
+    def load(self, slot: int) -> None:
+        """Copies this rank's keys and values to a slot."""
+        for target, source in zip(self._own_rows(slot), self._own, strict=True):
+            target.copy_(source)
+
+    def _own_rows(self, slot: int) -> Pair:
+        return self._views(slot, range(self._own[0].shape[1]))
+
     def free(self, slot: int) -> None:
         """Frees a slot that no later step uses."""
         del self._slots[slot]
@@ -69,52 +102,27 @@ class RingBuffers(_Buffers):
         super().__init__(own, dtype, kind, plan, transport)
         self._own_gradient: Pair | None = None
         for slot in range(self._shared):  # all ranks allocate what they share in the same order
-            self._slot(slot)
+            self._slot(slot, plan.slot_rows)
 
-    def _slot(self, slot: int) -> Slot:
-        found = self._slots.get(slot)
-        if found is None:
-            found = self._slots[slot] = self._allocate(slot, self._plan.slot_rows)
-        return found
-
-    def _views(self, slot: int, rows: int) -> Pair:
-        """Returns keys and values in the first `rows` rows of a slot: keys first."""
-        found, key = self._slots.get(slot) or self._slot(slot), (rows, self._shapes)
-        pair = found.views.get(key)
-        if pair is None:
-            _make_room(found.views)
-            with torch.inference_mode(False):  # else only inference mode could write to it
-                pair = found.views[key] = self._pair(rows, found.memory)
-        return pair
-
-    def _pair(self, rows: int, memory: Tensor) -> Pair:
-        start, pair = int(memory.storage_offset()), list[Tensor]()
+    def _pair(self, rows: range, memory: Tensor) -> Pair:
+        start, pair = int(memory.storage_offset()), list[Tensor]()  # rows of a ring's messages begin at 0
         for x, width in zip(self._own, self._widths, strict=True):
             batch, _, nheads, headdim = x.shape
             row = nheads * headdim
             # In a single step, because more steps take noticeable time for short sequences.
-            pair.append(memory.as_strided((batch, rows, nheads, headdim), (rows * row, row, headdim, 1), start))
-            start += rows * width
+            shape, strides = (batch, len(rows), nheads, headdim), (len(rows) * row, row, headdim, 1)
+            pair.append(memory.as_strided(shape, strides, start))
+            start += len(rows) * width
         return pair[0], pair[1]
-
-    def message(self, slot: int, rows: range) -> Span:
-        """Returns as many rows as `rows` of a slot, from its first row on."""
-        memory = (self._slots.get(slot) or self._slot(slot)).memory
-        return Span(memory, 0, len(rows) * self._width)
-
-    def load(self, slot: int) -> None:
-        """Copies this rank's keys and values to a slot."""
-        for target, source in zip(self._views(slot, self._own[0].shape[1]), self._own, strict=True):
-            target.copy_(source)
 
     def keys_and_values(self, hop: Hop) -> Pair:
         """Returns the keys and values of `hop`."""
-        return self._own if hop.kv_slot is None else self._views(hop.kv_slot, len(hop.rows))
+        return self._own if hop.kv_slot is None else self._views(hop.kv_slot, hop.rows)
 
     def gradient(self, hop: Hop) -> Pair:
         """Returns dK and dV of `hop`: uninitialised if `hop.starts`, otherwise the sum over earlier ranks."""
         if hop.gradient_slot is not None:
-            return self._views(hop.gradient_slot, len(hop.rows))
+            return self._views(hop.gradient_slot, hop.rows)
         if self._own_gradient is None:
             self._own_gradient = self.scratch(hop)
         return self._own_gradient
@@ -130,7 +138,7 @@ class RingBuffers(_Buffers):
 
     def add_returned(self, slot: int, rows: range, own_row: int) -> None:
         """Adds gradients of this rank's KV, which have arrived in `slot`, to those that returned before."""
-        arrived = self._views(slot, len(rows))
+        arrived = self._views(slot, rows)
         if self._own_gradient is None:
             self._own_gradient = arrived
             return
@@ -153,45 +161,13 @@ class GatheredBuffers(_Buffers):
     Slots are allocated at their first use, and the buffer of KV is freed once its rows are sorted.
     """
 
-    def message(self, slot: int, rows: range) -> Span:
-        """Returns `rows` of a slot."""
-        memory = self._slot(slot, len(rows)).memory
-        return Span(memory, rows.start * self._width, len(rows) * self._width)
-
-    def _slot(self, slot: int, rows: int) -> Slot:
-        """Returns a slot; one that this rank alone has is allocated with `rows` rows."""
-        found = self._slots.get(slot)
-        if found is None:
-            rows = self._plan.slot_rows if slot < self._shared else rows
-            found = self._slots[slot] = self._allocate(slot, rows)
-        return found
-
     def _pair(self, rows: range, memory: Tensor) -> Pair:
-        """Returns keys (batch, rows, nheads_kv, headdim) and values (.., headdim_v) in a vector of rows."""
         batch, _, nheads_kv, headdim = self._own[0].shape
         both = self._width // (batch * nheads_kv)
         shape, strides = (batch, len(rows), nheads_kv), (both * nheads_kv, self._width, both, 1)
         start = int(memory.storage_offset()) + rows.start * self._width
         keys = memory.as_strided((*shape, headdim), strides, start)
         return keys, memory.as_strided((*shape, both - headdim), strides, start + headdim)
-
-    def _views(self, slot: int, rows: range) -> Pair:
-        """Returns keys and values in `rows` of a slot."""
-        found, key = self._slot(slot, len(rows)), (rows, self._shapes)
-        pair = found.views.get(key)
-        if pair is None:
-            _make_room(found.views)
-            with torch.inference_mode(False):  # else only inference mode could write to it
-                pair = found.views[key] = self._pair(rows, found.memory)
-        return pair
-
-    def _own_rows(self, slot: int) -> Pair:
-        return self._views(slot, range(self._own[0].shape[1]))
-
-    def load(self, slot: int) -> None:
-        """Copies this rank's keys and values to a slot."""
-        for target, source in zip(self._own_rows(slot), self._own, strict=True):
-            target.copy_(source)
 
     def keys_and_values(self, hop: Hop) -> Pair:
         """Returns the keys and values that this rank sees, sorted by position."""
@@ -234,11 +210,6 @@ class GatheredBuffers(_Buffers):
 
 
 Buffers = RingBuffers | GatheredBuffers
-
-
-def _make_room(views: dict[Hashable, Any]) -> None:
-    if len(views) == _VIEWS:
-        views.clear()
 
 
 def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport: Transport) -> Buffers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from tests.ports import unused_port
+from tests.programs import inherited
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -46,8 +46,7 @@ def command(*args: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Returns the environment without the variables of an enclosing distributed run, and with a port for a new one."""
-    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return outer | {"COLUMNS": "120", "MASTER_PORT": str(unused_port())}
+    return inherited() | {"COLUMNS": "120", "MASTER_PORT": str(unused_port())}
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:

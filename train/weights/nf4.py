@@ -27,7 +27,7 @@ from ringflash.errors import ConfigError
 
 BLOCK, BLOCK_BYTES = 64, 36
 LEAST_SHARE = 0.9  # of the blocks' weights; below, a warning says so
-LEAST = (0, 50)  # version of bitsandbytes; 0.50.2 was checked
+LEAST = "0.50"  # version of bitsandbytes; 0.50.2 was checked
 
 
 def check_nf4(device: torch.device | None = None) -> None:
@@ -36,10 +36,9 @@ def check_nf4(device: torch.device | None = None) -> None:
         found = version("bitsandbytes") if importlib.util.find_spec("bitsandbytes") else None
     except PackageNotFoundError:
         found = "0, of unknown version"
-    least = ".".join(map(str, LEAST))
     remedy = f"{extras.install('qlora')} Or leave lora.base out."
-    if found is None or tuple(int(x) for x in found.split(".")[:2] if x.isdigit()) < LEAST:
-        expected = f'bitsandbytes {least} or newer for "nf4"'
+    if found is None or extras.is_older(found, LEAST):
+        expected = f'bitsandbytes {LEAST} or newer for "nf4"'
         raise ConfigError("lora.base", expected=expected, got=found or "no such package", remedy=remedy)
     if device is None:
         return

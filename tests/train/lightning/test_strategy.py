@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_si
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
 from tests.ports import unused_port
+from tests.programs import inherited
 from tests.train.runs import Run, sequences, train, train_alone
 
 Size = Literal["auto"] | int
@@ -173,12 +173,11 @@ with open(f"losses-{trainer.global_rank}.json", "w") as file:
 def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     root = Path(__file__).parents[3]
     result = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(unused_port())},
+        env=inherited() | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(unused_port())},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

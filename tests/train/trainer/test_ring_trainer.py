@@ -19,6 +19,7 @@ import ringflash.train
 from ringflash.errors import ArgumentError, ConfigError, PeerFailed, RankMismatch
 from ringflash.extras import MissingExtra
 from tests.distributed import run_ranks
+from tests.programs import OUTER
 from tests.train.trainer.runs import Outcome, Rows, Run, collate, make_trainer, train
 
 pytest.importorskip("transformers")
@@ -93,7 +94,7 @@ class Worlds:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with mock.patch.dict(os.environ):
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            for name in OUTER:
                 os.environ.pop(name, None)
             own = {name: train(replace(run, ring=0), folder / "own") for name, run in RUNS.items()}
             one = {name: train(run, folder / "one") for name, run in {**RUNS, "dropout": DROPOUT}.items()}
