@@ -2,7 +2,7 @@
 
 The kernels take bfloat16 and float16, headdim up to 256 (128 for a forward in a ring) and any interval mask. Values
 must have the same headdim as keys. Softcap, ALiBi, sinks, dropout and bitmaps go to the Triton kernels of all GPUs. The
-versions of Triton were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `hopper/versions.py`.
+versions of Triton were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `versions.py`.
 
 This file imports no Gluon, so that it also loads under other versions of Triton.
 """

@@ -29,10 +29,10 @@ ROOT = Path(ringflash.__file__).parent
 # Private attributes of objects that are not torch's, and the owner of each.
 OTHERS = {
     "_attn_implementation": "the configuration of a transformers model",
-    "_convert_to_ir_values": "Gluon, in kernels/hopper/versions.py",
+    "_convert_to_ir_values": "Gluon, in kernels/versions.py",
     "_exit": "os",
     "_fields": "a named tuple, documented",
-    "_reinterpret": "Gluon, in kernels/hopper/versions.py",
+    "_reinterpret": "Gluon, in kernels/versions.py",
     "_keys_to_ignore_on_load_missing": "a transformers model",
     "_keys_to_ignore_on_load_unexpected": "a transformers model",
     "_replace": "a named tuple, documented",

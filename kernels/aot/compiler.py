@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from ringflash.kernels.aot.cases import Case, launch
 from ringflash.kernels.aot.sass import disassemble, undefined_uniform_reads
-from ringflash.kernels.hopper.versions import environment_of_compilations
+from ringflash.kernels.versions import environment_of_compilations
 
 SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 REGISTERS = re.compile(r"Used (\d+) registers")

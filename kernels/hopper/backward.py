@@ -75,7 +75,7 @@ from ringflash.kernels.hopper.scheduler import (
     tile_at,
     visit_from_end,
 )
-from ringflash.kernels.hopper.versions import copy_to_shared, nbytes
+from ringflash.kernels.versions import copy_to_shared, nbytes
 
 
 class Inputs(NamedTuple):

@@ -50,7 +50,7 @@ from ringflash.kernels.hopper.pipeline import (
     wait_full,
     where_seen,
 )
-from ringflash.kernels.hopper.versions import FEW_REGISTERS
+from ringflash.kernels.versions import FEW_REGISTERS
 
 
 class Shared(NamedTuple):

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringflash.kernels.hopper.columns import scale_all, total_width, width_of
 from ringflash.kernels.hopper.pipeline import slot_of
-from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add, reinterpret
+from ringflash.kernels.versions import copy_from_shared, reduce_add, reinterpret
 
 PART_BYTES = 128  # bytes of a row in a part
 

@@ -40,9 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringflash.kernels.contract import DqSum
 from ringflash.kernels.hopper.config import dq_sum_shape, dq_tile
 from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
-from ringflash.kernels.hopper.versions import copy_from_shared, reduce_add
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
+from ringflash.kernels.versions import copy_from_shared, reduce_add
 from ringflash.state import contiguous
 
 

@@ -75,7 +75,7 @@ from ringflash.kernels.hopper.scheduler import (
     signal_prefetch,
     tile_at,
 )
-from ringflash.kernels.hopper.versions import FEW_REGISTERS, copy_from_shared, reinterpret
+from ringflash.kernels.versions import FEW_REGISTERS, copy_from_shared, reinterpret
 
 
 class Tiles(NamedTuple):

@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ringflash.kernels.hopper.versions import copy_to_shared, halves, nbytes
+from ringflash.kernels.versions import copy_to_shared, halves, nbytes
 
 
 class Bounds(NamedTuple):

@@ -1,8 +1,8 @@
 """Gluon functions whose names differ between versions of Triton, and all private names of Triton that are used.
 
 Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
-other code is the same under every version, but for what `FEW_REGISTERS` changes. `kernels/fallback.py` lists the
-versions that they were checked with.
+other code is the same under every version, but for what `FEW_REGISTERS` changes. `fallback.py` lists the versions
+that they were checked with.
 """
 
 # Gluon's DSL is not Python to a type checker, and libtriton is a binary.
