@@ -1,7 +1,7 @@
 """The executor of a plan on one rank: it runs the plan's steps forward and backward.
 
-`ring.ulysses` calls `forward` and `backward_from_delta`. Where heads are split over ranks, an all-to-all (Ulysses) has
-then given each rank all rows of its group for some heads. Each pass (a whole forward or backward) is a generator that
+`ring.ulysses` calls `forward` and `backward_from_delta`. If heads are split over ranks, it first gives each rank all
+rows of its group for some heads, by an all-to-all. Each pass (a whole forward or backward) is a generator that
 yields before it waits for messages, so that every rank can send before any rank waits. `transport.local.run_alone` runs
 the generator of one rank to its end, and `run_lockstep` runs those of all virtual ranks from yield to yield. So all
 ranks must yield equally often. Their plans have equally many steps, and a rank also yields where it waits for nothing.
