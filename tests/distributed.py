@@ -30,6 +30,9 @@ PRELOADED = [
     __name__,
 ]
 
+# A fork cannot use CUDA once its parent has initialised it, and importing peft does. Ranks on GPUs start anew.
+START_METHOD = "spawn" if one_gpu.GPUS else "forkserver"
+
 
 def _entry(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
@@ -79,7 +82,7 @@ def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
         arguments = (world_size, folder, backend, function, args)
         paths = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
         try:
-            start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
+            start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method=START_METHOD)
         except ProcessException as error:
             for rank, path in enumerate(paths):
                 result = torch.load(path, weights_only=False) if path.exists() else None

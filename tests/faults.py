@@ -131,7 +131,7 @@ def run_to_their_ends(
     With `over_tcp`, rank 0 serves the group's store. Otherwise the store is a file.
     """
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
-    spawn = multiprocessing.get_context("forkserver")
+    spawn = multiprocessing.get_context(distributed.START_METHOD)
     with one_gpu.turn(backend, world), tempfile.TemporaryDirectory() as folder:
         ranks = [
             spawn.Process(target=_entry, args=(rank, world, folder, backend, over_tcp, function, args))

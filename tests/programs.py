@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import PRELOADED
+from tests.distributed import PRELOADED, START_METHOD
 from tests.patience import PATIENCE
 from tests.ports import unused_port
 
@@ -49,7 +49,7 @@ def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None
         ranks: number of processes, with the variables that torchrun sets; None is one process without them.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(START_METHOD)
     variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
     port = str(unused_port())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
