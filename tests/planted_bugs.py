@@ -105,8 +105,8 @@ PLANTS = (
         "window-of-each-tile",
         "ring-flash-attention #35: a sliding window counts positions within the tile that a rank holds",
         "kernels/eager/mask_blocks.py",
-        "chunk.start + offset)",
-        "base + offset)",
+        "piece = Chunk(chunk.start + offset,",
+        "piece = Chunk(begin,",
         ("tests/ring/test_schedule.py::test_every_mask_in_every_layout[window-zigzag-2]",),
     ),
     Plant(

@@ -16,29 +16,59 @@ from ringflash.masks import Bitmap, Mask
 
 BLOCK_Q = 256
 BLOCK_K = 1024
+SHARED_ROWS = 16  # of a block of several chunks; larger ones cost more for masked pairs than they save in calls
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows `[begin, end)` of storage; the first row is at global position `position`."""
+    """Rows `[begin, end)` of storage; `runs` are their global positions, which ascend from `start` to `stop - 1`."""
 
     begin: int
     end: int
-    position: int
+    start: int
+    stop: int
+    runs: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, begin: int, runs: tuple[Chunk, ...]) -> Block:
+        """Returns the block of rows that are stored from row `begin` on and have the positions `runs`."""
+        first, last = runs[0], runs[-1]
+        return cls(begin, begin + sum(run.length for run in runs), first.start, last.start + last.length, runs)
 
     def positions(self, device: torch.device) -> Tensor:
         """Returns the global positions of the rows."""
-        return torch.arange(self.position, self.position + self.end - self.begin, device=device)
+        if len(self.runs) == 1:
+            return torch.arange(self.start, self.stop, device=device)
+        return torch.cat([torch.arange(run.start, run.start + run.length, device=device) for run in self.runs])
+
+    def within(self, start: int, stop: int) -> Block | None:
+        """Returns the rows with positions `[start, stop)`, or None if there are none."""
+        if start <= self.start and self.stop <= stop:
+            return self
+        cuts = [(max(run.start, start), min(run.start + run.length, stop)) for run in self.runs]
+        runs = tuple(Chunk(first, end - first) for first, end in cuts if first < end)
+        if not runs:
+            return None
+        before = sum(min(max(start - run.start, 0), run.length) for run in self.runs)
+        return Block.of(self.begin + before, runs)
 
 
 @lru_cache(maxsize=256)
 def blocks(chunks: tuple[Chunk, ...], size: int) -> tuple[Block, ...]:
-    """Returns the blocks of `size` rows of chunks that are stored one after another."""
-    found, base = list[Block](), 0
+    """Returns blocks of at most `size` rows of chunks that are stored one after another.
+
+    Short chunks share a block where their positions ascend, because each pair of blocks costs the same operators.
+    """
+    found, begin = list[Block](), 0
     for chunk in chunks:
         for offset in range(0, chunk.length, size):
-            found.append(Block(base + offset, base + min(offset + size, chunk.length), chunk.start + offset))
-        base += chunk.length
+            piece = Chunk(chunk.start + offset, min(size, chunk.length - offset))
+            last = found[-1] if found else None
+            if last and begin + piece.length - last.begin <= min(size, SHARED_ROWS) and last.stop <= piece.start:
+                found[-1] = Block.of(last.begin, (*last.runs, piece))
+            else:
+                found.append(Block.of(begin, (piece,)))
+            begin += piece.length
     return tuple(found)
 
 
@@ -83,17 +113,15 @@ class Visibility:
 
     def of(self, keys: Block) -> Block | None:
         """Returns the keys of a block that any row may see, or None if there are none; other keys are never read."""
-        skip = max(self._lo_min - keys.position, 0)
-        length = min(keys.end - keys.begin, self._hi_max - keys.position)
-        if length <= skip:
+        seen = keys.within(self._lo_min, self._hi_max)
+        if seen is None:
             return None
-        seen = Block(keys.begin + skip, keys.begin + length, keys.position + skip)
         return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
 
     def _shown(self, keys: Block, bitmap: Bitmap) -> bool:
         """Returns whether the bitmap shows any row a key of the block that is in the row's interval."""
         lo, hi = self._bounds
-        first, last = lo.clamp(min=keys.position), hi.clamp(max=keys.position + keys.end - keys.begin)
+        first, last = lo.clamp(min=keys.start), hi.clamp(max=keys.stop)
         return bool(bitmap.sees_any(self._positions, first, last).any())
 
     def _rows_in_hull(self, x: Tensor, keys: Block) -> Tensor:
@@ -103,7 +131,7 @@ class Visibility:
 
     def _bounds_cut(self, keys: Block) -> bool:
         """Returns True if the intervals mask a key of the block for some row."""
-        return self._lo_max > keys.position or keys.position + keys.end - keys.begin > self._hi_min
+        return self._lo_max > keys.start or keys.stop > self._hi_min
 
     def over_keys(self, weights: Tensor, x: Tensor, keys: Block) -> Tensor:
         """Returns weights @ x over a block of keys; masked pairs add nothing, even where `x` is not finite.
