@@ -31,7 +31,7 @@ PRELOADED = [
 ]
 
 # A fork cannot use CUDA once its parent has initialised it, and importing peft does. Ranks on GPUs start anew.
-START_METHOD = "spawn" if one_gpu.GPUS else "forkserver"
+PROCESSES = multiprocessing.get_context("spawn") if one_gpu.GPUS else multiprocessing.get_context("forkserver")
 
 
 def _entry(
@@ -82,7 +82,9 @@ def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
         arguments = (world_size, folder, backend, function, args)
         paths = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
         try:
-            start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method=START_METHOD)
+            start_processes(
+                _entry, args=arguments, nprocs=world_size, join=True, start_method=PROCESSES.get_start_method()
+            )
         except ProcessException as error:
             for rank, path in enumerate(paths):
                 result = torch.load(path, weights_only=False) if path.exists() else None

@@ -131,10 +131,9 @@ def run_to_their_ends(
     With `over_tcp`, rank 0 serves the group's store. Otherwise the store is a file.
     """
     multiprocessing.set_forkserver_preload(distributed.PRELOADED)
-    spawn = multiprocessing.get_context(distributed.START_METHOD)
     with one_gpu.turn(backend, world), tempfile.TemporaryDirectory() as folder:
         ranks = [
-            spawn.Process(target=_entry, args=(rank, world, folder, backend, over_tcp, function, args))
+            distributed.PROCESSES.Process(target=_entry, args=(rank, world, folder, backend, over_tcp, function, args))
             for rank in range(world)
         ]
         for process in ranks:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import PRELOADED, START_METHOD
+from tests.distributed import PRELOADED, PROCESSES
 from tests.patience import PATIENCE
 from tests.ports import unused_port
 
@@ -49,14 +49,13 @@ def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None
         ranks: number of processes, with the variables that torchrun sets; None is one process without them.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context(START_METHOD)
     variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
     port = str(unused_port())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         processes = []
         for rank in range(ranks or 1):
             own = variables if ranks is None else variables | _of_torchrun(rank, ranks, port)
-            process = context.Process(target=_run, args=(list(arguments), str(cwd), own, f"{folder}/{rank}"))
+            process = PROCESSES.Process(target=_run, args=(list(arguments), str(cwd), own, f"{folder}/{rank}"))
             process.start()
             stack.callback(process.kill)
             processes.append(process)

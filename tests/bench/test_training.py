@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
-from ringflash.bench.training import throughput, trainees
+from ringflash.bench.common.flash_kernels import Kernels
+from ringflash.bench.training import flash_attention, throughput, trainees
 from ringflash.errors import ArgumentError
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.loss import TokenLosses
@@ -27,13 +28,15 @@ def test_two_processes(tmp_path: Path) -> None:
         assert [row["kept_blocks"] for row in kept[:-1]] == [0, 3, 3]  # "auto" on a CPU
         assert len({row["loss"][1] for row in kept[:-1]}) == 1
         assert 'activation_offload: expected activation_checkpointing="block"' in kept[-1]["failed"]
-        assert [(row["name"], row["context"]) for row in rows] == [
-            (name, context) for context in (64, 128) for name in (throughput.OURS, throughput.PEER)
-        ]
-        for ours, peer in zip(rows[::2], rows[1::2], strict=True):
+        names = (throughput.OURS, throughput.PEER, throughput.FLASH)
+        assert [(row["name"], row["context"]) for row in rows] == [(n, context) for context in (64, 128) for n in names]
+        for ours, peer, flash in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
+            assert ours["loss"] == pytest.approx(flash["loss"], abs=2e-4)
             assert ours["loss"][1] < ours["loss"][0]
-            assert ours["over_peer"] == pytest.approx(peer["seconds"] / ours["seconds"], rel=0.05)
+            fastest = min(peer["seconds"], flash["seconds"])
+            assert ours["over_peer"] == pytest.approx(fastest / ours["seconds"], rel=0.05)
+            assert (flash["kernels"], flash["layout"]) == ("math", "contiguous")
             assert ours["tokens_per_second_per_gpu"] == pytest.approx(ours["context"] / ours["seconds"] / 2, rel=0.01)
             assert len(ours["each_seconds"]) == 2
             assert (ours["transport"], ours["dtype"], ours["world_size"]) == ("gloo", "float32", 2)
@@ -41,7 +44,7 @@ def test_two_processes(tmp_path: Path) -> None:
         assert "failed" not in failed[0]
         assert failed[1]["failed"].startswith("NotImplementedError: Operator aten._scaled_dot_product")
         said = ["OutOfMemoryError: rank 0 tried to allocate 9 TiB", "not tried: out of memory at 64"]
-        assert [row["failed"] for row in full] == [text for text in said for _ in range(2)]
+        assert [row["failed"] for row in full] == [text for text in said for _ in range(3)]
     record = json.loads((tmp_path / "training.json").read_text())
     assert [row["loss"] for row in record["rows"]] == [row["loss"] for row in results[0][0]]
     assert record["command"].startswith("torchrun --nproc-per-node 2 -m ringflash.bench training --shapes tiny")
@@ -53,9 +56,11 @@ def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
     failed = throughput.run([*SMALL.split(), "--contexts", "64"], mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainees, "_attend", _gathered_attention)
+        patch.setattr(flash_attention, "installed_kernels", lambda: Kernels("math", _forward, _backward))
         written = ["--json", f"{folder}/training.json", "--png", f"{folder}/training.png"]
         rows = throughput.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
-        patch.setattr(trainees, "_on_device", _out_of_memory)
+        for module in (trainees, flash_attention):
+            patch.setattr(module, "on_device", _out_of_memory)
         full = throughput.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
     shape = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --layers 3 --activations"
     choices = ("block", "none", "auto", "auto --offload")
@@ -107,6 +112,61 @@ def _gathered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ _Gather.apply(v)
 
 
+def _probabilities(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns softmax of causal scores and lse, from query and KV heads of equal number."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse[..., None]), lse
+
+
+def _repeated(q: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in tensors]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    assert causal
+    keys, values = _repeated(q, k, v)
+    p, lse = _probabilities(q, keys, scale)
+    return torch.einsum("bhqk,bkhd->bqhd", p, values), lse
+
+
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> None:
+    _, scale, _, dq, dk, dv = rest
+    keys, values = _repeated(q, k, v)
+    p, _ = _probabilities(q, keys, scale)
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, values)
+    ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
+    dq.copy_(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
+    for target, weights, x in ((dk, ds, q), (dv, p, dout)):
+        whole = torch.einsum("bhqk,bqhd->bkhd", weights, x)
+        target.copy_(whole.unflatten(2, (target.shape[2], -1)).sum(3))
+
+
+def test_blocks_that_checkpoint_run_attention_once() -> None:
+    ((losses, calls),) = run_ranks(1, _steps_on_flash_attention)
+    assert losses[0] == losses[1]
+    assert calls == [2, 2]  # in one step of two blocks, with nothing and with everything but attention recomputed
+
+
+def _steps_on_flash_attention() -> tuple[list[float], list[int]]:
+    losses, calls = [], []
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        calls[-1] += 1
+        return _forward(*args)
+
+    mesh = init_device_mesh("cpu", (1,))
+    given = (trainees.SHAPES["tiny"], 64, mesh, mesh, torch.device("cpu"), torch.float32, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "installed_kernels", lambda: Kernels("math", forward, _backward))
+        for activations in ("none", "block"):
+            calls.append(0)
+            with flash_attention.flash_attention(trainees.Training(*given, activations=activations)) as trainee:
+                losses.append(trainee.step().item())
+    return losses, calls
+
+
 def test_a_peers_block_is_a_block() -> None:
     config = trainees.SHAPES["tiny"]
     decoder, peer = Decoder(config, seed=1).double(), trainees.PeerDecoder(config).double()
@@ -138,8 +198,9 @@ def test_bad_arguments(changed: str) -> None:
 
 def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
     ((rows,),) = run_ranks(1, _alone, str(tmp_path))
-    ours, peer = rows
-    assert (ours["name"], peer["name"]) == (throughput.OURS, throughput.PEER_OF_ONE)
+    ours, peer, flash = rows
+    assert [row["name"] for row in rows] == [throughput.OURS, throughput.PEER_OF_ONE, throughput.FLASH_OF_ONE]
+    assert "CPU" in flash["failed"]  # FlashAttention runs on GPUs
     assert (ours["layers"], ours["kept_blocks"], peer["kept_blocks"]) == (1, 1, 1)
     assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
 

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringflash as rf
 from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common.flash_kernels import installed_kernels
 from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
-from ringflash.bench.ring.ring_flash_attn import installed_kernels, ring_flash_attn
+from ringflash.bench.ring.ring_flash_attn import ring_flash_attn
 from ringflash.bench.ring.ulysses import local_attentions, ulysses
 from ringflash.errors import ArgumentError
 

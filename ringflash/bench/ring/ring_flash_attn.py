@@ -11,38 +11,22 @@ import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common.flash_kernels import Kernels
 from ringflash.bench.common.problem import Contender, Problem, Setup
 
 PACKAGE = "ring_flash_attn"
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Attention on one device.
-
-    Args:
-        name: name in the tables.
-        forward: takes q, k, v, scale and causal; returns out, lse (batch, nheads, seqlen), and possibly other values.
-        backward: takes dout, q, k, v, out, lse, scale, causal, dq, dk and dv; writes the last three.
-    """
-
-    name: str
-    forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., None]
 
 
 def ring_flash_attn(mesh: DeviceMesh, kernels: Kernels) -> Contender:
@@ -83,39 +67,6 @@ def zigzag(kernels: Kernels) -> Callable[..., Tensor]:
             warnings.simplefilter("ignore", DeprecationWarning)  # the package uses torch.jit.script
             import_module(name)
     return sys.modules[name].zigzag_ring_flash_attn_func
-
-
-def installed_kernels() -> Kernels:
-    """Returns the kernels of FlashAttention-4 if it is installed, else torch's FlashAttention-2."""
-    try:
-        from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return Kernels("torch's FA2", _torch_forward, _torch_backward)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Any, ...]:
-        return interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-        out, lse, scale, causal, dq, dk, dv = rest
-        given = {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
-        interface._flash_attn_bwd(q, k, v, out, dout, lse, **given)
-
-    return Kernels("FA4", forward, backward)
-
-
-def _torch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Any, ...]:
-    attend = torch.ops.aten._flash_attention_forward
-    return attend(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
-
-
-def _torch_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    out, lse, scale, causal, *targets = rest
-    lengths = None, None, q.shape[1], k.shape[1]
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    attend = torch.ops.aten._flash_attention_backward
-    gradients = attend(dout, q, k, v, out, lse, *lengths, 0.0, causal, *no_dropout, scale=scale)
-    for target, gradient in zip(targets, gradients, strict=True):
-        target.copy_(gradient)
 
 
 def _interface(kernels: Kernels) -> ModuleType:

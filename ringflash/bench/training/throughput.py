@@ -1,4 +1,4 @@
-"""The training benchmark: whole steps of a Llama-like decoder on a ring, and on torch's attention with FSDP2.
+"""The training benchmark: whole steps of a Llama-like decoder on a ring, and on others' attention with FSDP2.
 
     torchrun --nproc-per-node 4 -m ringflash.bench training --peers --json training.json --png training.png
     torchrun --nproc-per-node 1 -m ringflash.bench training --peers --shapes 8b --layers 6 --activations none
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from ringflash.bench.common.plot import draw_training
 from ringflash.bench.common.problem import failure
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.timing import turns
+from ringflash.bench.training.flash_attention import flash_attention
 from ringflash.bench.training.trainees import (
     SHAPES,
     Contender,
@@ -54,6 +54,7 @@ from ringflash.train.models.flops import peak_flops, training_flops
 from ringflash.train.torchao_private import LinearDtype
 
 OURS, PEER, PEER_OF_ONE = "ringflash", "torch context_parallel", "SDPA"
+FLASH, FLASH_OF_ONE = "FlashAttention, Ulysses", "FlashAttention"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
 # Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
 # same place, and none waits for another.
@@ -73,7 +74,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     options = _parser().parse_args(arguments)
     contenders: dict[str, Contender] = {OURS: ringflash}
     if options.peers:
-        contenders |= {PEER_OF_ONE: sdpa} if mesh.size() == 1 else {PEER: torch_context_parallel}
+        alone = mesh.size() == 1
+        contenders |= {PEER_OF_ONE: sdpa} if alone else {PEER: torch_context_parallel}
+        contenders[FLASH_OF_ONE if alone else FLASH] = flash_attention
     device = ranks.device_of(mesh)
     if mesh.device_type == "cuda":
         torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION, device)
@@ -121,14 +124,14 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "ringflash bench training", description="Measures training steps on a ring, beside torch's attention."
+        "ringflash bench training", description="Measures training steps on a ring, beside others' attention."
     )
     lengths = [2**n for n in range(13, 18)]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 131072)"
     )
-    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too; SDPA on one GPU")
+    parser.add_argument("--peers", action="store_true", help="SDPA or context_parallel too, and FlashAttention")
     parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
@@ -230,10 +233,10 @@ def _times(step: Callable[[], Tensor], steps: int, on_gpu: bool) -> tuple[Tensor
 
 
 def _compared(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of one cell, with our rate over the peer's rate in our row if both have one."""
-    rates = [row.get("tokens_per_second_per_gpu", math.nan) for row in cell]
-    if len(cell) == 2 and not math.isnan(sum(rates)):
-        cell[0]["over_peer"] = round(rates[0] / rates[1], 3)
+    """Returns the rows of one cell, with our rate over the fastest peer's rate in our row if both have one."""
+    ours, *peers = (row.get("tokens_per_second_per_gpu", 0.0) for row in cell)
+    if ours and max(peers, default=0.0):
+        cell[0]["over_peer"] = round(ours / max(peers), 3)
     return cell
 
 

@@ -1,9 +1,10 @@
 """Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's attention.
 
 All have the same weights, tokens, FSDP2, dtypes, linear layers, loss without whole logits, clipping and AdamW. They
-differ in their attention. On one GPU the peer is scaled_dot_product_attention, on several torch's context_parallel.
-When blocks checkpoint, the ring keeps their (out, lse), and torch's attention is recomputed. Under context_parallel it
-takes KV repeated to the query heads and is not compiled, and feed-forward layers take all tokens at once.
+differ in their attention. On one GPU a peer is scaled_dot_product_attention, on several torch's context_parallel;
+`flash_attention` has another. When blocks checkpoint, the ring keeps their (out, lse), and torch's attention is
+recomputed. Under context_parallel it takes KV repeated to the query heads and is not compiled, and feed-forward layers
+take all tokens at once.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
     with torch.device("meta"):
         model = Decoder(training.config)
-    kept = _kept_blocks(training)
+    kept = kept_blocks(training)
     model.keep_activations("block", offload=training.offload, kept_blocks=kept)
-    step = _step(_on_device(model, training), training)
+    step = step_of(on_device(model, training), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
@@ -117,7 +118,7 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 
-def _kept_blocks(training: Training) -> int:
+def kept_blocks(training: Training) -> int:
     """Returns the number of blocks that keep all their activations, the same on all ranks."""
     checkpointing = None if training.activations == "auto" else training.activations
     check_activations(checkpointing, "auto", training.offload)
@@ -139,13 +140,13 @@ def sdpa(training: Training) -> Generator[Trainee, None, None]:
 
     Whole blocks are compiled, and as many keep all their activations as on the ring. The kernels are cuDNN's on a GPU.
     """
-    kept = _kept_blocks(training)
+    kept = kept_blocks(training)
     with torch.device("meta"):
         model = Decoder(training.config)
         for layer, block in enumerate(model.layers):
             cast("Block", block).self_attn = SdpaAttention(training.config, layer, seed=0)
     model.keep_activations("block", kept_blocks=kept)
-    step = _step(_on_device(model, training), training)
+    step = step_of(on_device(model, training), training)
     input_ids, labels = training.tokens()
     position_ids = torch.arange(training.seqlen, device=training.device)
     backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
@@ -175,7 +176,7 @@ def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]
 
     with torch.device("meta"):
         model = PeerDecoder(training.config)
-    step = _step(_on_device(model, training), training)
+    step = step_of(on_device(model, training), training)
     input_ids, labels = (x.clone() for x in training.tokens())  # context_parallel cuts them in place
     position_ids = torch.arange(training.seqlen, device=training.device)
     set_rotate_method("allgather")
@@ -253,7 +254,7 @@ class PeerDecoder(Decoder):
             cast("PeerBlock", block).compile_parts(backend)
 
 
-def _on_device(model: Decoder, training: Training) -> Decoder:
+def on_device(model: Decoder, training: Training) -> Decoder:
     """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time.
 
     Linear layers of the blocks become float8 ones before, if `training.linears` asks for it.
@@ -276,7 +277,7 @@ def _on_device(model: Decoder, training: Training) -> Decoder:
     return model
 
 
-def _step(model: Decoder, training: Training) -> Callable[..., Tensor]:
+def step_of(model: Decoder, training: Training) -> Callable[..., Tensor]:
     """Returns a step: forward on its arguments, backward, clipping and AdamW. The step returns the loss."""
     optimizer = make_adamw(model.parameters(), OptimizerConfig())
 

@@ -1,0 +1,158 @@
+"""The peer of the training benchmark that a careful user would build: the same Decoder on FlashAttention.
+
+Blocks that checkpoint keep attention's results, and their backward recomputes the rest. On several GPUs each rank
+computes some heads over the whole sequence, between all-to-alls of torch. Attention and the all-to-alls are operators,
+so that whole blocks are compiled.
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.library import custom_op
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ringflash as rf
+from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common.flash_kernels import Kernels, installed_kernels
+from ringflash.bench.ring.ulysses import to_all_heads, to_some_heads
+from ringflash.bench.training.trainees import Trainee, Training, kept_blocks, on_device, step_of
+from ringflash.train.models.config import ModelConfig
+from ringflash.train.models.decoder import Attention, Block, Decoder, Step
+
+KERNELS: list[Kernels] = []  # of the operators, while a contender runs
+GROUPS: dict[str, dist.ProcessGroup] = {}  # of the all-to-alls, by name: operators take no groups
+
+
+@custom_op("ringflash_bench::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of causal attention, from tensors (batch, seqlen, heads, headdim)."""
+    out, lse, *_ = KERNELS[0].forward(q, k, v, q.shape[3] ** -0.5, True)
+    return out.contiguous(), lse.contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, _ = q.shape
+    return q.new_empty(batch, seqlen, heads, v.shape[3]), q.new_empty(batch, heads, seqlen, dtype=torch.float32)
+
+
+@custom_op("ringflash_bench::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    KERNELS[0].backward(dout.contiguous(), q, k, v, out, lse, q.shape[3] ** -0.5, True, *gradients)
+    return gradients
+
+
+@attention_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _gradients(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
+    return attention_backward(dout, *ctx.saved_tensors)
+
+
+attention.register_autograd(_gradients, setup_context=_keep)
+
+
+@custom_op("ringflash_bench::exchange", mutates_args=())
+def exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
+    """Exchanges some rows of all heads for all rows of some heads, or back if not `to_heads`."""
+    return (to_some_heads if to_heads else to_all_heads)(x, GROUPS[group]).contiguous()
+
+
+@exchange.register_fake
+def _(x: Tensor, group: str, to_heads: bool) -> Tensor:
+    batch, rows, heads, headdim = x.shape
+    ranks = GROUPS[group].size()
+    shape = (rows * ranks, heads // ranks) if to_heads else (rows // ranks, heads * ranks)
+    return x.new_empty(batch, *shape, headdim)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, str, bool], output: Tensor) -> None:
+    _, ctx.group, ctx.to_heads = inputs
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return exchange(gradient, ctx.group, not ctx.to_heads), None, None
+
+
+exchange.register_autograd(_exchange_back, setup_context=_remember)
+
+
+class FlashAttention(Attention):
+    """Attention by `attention`, between all-to-alls if a group is given."""
+
+    def __init__(self, config: ModelConfig, layer: int, group: str | None) -> None:
+        super().__init__(config, layer, seed=0)
+        self.group = group
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Returns attention's output (batch, seqlen, nheads, headdim)."""
+        if self.group is None:
+            return attention(q, k, v)[0]
+        ranks, nheads_kv = GROUPS[self.group].size(), k.shape[2]
+        if nheads_kv < ranks:
+            k, v = (x.repeat_interleave(ranks // nheads_kv, 2) for x in (k, v))
+        q, k, v = (exchange(x, self.group, True) for x in (q, k, v))
+        return exchange(attention(q, k, v)[0], self.group, False)
+
+
+class KeepingBlock(Block):
+    """Block whose backward recomputes all but the results of `attention`."""
+
+    def _run(self, x: Tensor, step: Step, offload: Any = None) -> Tensor:
+        assert offload is None
+        if self.checkpointing == "none":
+            return self._compute(x, step)
+        kept: Any = [torch.ops.ringflash_bench.attention.default]
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        return cast("Tensor", checkpoint(self._compute, x, step, use_reentrant=False, context_fn=contexts))
+
+
+@contextmanager
+def flash_attention(training: Training) -> Generator[Trainee, None, None]:
+    """Prepares the same Decoder on FlashAttention; as many blocks keep all their activations as on the ring.
+
+    Raises:
+        Unavailable: the ranks divide neither the tokens nor the heads.
+    """
+    config, ranks, kernels = training.config, training.ring.size(), installed_kernels()
+    for name, number in (("tokens", training.seqlen), ("query heads", config.n_heads)):
+        if number % ranks:
+            raise Unavailable(f"takes {name} that {ranks} ranks divide, not {number}")
+    kept, group = kept_blocks(training), training.ring.get_group()
+    GROUPS[group.group_name] = group
+    with torch.device("meta"):
+        model = Decoder(config)
+        model.layers = nn.ModuleList(KeepingBlock(config, layer, seed=0) for layer in range(config.n_layers))
+        for layer, block in enumerate(model.layers):
+            attends = FlashAttention(config, layer, group.group_name if ranks > 1 else None)
+            cast("Block", block).self_attn = attends
+    model.keep_activations("block", kept_blocks=kept)
+    step = step_of(on_device(model, training), training)
+    context = rf.ContextParallel(training.ring, "contiguous")
+    input_ids, labels = map(context.shard, training.tokens())
+    position_ids = context.positions(training.seqlen, device=training.device)
+    KERNELS.append(kernels)
+    try:
+        facts = {"kernels": kernels.name, "layout": context.layout, "kept_blocks": kept}
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), facts)
+    finally:
+        KERNELS.clear()
+        context.close()
