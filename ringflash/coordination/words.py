@@ -28,8 +28,6 @@ from ringflash.coordination.mailbox import Board
 WIDTH = 24  # integers in a row; rows with fewer are padded with zeros
 KEPT = 256  # tensors of rows that are cached
 
-_YIELDING = 1e-3  # seconds of a wait in which this process only yields: a sleep takes at least 50 us
-
 _SHARED = Path("/dev/shm")  # in memory: a file elsewhere may lie on another machine, which sees writes late
 
 Rows = list[tuple[int, ...]]  # the integers of each rank, in rank order
@@ -149,10 +147,8 @@ class SharedWords:
                 waited = time.monotonic() - began
                 if waited >= seconds:
                     return False
-                if waited < _YIELDING:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(waited / 10, 1e-3))
+                # A sleep of 0 only yields, to other processes and to threads that wait for the interpreter's lock.
+                time.sleep(0.0 if waited < 1e-4 else min(waited / 10, 1e-3))
 
         self._faults.wait(attempt, hop=None)
         return [rows[rank] for rank in range(self._world_size)]
