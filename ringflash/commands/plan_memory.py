@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if run.model.activation_checkpointing is None:
         budget = run.model.activation_memory
         plan = plan_activations(config, shape, budget, available_memory(total), total, "the GPU's less 3 for buffers")
-        chosen = plan.estimate
+        chosen, shape = plan.estimate, replace(shape, checkpointing="block")
     choices = {"chosen": chosen, **choices}
     if options.json:
         figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
         _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)
-    check_memory(chosen, total)
+    check_memory(chosen, shape, total)
     return 0
 
 

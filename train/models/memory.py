@@ -221,13 +221,15 @@ def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> N
         )
 
 
-def check_memory(estimate: MemoryEstimate, available: int) -> None:
-    """Raises ConfigError when `estimate` is more than the `available` bytes of the GPU."""
+def check_memory(estimate: MemoryEstimate, shape: TrainingShape, available: int) -> None:
+    """Raises ConfigError when `estimate`, of a run of `shape`, is more than the `available` bytes of the GPU."""
     if estimate.total > available:
+        ways = "" if shape.offload else "activation_offload, "
+        if shape.checkpointing == "none":
+            ways = 'activation_checkpointing="block", then activation_offload, '
         raise ConfigError(
             "memory",
             expected=f"at most the GPU's {available / GIB:.2f} GiB",
             got=str(estimate),
-            remedy='Use activation_checkpointing="block", then activation_offload, a shorter context, a smaller '
-            "micro-batch, or more ranks.",
+            remedy=f"Use {ways}a shorter context, a smaller micro-batch, or more ranks.",
         )

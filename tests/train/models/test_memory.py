@@ -242,13 +242,21 @@ def test_each_kept_block_takes_the_same_and_hides_the_recomputed_ones() -> None:
     assert estimates[0].block > estimates[1].block == estimates[32].block == block_weights
 
 
-def test_what_cannot_fit() -> None:
-    estimate = estimate_memory(LLAMA_8B, TrainingShape(2**20))
-    check_memory(estimate, estimate.total)
-    with pytest.raises(
-        ConfigError, match=r"memory: expected at most the GPU's 139\.00 GiB, got at least .*checkpointing"
-    ):
-        check_memory(estimate, int(139 * GIB))
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, 'Use activation_checkpointing="block", then activation_offload, a shorter context'),
+        ({"checkpointing": "block"}, "Use activation_offload, a shorter context"),
+        ({"checkpointing": "block", "offload": True}, "Use a shorter context"),
+    ],
+)
+def test_what_cannot_fit(options: dict[str, Any], remedy: str) -> None:
+    shape = TrainingShape(2**23, **options)
+    estimate = estimate_memory(LLAMA_8B, shape)
+    check_memory(estimate, shape, estimate.total)
+    with pytest.raises(ConfigError, match=r"memory: expected at most the GPU's 139\.00 GiB, got at least") as raised:
+        check_memory(estimate, shape, int(139 * GIB))
+    assert remedy in str(raised.value)
 
 
 def test_the_host_s_share() -> None:
