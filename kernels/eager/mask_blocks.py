@@ -16,7 +16,7 @@ from ringflash.masks import Bitmap, Mask
 
 BLOCK_Q = 256
 BLOCK_K = 1024
-SHARED_ROWS = 16  # of a block of several chunks; larger ones cost more for masked pairs than they save in calls
+SHARED_ROWS = 16  # most rows of a block with several chunks: in larger ones masked pairs cost more than calls
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Visibility:
         return seen if self._bitmap is None or self._shown(seen, self._bitmap) else None
 
     def _shown(self, keys: Block, bitmap: Bitmap) -> bool:
-        """Returns whether the bitmap shows any row a key of the block that is in the row's interval."""
+        """Returns whether the bitmap shows any row a key of its interval from the block's first key to its last."""
         lo, hi = self._bounds
         first, last = lo.clamp(min=keys.start), hi.clamp(max=keys.stop)
         return bool(bitmap.sees_any(self._positions, first, last).any())

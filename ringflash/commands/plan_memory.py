@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if run.model.activation_checkpointing is None:
         budget = run.model.activation_memory
         plan = plan_activations(config, shape, budget, available_memory(total), total, "the GPU's less 3 for buffers")
-        chosen, shape = plan.estimate, replace(shape, checkpointing="block")
+        chosen = plan.estimate
     choices = {"chosen": chosen, **choices}
     if options.json:
         figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}

@@ -147,7 +147,7 @@ class SharedWords:
                 waited = time.monotonic() - began
                 if waited >= seconds:
                     return False
-                # A sleep of 0 only yields, to other processes and to threads that wait for the interpreter's lock.
+                # A sleep takes at least 50 us, also one of 0 seconds. `sched_yield` keeps the interpreter's lock.
                 time.sleep(0.0 if waited < 1e-4 else min(waited / 10, 1e-3))
 
         self._faults.wait(attempt, hop=None)

@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "ringflash checkpoint verify", description="Compares checkpoints with what was saved."
     )
-    parser.add_argument("folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints")
+    parser.add_argument(
+        "folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints; at a URL the newest one"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     damaged = False
     for folder in (fetched(name, "folders") for name in parser.parse_args(argv[1:]).folders):

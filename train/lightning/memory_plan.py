@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,10 +105,7 @@ def check_run_memory(module: RingModule) -> None:
                 needed = ranks * estimate.host / GIB
                 text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
             log.info(text)
-        shape = module.training_shape()
-        if module.activation_plan is not None:
-            shape = replace(shape, checkpointing="block")  # of all blocks, where nothing else fits
-        check_memory(estimate, shape, available)
+        check_memory(estimate, module.training_shape(), available)
         check_host_memory(estimate, ranks, host)
 
 

@@ -224,9 +224,9 @@ def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> N
 def check_memory(estimate: MemoryEstimate, shape: TrainingShape, available: int) -> None:
     """Raises ConfigError when `estimate`, of a run of `shape`, is more than the `available` bytes of the GPU."""
     if estimate.total > available:
-        ways = "" if shape.offload else "activation_offload, "
-        if shape.checkpointing == "none":
-            ways = 'activation_checkpointing="block", then activation_offload, '
+        ways = "" if shape.offload or shape.linear_dtype != "compute" else "activation_offload, "
+        if shape.checkpointing != "block":
+            ways = 'activation_checkpointing="block", then ' + ways
         raise ConfigError(
             "memory",
             expected=f"at most the GPU's {available / GIB:.2f} GiB",

@@ -1,8 +1,8 @@
-"""The peer of the training benchmark that a careful user would build: the same Decoder on FlashAttention.
+"""A peer of the training benchmark: the same Decoder on FlashAttention, as a careful user would build it.
 
 Blocks that checkpoint keep attention's results, and their backward recomputes the rest. On several GPUs each rank
-computes some heads over the whole sequence, between all-to-alls of torch. Attention and the all-to-alls are operators,
-so that whole blocks are compiled.
+computes some heads over the whole sequence, between all-to-alls of torch, which a recomputed block repeats. Attention
+and the all-to-alls are operators, so that whole blocks are compiled.
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
 
@@ -27,8 +27,8 @@ from ringflash.bench.training.trainees import Trainee, Training, kept_blocks, on
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Attention, Block, Decoder, Step
 
-KERNELS: list[Kernels] = []  # of the operators, while a contender runs
-GROUPS: dict[str, dist.ProcessGroup] = {}  # of the all-to-alls, by name: operators take no groups
+KERNELS: list[Kernels] = []  # the operators use the first, while a contender runs
+GROUPS: dict[str, dist.ProcessGroup] = {}  # by name, because operators take no groups
 
 
 @custom_op("ringflash_bench::attention", mutates_args=())
@@ -130,7 +130,7 @@ def flash_attention(training: Training) -> Generator[Trainee, None, None]:
     """Prepares the same Decoder on FlashAttention; as many blocks keep all their activations as on the ring.
 
     Raises:
-        Unavailable: the ranks divide neither the tokens nor the heads.
+        Unavailable: the ranks do not divide the tokens, or do not divide the query heads.
     """
     config, ranks, kernels = training.config, training.ring.size(), installed_kernels()
     for name, number in (("tokens", training.seqlen), ("query heads", config.n_heads)):

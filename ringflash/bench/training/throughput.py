@@ -234,9 +234,10 @@ def _times(step: Callable[[], Tensor], steps: int, on_gpu: bool) -> tuple[Tensor
 
 def _compared(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows of one cell, with our rate over the fastest peer's rate in our row if both have one."""
-    ours, *peers = (row.get("tokens_per_second_per_gpu", 0.0) for row in cell)
-    if ours and max(peers, default=0.0):
-        cell[0]["over_peer"] = round(ours / max(peers), 3)
+    rates = {row["name"]: row["tokens_per_second_per_gpu"] for row in cell if "tokens_per_second_per_gpu" in row}
+    ours = rates.pop(OURS, None)
+    if ours is not None and rates:
+        cell[0]["over_peer"] = round(ours / max(rates.values()), 3)
     return cell
 
 

@@ -1,10 +1,10 @@
 """Contenders of the training benchmark: a Decoder on a ring, and the same Decoder on torch's attention.
 
 All have the same weights, tokens, FSDP2, dtypes, linear layers, loss without whole logits, clipping and AdamW. They
-differ in their attention. On one GPU a peer is scaled_dot_product_attention, on several torch's context_parallel;
-`flash_attention` has another. When blocks checkpoint, the ring keeps their (out, lse), and torch's attention is
-recomputed. Under context_parallel it takes KV repeated to the query heads and is not compiled, and feed-forward layers
-take all tokens at once.
+differ in their attention. On one GPU a peer runs on scaled_dot_product_attention, on several GPUs on torch's
+context_parallel. `flash_attention.py` has a peer on FlashAttention. When blocks checkpoint, the ring keeps their (out,
+lse), and torch's attention is recomputed. Under context_parallel it takes KV repeated to the query heads and is not
+compiled, and feed-forward layers take all tokens at once.
 """
 
 from __future__ import annotations

@@ -248,6 +248,7 @@ def test_each_kept_block_takes_the_same_and_hides_the_recomputed_ones() -> None:
         ({}, 'Use activation_checkpointing="block", then activation_offload, a shorter context'),
         ({"checkpointing": "block"}, "Use activation_offload, a shorter context"),
         ({"checkpointing": "block", "offload": True}, "Use a shorter context"),
+        ({"checkpointing": "block", "linear_dtype": "fp8"}, "Use a shorter context"),
     ],
 )
 def test_what_cannot_fit(options: dict[str, Any], remedy: str) -> None:
