@@ -30,7 +30,7 @@ PRELOADED = [
     __name__,
 ]
 
-# A fork cannot use CUDA once its parent has asked the driver for it, and importing peft does. Ranks on GPUs start anew.
+# A fork cannot use CUDA once its parent has asked the driver for it, which importing peft does.
 PROCESSES = multiprocessing.get_context("spawn") if one_gpu.GPUS else multiprocessing.get_context("forkserver")
 
 
