@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Kernels:
     backward: Callable[..., None]
 
 
+@lru_cache
 def installed_kernels() -> Kernels:
     """Returns the kernels of FlashAttention-4 if it is installed, else torch's FlashAttention-2."""
     try:

@@ -68,16 +68,11 @@ def ulysses(mesh: DeviceMesh, attention: LocalAttention) -> Contender:
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        attend, ranks, nheads_kv = attention.make(), mesh.size(), problem.k.shape[2]
-        for name, number in (("query heads", problem.q.shape[2]), ("tokens", problem.seqlen)):
-            if number % ranks:
-                raise Unavailable(f"takes {name} that {ranks} ranks divide, not {number}")
-        if max(nheads_kv, ranks) % min(nheads_kv, ranks):
-            raise Unavailable(f"takes KV heads that divide {ranks} ranks or are divided by them, not {nheads_kv}")
+        attend, ranks = attention.make(), mesh.size()
+        check_split(ranks, problem.q.shape[2], problem.k.shape[2], problem.seqlen)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if nheads_kv < ranks:
-                k, v = (x.repeat_interleave(ranks // nheads_kv, 2) for x in (k, v))
+            k, v = (repeated(x, ranks) for x in (k, v))
             some_heads = (_Exchange.apply(x, group, True) for x in (q, k, v))
             return _Exchange.apply(attend(*some_heads), group, False)
 
@@ -86,6 +81,21 @@ def ulysses(mesh: DeviceMesh, attention: LocalAttention) -> Contender:
         yield Setup(local.leaves(), local.dout, call, context.unshard)
 
     return prepare
+
+
+def check_split(ranks: int, nheads: int, nheads_kv: int, seqlen: int) -> None:
+    """Raises Unavailable unless `ranks` ranks can split tokens, query heads and KV heads evenly."""
+    for name, number in (("query heads", nheads), ("tokens", seqlen)):
+        if number % ranks:
+            raise Unavailable(f"takes {name} that {ranks} ranks divide, not {number}")
+    if max(nheads_kv, ranks) % min(nheads_kv, ranks):
+        raise Unavailable(f"takes KV heads that divide {ranks} ranks or are divided by them, not {nheads_kv}")
+
+
+def repeated(x: Tensor, ranks: int) -> Tensor:
+    """Returns keys or values (batch, rows, nheads_kv, headdim) with a KV head for each rank at least."""
+    nheads_kv = x.shape[2]
+    return x if nheads_kv >= ranks else x.repeat_interleave(ranks // nheads_kv, 2)
 
 
 class _Exchange(torch.autograd.Function):

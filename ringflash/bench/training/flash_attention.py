@@ -20,21 +20,19 @@ from torch.library import custom_op
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringflash as rf
-from ringflash.bench.attention.single import Unavailable
-from ringflash.bench.common.flash_kernels import Kernels, installed_kernels
-from ringflash.bench.ring.ulysses import to_all_heads, to_some_heads
+from ringflash.bench.common.flash_kernels import installed_kernels
+from ringflash.bench.ring.ulysses import check_split, repeated, to_all_heads, to_some_heads
 from ringflash.bench.training.trainees import Trainee, Training, kept_blocks, on_device, step_of
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Attention, Block, Decoder, Step
 
-KERNELS: list[Kernels] = []  # the operators use the first, while a contender runs
 GROUPS: dict[str, dist.ProcessGroup] = {}  # by name, because operators take no groups
 
 
 @custom_op("ringflash_bench::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns out and lse of causal attention, from tensors (batch, seqlen, heads, headdim)."""
-    out, lse, *_ = KERNELS[0].forward(q, k, v, q.shape[3] ** -0.5, True)
+    out, lse, *_ = installed_kernels().forward(q, k, v, q.shape[3] ** -0.5, True)
     return out.contiguous(), lse.contiguous()
 
 
@@ -50,7 +48,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    KERNELS[0].backward(dout.contiguous(), q, k, v, out, lse, q.shape[3] ** -0.5, True, *gradients)
+    installed_kernels().backward(dout.contiguous(), q, k, v, out, lse, q.shape[3] ** -0.5, True, *gradients)
     return gradients
 
 
@@ -106,15 +104,18 @@ class FlashAttention(Attention):
         """Returns attention's output (batch, seqlen, nheads, headdim)."""
         if self.group is None:
             return attention(q, k, v)[0]
-        ranks, nheads_kv = GROUPS[self.group].size(), k.shape[2]
-        if nheads_kv < ranks:
-            k, v = (x.repeat_interleave(ranks // nheads_kv, 2) for x in (k, v))
+        ranks = GROUPS[self.group].size()
+        k, v = (repeated(x, ranks) for x in (k, v))
         q, k, v = (exchange(x, self.group, True) for x in (q, k, v))
         return exchange(attention(q, k, v)[0], self.group, False)
 
 
 class KeepingBlock(Block):
-    """Block whose backward recomputes all but the results of `attention`."""
+    """Block on `FlashAttention`, whose backward recomputes all but the results of `attention`."""
+
+    def __init__(self, config: ModelConfig, layer: int, group: str | None) -> None:
+        super().__init__(config, layer, seed=0)
+        self.self_attn = FlashAttention(config, layer, group)
 
     def _run(self, x: Tensor, step: Step, offload: Any = None) -> Tensor:
         assert offload is None
@@ -130,29 +131,23 @@ def flash_attention(training: Training) -> Generator[Trainee, None, None]:
     """Prepares the same Decoder on FlashAttention; as many blocks keep all their activations as on the ring.
 
     Raises:
-        Unavailable: the ranks do not divide the tokens, or do not divide the query heads.
+        Unavailable: as `check_split`.
     """
-    config, ranks, kernels = training.config, training.ring.size(), installed_kernels()
-    for name, number in (("tokens", training.seqlen), ("query heads", config.n_heads)):
-        if number % ranks:
-            raise Unavailable(f"takes {name} that {ranks} ranks divide, not {number}")
+    config, ranks = training.config, training.ring.size()
+    check_split(ranks, config.n_heads, config.n_kv_heads, training.seqlen)
     kept, group = kept_blocks(training), training.ring.get_group()
     GROUPS[group.group_name] = group
+    exchanged_in = group.group_name if ranks > 1 else None
     with torch.device("meta"):
         model = Decoder(config)
-        model.layers = nn.ModuleList(KeepingBlock(config, layer, seed=0) for layer in range(config.n_layers))
-        for layer, block in enumerate(model.layers):
-            attends = FlashAttention(config, layer, group.group_name if ranks > 1 else None)
-            cast("Block", block).self_attn = attends
+        model.layers = nn.ModuleList(KeepingBlock(config, layer, exchanged_in) for layer in range(config.n_layers))
     model.keep_activations("block", kept_blocks=kept)
     step = step_of(on_device(model, training), training)
     context = rf.ContextParallel(training.ring, "contiguous")
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
-    KERNELS.append(kernels)
     try:
-        facts = {"kernels": kernels.name, "layout": context.layout, "kept_blocks": kept}
+        facts = {"kernels": installed_kernels().name, "layout": context.layout, "kept_blocks": kept}
         yield Trainee(partial(step, input_ids, position_ids, labels=labels), facts)
     finally:
-        KERNELS.clear()
         context.close()
