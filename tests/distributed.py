@@ -22,16 +22,15 @@ from tests.strict import make_warnings_errors
 
 # The fork server imports these modules once for all ranks, so that a rank starts in milliseconds. Without
 # torch._dynamo in the list, the first call of an operator would import it, which takes seconds; ranks that train import
-# the others. A package that is not installed is left out.
+# the others. A package that is not installed is left out. peft imports bitsandbytes, which initializes CUDA, and then
+# no fork can use CUDA: GPU machines leave it out.
 PRELOADED = [
     *("torch", "torch._dynamo", "lightning.pytorch", "jsonargparse", "hypothesis", "pytest", "ringflash"),
-    *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model"),
-    *("accelerate", "peft", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model", "accelerate"),
+    *(() if one_gpu.GPUS else ("peft", "transformers.modeling_utils", "transformers.models.llama.modeling_llama")),
     __name__,
 ]
-
-# A fork cannot use CUDA once its parent has asked the driver for it, which importing peft does.
-PROCESSES = multiprocessing.get_context("spawn") if one_gpu.GPUS else multiprocessing.get_context("forkserver")
+PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def _entry(
@@ -82,9 +81,7 @@ def try_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
         arguments = (world_size, folder, backend, function, args)
         paths = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
         try:
-            start_processes(
-                _entry, args=arguments, nprocs=world_size, join=True, start_method=PROCESSES.get_start_method()
-            )
+            start_processes(_entry, args=arguments, nprocs=world_size, join=True, start_method="forkserver")
         except ProcessException as error:
             for rank, path in enumerate(paths):
                 result = torch.load(path, weights_only=False) if path.exists() else None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from ringflash.transport import reach
 GPUS = torch.cuda.device_count()
 WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]
 TRANSPORTS = ["symmetric"] if GPUS == 1 else ["nccl", "symmetric"]
-_TURNS = 3  # worlds that share the GPU at a time; each rank takes half a GiB of its memory
+_TURNS = 6  # worlds that share the GPU at a time; each rank takes half a GiB of its memory
 
 
 def is_shared(world_size: int) -> bool:
@@ -76,9 +78,16 @@ def broadcast(x: Tensor) -> Tensor:
 @contextmanager
 def turn(backend: str, world_size: int) -> Iterator[None]:
     """Waits until few other worlds of any test process share the GPU."""
-    with ExitStack() as stack:
-        if backend == "nccl" and is_shared(world_size):
-            path = Path(tempfile.gettempdir()) / f"ringflash-one-gpu-{os.getuid()}-{os.getpid() % _TURNS}"
-            file = stack.enter_context(path.open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+    if not (backend == "nccl" and is_shared(world_size)):
         yield
+        return
+    for number in cycle(range(_TURNS)):
+        path = Path(tempfile.gettempdir()) / f"ringflash-one-gpu-{os.getuid()}-{number}"
+        with path.open("w") as file:  # closing the file releases its lock
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+                continue
+            yield
+            return

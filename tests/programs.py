@@ -1,4 +1,4 @@
-"""Programs in processes of a fork server, which has imported the library and the trainer; on GPU machines spawned.
+"""Programs in processes of a fork server, which has imported the library and the trainer.
 
 An interpreter of its own takes about ten seconds of a core to import both, and a forked process milliseconds. Tests of
 launchers, signals and imports start interpreters instead.
