@@ -40,11 +40,12 @@ class Preemption(Callback):
     At the end of a step all ranks save with `LastCheckpoint`, if it is in use. The signal handler only sets a flag. All
     ranks exchange their flags after every optimizer step and every validation batch, which costs one small exchange
     over gloo. The rest of the step and the save must therefore fit into the time before the launcher kills the
-    processes. A run that has already finished training ends normally.
+    processes. Loggers get the metrics of the last step. A run that has already finished training ends normally.
     """
 
     def __init__(self) -> None:
         self._requested, self._step = False, 0
+        self._end: Preempted | None = None  # raised once Lightning has logged the step that was saved
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records SIGTERM from now on."""
@@ -52,19 +53,31 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records SIGTERM from now on."""
-        self._step = trainer.global_step
+        self._step, self._end = trainer.global_step, None
         self._listen()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Raises Preempted after an optimizer step, if a rank received SIGTERM."""
+        """Saves after an optimizer step, if a rank received SIGTERM."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._stop_if_told(trainer)
+            self._end = self._save_if_told(trainer)
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Raises Preempted, if the last step was saved after a SIGTERM."""
+        if self._end is not None:
+            raise self._end
+
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        """Raises Preempted, if the last step was saved after a SIGTERM."""
+        if self._end is not None:
+            raise self._end
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Raises Preempted, if a rank received SIGTERM."""
+        """Saves and raises Preempted, if a rank received SIGTERM."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._stop_if_told(trainer)
+            end = self._save_if_told(trainer)
+            if end is not None:
+                raise end
 
     def _listen(self) -> None:
         # Replaces Lightning's handler, which runs a broadcast inside. The Trainer restores the old handler.
@@ -74,12 +87,13 @@ class Preemption(Callback):
     def _note(self, number: int, frame: Any) -> None:
         self._requested = True
 
-    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+    def _save_if_told(self, trainer: pl.Trainer) -> Preempted | None:
+        """Saves if a rank received SIGTERM, and returns the exception that ends the run; a collective of all ranks."""
         strategy, told = trainer.strategy, [self._requested]
         if isinstance(strategy, ShardedStrategy):
             told = [flags[0] for flags in strategy.exchange(self._requested)]
         if not any(told):
-            return
+            return None
         ranks = [rank for rank, flag in enumerate(told) if flag]
         text = f"SIGTERM on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: "
         text += f"stopped after step {trainer.global_step}"
@@ -89,4 +103,4 @@ class Preemption(Callback):
                 text += f", saved as {callback.path}"
         if trainer.is_global_zero:
             log.warning(text)
-        raise Preempted(text)
+        return Preempted(text)
