@@ -26,7 +26,17 @@ settings.load_profile("ringflash")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests by timeout, longest first, so that no long test runs alone on one worker at the end."""
+    """Sorts the tests by timeout, longest first, so that no long test runs alone on one worker at the end.
+
+    Tests of ranks that share one GPU get as many groups as there are turns on it. With `--dist loadgroup` the other
+    workers then run other tests, where they would wait for a turn.
+    """
+    from tests import one_gpu  # here, because it imports the library
+
+    if one_gpu.GPUS == 1:
+        ranks = [item for item in items if isinstance(item, pytest.Function) and hasattr(item.module, "one_gpu")]
+        for number, item in enumerate(ranks):
+            item.add_marker(pytest.mark.xdist_group(f"ranks-{number % one_gpu.TURNS}"))
 
     def given(item: pytest.Item) -> float:
         timeout = item.get_closest_marker("timeout")

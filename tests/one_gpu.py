@@ -27,7 +27,7 @@ from ringflash.transport import reach
 GPUS = torch.cuda.device_count()
 WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]
 TRANSPORTS = ["symmetric"] if GPUS == 1 else ["nccl", "symmetric"]
-_TURNS = 6  # worlds that share the GPU at a time; each rank takes half a GiB of its memory
+TURNS = 6  # worlds that share the GPU at a time; each rank takes half a GiB of its memory
 
 
 def is_shared(world_size: int) -> bool:
@@ -81,7 +81,7 @@ def turn(backend: str, world_size: int) -> Iterator[None]:
     if not (backend == "nccl" and is_shared(world_size)):
         yield
         return
-    for number in cycle(range(_TURNS)):
+    for number in cycle(range(TURNS)):
         path = Path(tempfile.gettempdir()) / f"ringflash-one-gpu-{os.getuid()}-{number}"
         with path.open("w") as file:  # closing the file releases its lock
             try:
