@@ -126,7 +126,7 @@ def _entry(
 def run_to_their_ends(
     world: int, function: Callable[..., Outcome], *args: Any, backend: str = "gloo", over_tcp: bool = False
 ) -> tuple[list[int | None], list[Outcome | None]]:
-    """Returns exit codes and outcomes of ranks that may die; fails if a rank still runs after two minutes.
+    """Returns exit codes and outcomes of ranks that may die; fails if a rank still runs after five minutes.
 
     With `over_tcp`, rank 0 serves the group's store. Otherwise the store is a file.
     """
@@ -138,7 +138,7 @@ def run_to_their_ends(
         ]
         for process in ranks:
             process.start()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         try:
             for process in ranks:
                 process.join(max(0.0, end - time.monotonic()))

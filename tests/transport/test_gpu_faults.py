@@ -21,14 +21,21 @@ def _hang() -> None:
     time.sleep(6)
 
 
+def _compile(transport: str) -> None:
+    """Compiles the kernels of `call_ring`, which takes longer than the timeouts of these tests."""
+    call_ring(rf.ContextParallel(dist.group.WORLD, transport=transport, hops="ring"))
+
+
 def _with_fault(transport: str, step: int, action: Callable[[], None]) -> Outcome:
+    _compile(transport)
     context = rf.ContextParallel(dist.group.WORLD, transport=transport, timeout=3.0, hops="ring")
-    call_ring(context)  # compiles the kernels before the fault
+    call_ring(context)
     with planted(step, action):
         return outcome_of(call_ring, context)
 
 
 def _hang_before_a_replay() -> Outcome:
+    _compile("symmetric")
     context = rf.ContextParallel(
         dist.group.WORLD, transport="symmetric", timeout=3.0, fixed_lengths=True, cuda_graphs=True
     )
