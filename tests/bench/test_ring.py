@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringflash as rf
 from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common.flash_kernels import Kernels
 from ringflash.bench.common.problem import Contender, Problem
-from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput, ulysses
+from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput, ulysses, usp
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
 from tests.distributed import run_ranks
@@ -57,7 +58,8 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     assert [row["name"].split()[0] for row in rest[:3]] == ["torch", "torch", "ring-flash-attn"]
     assert rest[3]["name"] == "Ulysses, SDPA math"
     assert rest[3]["forward_backward_ms"] > 0
-    assert all("failed" in row for row in (*rest[:3], *rest[4:7]))  # torch's kernels do not run on CPUs
+    assert rest[4]["name"] == "USP, torch's FA2"
+    assert all("failed" in row for row in (*rest[:3], *rest[4:8]))  # torch's kernels do not run on CPUs
 
 
 def _check_figures(row: dict[str, Any]) -> None:
@@ -181,12 +183,53 @@ def test_ulysses_names_what_it_cannot_divide() -> None:
         assert kv == "takes KV heads that divide 2 ranks or are divided by them, not 3"
 
 
+def _usp_errors() -> list[float]:
+    """Returns the largest errors of USP's out and gradients with kernels of plain PyTorch; float64 as in `_zigzag`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kernels = Kernels("plain", _plain_forward, _plain_backward)
+    problem = Problem.random(48, 4, 2, 16, CPU, torch.float64)
+    inputs = problem.leaves()
+    out, _ = reference.attention(*inputs, mask=rf.Causal())
+    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
+    with usp.usp(mesh, kernels)(problem) as setup:
+        results = [setup.whole(x.detach()) for x in setup.forward_backward()]
+    return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+
+
+def test_usp_is_exact() -> None:
+    for errors in run_ranks(4, _usp_errors):
+        assert max(errors) < 1e-5  # the package adds in float32
+
+
+def _usp_refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    contender = usp.usp(mesh, Kernels("plain", _plain_forward, _plain_backward))
+    refusals = []
+    for seqlen, nheads, nheads_kv in ((46, 4, 2), (48, 3, 3)):
+        problem = Problem.random(seqlen, nheads, nheads_kv, 16, CPU, torch.float32)
+        with pytest.raises(Unavailable) as raised, contender(problem):
+            pass
+        refusals.append(str(raised.value))
+    return refusals
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "heads"),
+    [
+        (2, "takes multiples of 4 tokens, not 46", "takes query heads that 2 ranks divide, not 3"),
+        (3, *["takes numbers of ranks that 2 divides, not 3"] * 2),
+    ],
+)
+def test_usp_names_what_it_cannot_divide(ranks: int, tokens: str, heads: str) -> None:
+    assert run_ranks(ranks, _usp_refusals) == [[tokens, heads]] * ranks
+
+
 def _zigzag(mesh: Any) -> float | None:
     """Returns the largest error of ring-flash-attn with kernels of plain PyTorch, or None if it is not installed.
 
     It runs in float64, because in float32 it mistakes a buffer for its float32 copy.
     """
-    kernels = ring_flash_attn.Kernels("plain", _plain_forward, _plain_backward)
+    kernels = Kernels("plain", _plain_forward, _plain_backward)
     problem = Problem.random(64, 4, 2, 16, CPU, torch.float64)
     inputs = problem.leaves()
     out, _ = reference.attention(*inputs, mask=rf.Causal())

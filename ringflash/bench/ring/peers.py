@@ -23,6 +23,7 @@ from ringflash.bench.common.flash_kernels import installed_kernels
 from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
 from ringflash.bench.ring.ring_flash_attn import ring_flash_attn
 from ringflash.bench.ring.ulysses import local_attentions, ulysses
+from ringflash.bench.ring.usp import usp
 from ringflash.errors import ArgumentError
 
 VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
@@ -125,6 +126,7 @@ def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: boo
         named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
         for attention in local_attentions(mesh.device_type):
             named[f"Ulysses, {attention.name}"] = ulysses(mesh, attention)
+        named[f"USP, {kernels.name}"] = usp(mesh, kernels)
     return named
 
 
