@@ -21,7 +21,9 @@ import ringflash as rf
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common.flash_kernels import installed_kernels
 from ringflash.bench.common.problem import Contender, Problem, Setup, swapped, unchanged
+from ringflash.bench.ring.magi_attention import magi_attention
 from ringflash.bench.ring.ring_flash_attn import ring_flash_attn
+from ringflash.bench.ring.transformer_engine import transformer_engine
 from ringflash.bench.ring.ulysses import local_attentions, ulysses
 from ringflash.bench.ring.usp import usp
 from ringflash.errors import ArgumentError
@@ -127,6 +129,8 @@ def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: boo
         for attention in local_attentions(mesh.device_type):
             named[f"Ulysses, {attention.name}"] = ulysses(mesh, attention)
         named[f"USP, {kernels.name}"] = usp(mesh, kernels)
+        named["TransformerEngine p2p"] = transformer_engine(mesh)
+        named["MagiAttention"] = magi_attention(mesh)
     return named
 
 

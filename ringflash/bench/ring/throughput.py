@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
     parser.add_argument("--variants", choices=peers.VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
     parser.add_argument("--heads", type=int, nargs="+", default=[], help="ringflash with heads split over N ranks too")
-    parser.add_argument("--peers", action="store_true", help="context_parallel, ring-flash-attn, Ulysses, USP too")
+    parser.add_argument("--peers", action="store_true", help="peers too, as far as they are installed")
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
     return parser
 
