@@ -22,7 +22,7 @@ from ringflash.train.callbacks.report import Report
 from ringflash.train.callbacks.run_log import METRICS
 from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.data.tokenizer import Tokenizer
-from ringflash.train.models.generate import generate
+from ringflash.train.models.generate import Sampling, continue_prompts
 
 LAST_STEPS = 10  # steps to average, because one step's loss comes from one batch
 
@@ -99,14 +99,13 @@ class RunSummary(Callback):
         was_training = pl_module.training
         pl_module.eval()
         tokenizer: Tokenizer = getattr(getattr(pl_module.trainer, "datamodule", None), "tokenizer", Tokenizer())
-        tokens = generate(
+        (tokens,) = continue_prompts(
             pl_module.decoder,
-            torch.tensor(tokenizer.encode(self.prompt)),
+            [torch.tensor(tokenizer.encode(self.prompt))],
             self.sample_tokens,
-            temperature=self.temperature,
+            Sampling(self.temperature, vocab_size=tokenizer.vocab_size),  # no stop token: all ranks end together
             generator=torch.Generator().manual_seed(self.seed),
             cache_dtype=_compute_dtype(pl_module),
-            vocab_size=tokenizer.vocab_size,
         )
         pl_module.train(was_training)
         return tokenizer.decode(tokens)

@@ -64,39 +64,6 @@ class Sampling:
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def generate(
-    model: Decoder,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    cache_dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Returns the `max_new_tokens` tokens after one `prompt`, (max_new_tokens,) int64 on the CPU.
-
-    This is `continue_prompts` for one prompt on one rank. Under FSDP all ranks call it together, with equally seeded
-    generators. Each rank has the whole prompt and cache, and the forward passes gather the weights. Generation
-    therefore never ends early; cut the result at the end-of-document token instead.
-
-    Args:
-        model: the decoder.
-        prompt: (seqlen,) int64, at least one token.
-        max_new_tokens: number of tokens to generate.
-        temperature: 0 takes the likeliest token.
-        generator: generator on the CPU, where tokens are drawn.
-        cache_dtype: as in `continue_prompts`.
-        vocab_size: as in `Sampling`.
-
-    Raises:
-        ArgumentError: as in `continue_prompts`.
-    """
-    sampling = Sampling(temperature, vocab_size=vocab_size)
-    options = {"generator": generator, "cache_dtype": cache_dtype}
-    return continue_prompts(model, [prompt], max_new_tokens, sampling, **options)[0]
-
-
 @torch.no_grad()
 def continue_prompts(
     model: Decoder,
@@ -114,6 +81,9 @@ def continue_prompts(
     ranks then compute each new token together, with `rf.flash_decode` over their caches, and the first rank draws.
     Every rank calls this function with the same arguments and gets the same result. Only the last logits of each prompt
     are computed.
+
+    Under FSDP without `context` each rank has the whole prompts and cache, and the forward passes gather the weights.
+    All ranks then call it together, with equally seeded generators and without a stop token.
 
     Args:
         model: the decoder, whole on every rank.

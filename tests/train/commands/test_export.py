@@ -20,7 +20,7 @@ from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
-from ringflash.train.models.generate import generate
+from ringflash.train.models.generate import Sampling, continue_prompts
 from tests.distributed import run_ranks
 from tests.train.data.corpora import write_tokenizer
 
@@ -35,7 +35,7 @@ def _save(folder: str, checkpoint: dict[str, Any]) -> None:
 
 def own_generation(path: Path, tokenizer: Tokenizer) -> list[int]:
     decoder, prompt = load_decoder(path), torch.tensor(tokenizer.encode(PROMPT))
-    return generate(decoder, prompt, 12, temperature=0, vocab_size=tokenizer.vocab_size).tolist()
+    return continue_prompts(decoder, [prompt], 12, Sampling(0, vocab_size=tokenizer.vocab_size))[0].tolist()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from ringflash.errors import ArgumentError
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
-from ringflash.train.models.generate import Sampling, continue_prompts, generate
+from ringflash.train.models.generate import Sampling, continue_prompts
 from tests.distributed import run_ranks
 
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)
@@ -24,8 +24,10 @@ def decoder() -> Decoder:
     return model
 
 
-def sample(model: Decoder, temperature: float = 1.0) -> list[int]:
-    return generate(model, PROMPT, 12, temperature=temperature, generator=torch.Generator().manual_seed(7)).tolist()
+def sample(model: Decoder, temperature: float = 1.0, count: int = 12, vocab_size: int | None = None) -> list[int]:
+    sampling = Sampling(temperature, vocab_size=vocab_size)
+    generator = torch.Generator().manual_seed(7)
+    return continue_prompts(model, [PROMPT], count, sampling, generator=generator)[0].tolist()
 
 
 def test_the_likeliest_tokens_are_those_of_whole_forwards() -> None:
@@ -45,9 +47,8 @@ def test_sampling_is_seeded_and_follows_the_temperature() -> None:
 
 def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     model = decoder()
-    drawn = generate(model, PROMPT, 100, temperature=50.0, generator=torch.Generator().manual_seed(7), vocab_size=9)
-    assert {*drawn.tolist()} == {*range(9)}
-    assert max(generate(model, PROMPT, 100, temperature=50.0, generator=torch.Generator().manual_seed(7))) >= 9
+    assert {*sample(model, 50.0, 100, vocab_size=9)} == {*range(9)}
+    assert max(sample(model, 50.0, 100)) >= 9
 
 
 def test_only_the_likeliest_are_drawn() -> None:
@@ -82,7 +83,7 @@ def test_sequences_end_with_the_stop_token_each_for_itself() -> None:
 
 
 def test_no_new_tokens() -> None:
-    assert generate(decoder(), PROMPT, 0).shape == (0,)
+    assert sample(decoder(), count=0) == []
 
 
 def _sharded_sample() -> list[int]:
@@ -111,7 +112,7 @@ def test_ranks_in_lockstep() -> None:
 )
 def test_bad_arguments(prompt: torch.Tensor, count: int, temperature: float, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        generate(decoder(), prompt, count, temperature=temperature)
+        continue_prompts(decoder(), [prompt], count, Sampling(temperature))
 
 
 @pytest.mark.parametrize(("option", "value"), [("top_k", 0), ("top_p", 0.0), ("top_p", 1.1), ("vocab_size", 0)])
