@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ringflash.errors import ArgumentError
-from ringflash.layouts.layout import Chunk
 from ringflash.masks.bitmap import Bitmap
 from ringflash.masks.pair_counts import PairCounts
 
@@ -98,19 +97,6 @@ class Mask(ABC):
         first = seqlen_k - seqlen_q
         lo, hi = torch.broadcast_tensors(*self.bounds(torch.arange(first, seqlen_k, device="cpu"), seqlen_k))
         return PairCounts(lo, hi, first, self.bitmap())
-
-    def meets(self, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
-        """Returns whether any row of `chunks_q` sees any key of `chunks_k`."""
-        seqlen_k = max((chunk.stop for chunk in chunks_k), default=0)
-        bitmap = self.bitmap()
-        for chunk_q in chunks_q:
-            rows = torch.arange(chunk_q.start, chunk_q.stop, device="cpu")
-            lo, hi = self.bounds(rows, seqlen_k)
-            for chunk_k in chunks_k:
-                first, last = torch.broadcast_tensors(lo.clamp(min=chunk_k.start), hi.clamp(max=chunk_k.stop))
-                if bool((last > first).any() if bitmap is None else bitmap.sees_any(rows, first, last).any()):
-                    return True
-        return False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Masks: their dense form, their bounds, their algebra, and the pairs of chunks with visible pairs."""
+"""Masks: their dense form, their bounds and their algebra."""
 
 import os
 import pickle
@@ -9,20 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.layouts.layout import Chunk
 from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec, spec_of
 from tests.strategies import bitmap_masks, masks
 
 SEQLEN = 40
-
-chunks_q = st.builds(Chunk, start=st.integers(-5, 30), length=st.integers(1, 12))  # starts < 0: more queries than keys
-chunks_k = st.builds(Chunk, start=st.integers(0, 30), length=st.integers(1, 12))
 
 
 def dense(mask: Mask, seqlen: int = SEQLEN) -> Tensor:
@@ -199,13 +195,6 @@ def test_a_spec_leads_back_to_the_mask(mask: Mask) -> None:
     assert again == mask
     assert hash(again) == hash(mask)
     assert all(tensor.dtype in (torch.int64, torch.bool) and tensor.device.type == "cpu" for tensor in mask.spec[1])
-
-
-@settings(deadline=None)
-@given(chunk_q=chunks_q, chunk_k=chunks_k, mask=masks(SEQLEN))
-def test_meets_agrees_with_the_dense_mask(chunk_q: Chunk, chunk_k: Chunk, mask: Mask) -> None:
-    rows, columns = torch.arange(chunk_q.start, chunk_q.stop), torch.arange(chunk_k.start, chunk_k.stop)
-    assert mask.meets([chunk_q], [chunk_k]) == bool(mask.dense(rows, columns).any())
 
 
 def test_masks_are_values() -> None:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash as rf
-from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from tests.strategies import block_sparse, masks
 
@@ -50,7 +49,7 @@ def test_components_see_nothing_of_each_other(mask: Mask) -> None:
     assert edges == sorted(set(edges))
     for middle in edges[1:-1]:
         for a, b in (((0, middle), (middle, SEQLEN)), ((middle, SEQLEN), (0, middle))):
-            assert not mask.meets([Chunk(a[0], a[1] - a[0])], [Chunk(b[0], b[1] - b[0])])
+            assert not mask.dense(torch.arange(*a), torch.arange(*b)).any()
 
 
 def test_documents_are_components() -> None:

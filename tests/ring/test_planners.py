@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import ringflash as rf
-from ringflash.layouts.layout import LAYOUTS
+from ringflash.layouts.layout import LAYOUTS, Chunk, positions
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Batch, Kind, Plan, Transfer
 from tests.strategies import block_sparse
@@ -146,6 +146,11 @@ def transfers(plan: Plan) -> Iterator[tuple[int, Batch, Transfer]]:
         for batch in (*step.gradients, *step.kv):
             for transfer in batch.transfers:
                 yield index, batch, transfer
+
+
+def meets(mask: Mask, chunks_q: Sequence[Chunk], chunks_k: Sequence[Chunk]) -> bool:
+    """Returns whether any row of `chunks_q` sees any key of `chunks_k`."""
+    return bool(mask.dense(positions(chunks_q), positions(chunks_k)).any())
 
 
 def transfer_at(plan: Plan, hop: int, kind: Kind, *, sends: bool) -> Transfer | None:
