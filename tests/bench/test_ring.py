@@ -150,8 +150,8 @@ def _ulysses_errors(nheads_kv: int) -> list[float]:
     inputs = problem.leaves()
     out, _ = reference.attention(*inputs, mask=rf.Causal())
     expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
-    (attention,) = ulysses.local_attentions("cpu")
-    with ulysses.ulysses(mesh, attention)(problem) as setup:
+    (make,) = ulysses.local_attentions("cpu").values()
+    with ulysses.ulysses(mesh, make)(problem) as setup:
         results = [setup.whole(x.detach()) for x in setup.forward_backward()]
     return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
 
@@ -166,7 +166,7 @@ def _ulysses_refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     refusals = []
     for seqlen, nheads, nheads_kv in ((24, 3, 3), (25, 4, 2), (24, 12, 3)):
-        contender = ulysses.ulysses(mesh, ulysses.local_attentions("cpu")[0])
+        contender = ulysses.ulysses(mesh, *ulysses.local_attentions("cpu").values())
         with (
             pytest.raises(Unavailable) as raised,
             contender(Problem.random(seqlen, nheads, nheads_kv, 16, CPU, torch.float32)),

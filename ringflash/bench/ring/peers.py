@@ -126,8 +126,8 @@ def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: boo
                 named[f"torch {name} {rotation}"] = peer
         kernels = installed_kernels()
         named[f"ring-flash-attn zigzag, {kernels.name}"] = ring_flash_attn(mesh, kernels)
-        for attention in local_attentions(mesh.device_type):
-            named[f"Ulysses, {attention.name}"] = ulysses(mesh, attention)
+        for name, make in local_attentions(mesh.device_type).items():
+            named[f"Ulysses, {name}"] = ulysses(mesh, make)
         named[f"USP, {kernels.name}"] = usp(mesh, kernels)
         named["TransformerEngine p2p"] = transformer_engine(mesh)
         named["MagiAttention"] = magi_attention(mesh)

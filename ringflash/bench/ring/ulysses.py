@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,27 +26,14 @@ from ringflash.bench.common.problem import Contender, Problem, Setup
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, heads, headdim), causal
 
 
-@dataclass(frozen=True)
-class LocalAttention:
-    """Causal attention on one device, of tensors (batch, seqlen, heads, headdim).
-
-    Args:
-        name: name in the tables.
-        make: returns the function of q, k and v.
-    """
-
-    name: str
-    make: Callable[[], Attend]
-
-
-def local_attentions(device_type: str) -> list[LocalAttention]:
-    """Returns the attention functions for Ulysses on this kind of device."""
+def local_attentions(device_type: str) -> dict[str, Callable[[], Attend]]:
+    """Returns by their names what makes the attention functions of Ulysses on this kind of device."""
     if device_type != "cuda":
-        return [LocalAttention("SDPA math", partial(_sdpa, SDPBackend.MATH))]
-    return [
-        LocalAttention("FA4", lambda: out_of(cute().flash_attn_func, causal=True)),
-        LocalAttention("cuDNN", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-    ]
+        return {"SDPA math": partial(_sdpa, SDPBackend.MATH)}
+    return {
+        "FA4": lambda: out_of(cute().flash_attn_func, causal=True),
+        "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    }
 
 
 def _sdpa(backend: SDPBackend) -> Attend:
@@ -61,14 +47,17 @@ def _sdpa(backend: SDPBackend) -> Attend:
     return attend
 
 
-def ulysses(mesh: DeviceMesh, attention: LocalAttention) -> Contender:
-    """Returns the contender over all ranks of `mesh`. Ranks must divide the query heads and the length."""
+def ulysses(mesh: DeviceMesh, make: Callable[[], Attend]) -> Contender:
+    """Returns the contender over all ranks of `mesh`; `make` returns the attention on one of them.
+
+    Ranks must divide the query heads and the length.
+    """
     # A separate group: a call that fails leaves messages behind, which other contenders must not receive.
     group = dist.new_group()
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        attend, ranks = attention.make(), mesh.size()
+        attend, ranks = make(), mesh.size()
         check_split(ranks, problem.q.shape[2], problem.k.shape[2], problem.seqlen)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
