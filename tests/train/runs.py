@@ -21,7 +21,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
-from ringflash.train.models.loss import TokenLosses, count_valid, token_loss
+from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
 from ringflash.train.torchao_private import LinearDtype
 
 MODEL = ModelConfig(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
@@ -108,7 +108,7 @@ def window_loss(decoder: Decoder, rows: list[dict[str, Tensor]]) -> Tensor:
         for start, stop in pairwise(ends):
             if stop > start:
                 logits = decoder(row["input_ids"][None, start:stop], torch.arange(stop - start))
-                total = total + token_loss(logits, row["labels"][None, start:stop])
+                total = total + token_losses(logits, row["labels"][None, start:stop]).total
         num_valid = num_valid + count_valid(row["labels"])
     return total / num_valid.clamp(min=1)
 

@@ -45,11 +45,6 @@ def token_losses(logits: Tensor, labels: Tensor, *, each: bool = False) -> Token
     return TokenLosses(tokens.sum(), (tokens if each else tokens.detach()).view(labels.shape))
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the total of `token_losses`."""
-    return token_losses(logits, labels).total
-
-
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:

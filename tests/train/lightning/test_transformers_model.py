@@ -26,7 +26,7 @@ from ringflash.train.lightning.transformers_layers import TrainedLayer
 from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
-from ringflash.train.models.loss import count_valid, token_loss
+from ringflash.train.models.loss import count_valid, token_losses
 from ringflash.train.models.memory import TrainingShape, estimate_memory
 from tests.distributed import run_ranks
 from tests.train.runs import SEQLEN, Outcome, sequences, whole
@@ -214,7 +214,7 @@ def reference(run: Run, seed: int = 0, weights: dict[str, Tensor] | None = None)
     keywords = {"ring_dropout_seed": seed} if run.dropout else {}
     cuts = CUTS if run.packed else [0, SEQLEN]
     parts = [model(batch["input_ids"][:, a:b], use_cache=False, **keywords).logits for a, b in itertools.pairwise(cuts)]
-    loss = token_loss(torch.cat(parts, dim=1), batch["labels"]) / count_valid(batch["labels"])
+    loss = token_losses(torch.cat(parts, dim=1), batch["labels"]).total / count_valid(batch["labels"])
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 

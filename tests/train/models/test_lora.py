@@ -28,7 +28,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.adapter_folder import load_adapter
 from ringflash.train.models.lora import Lora, add_adapters, check_base, digest_of, is_adapter
-from ringflash.train.models.loss import count_valid, token_loss
+from ringflash.train.models.loss import count_valid, token_losses
 from tests.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
@@ -208,7 +208,9 @@ def reference(run: Run, folder: Path, dtype: torch.dtype) -> tuple[float, dict[s
     model.to(dtype).train()
     rows = sequences(Sequences(epoch_batches=1))[:BATCH]
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-    loss = token_loss(model(batch["input_ids"], use_cache=False).logits, batch["labels"]) / count_valid(batch["labels"])
+    loss = token_losses(model(batch["input_ids"], use_cache=False).logits, batch["labels"]).total / count_valid(
+        batch["labels"]
+    )
     loss.backward()
     return loss.item(), {n: p.grad for n, p in base.named_parameters() if p.grad is not None}
 
@@ -323,7 +325,7 @@ def test_training_goes_on_from_a_folder_of_adapters(trained: dict[int, dict[str,
     rows = sequences(Sequences(epoch_batches=1))[:BATCH]
     input_ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     with torch.no_grad():
-        loss = token_loss(tuned(half, folder).eval()(input_ids).logits, labels) / count_valid(labels)
+        loss = token_losses(tuned(half, folder).eval()(input_ids).logits, labels).total / count_valid(labels)
     assert continued.logged["train/loss"][0] == pytest.approx(loss.item(), rel=1e-6)
     assert loss < 0.95 * half.logged["train/loss"][0]
     moved = [(continued.weights[n] - half.weights[n]).abs().max() for n in half.weights if is_adapter(n)]

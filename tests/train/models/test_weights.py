@@ -30,7 +30,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig, RopeScaling
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
-from ringflash.train.models.loss import count_valid, token_loss
+from ringflash.train.models.loss import count_valid, token_losses
 from ringflash.train.models.weights import Weights
 from ringflash.train.weights.tensor_files import COMPARED_ROWS, SINGLE, TensorFiles, local_part
 from tests.distributed import run_ranks
@@ -156,7 +156,8 @@ def test_ranks_read_their_shards(folder: Path, tmp_path: Path, capsys: pytest.Ca
         logits = decoder(torch.arange(SEQLEN)[None] % 61, torch.arange(SEQLEN))
         rows = sequences(Run(batch_size=1, epoch_batches=3))
         losses = [
-            token_loss(decoder(row["input_ids"][None], torch.arange(SEQLEN)), row["labels"][None]) for row in rows
+            token_losses(decoder(row["input_ids"][None], torch.arange(SEQLEN)), row["labels"][None]).total
+            for row in rows
         ]
     torch.testing.assert_close(outcome["logits"], logits, atol=1e-11, rtol=0)
     mean = sum(losses) / sum(count_valid(row["labels"]) for row in rows)
