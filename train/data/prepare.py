@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,14 +207,13 @@ def _in_processes(
     # Spawns, because a fork would copy the locks of torch and of tokenizers without the threads that hold them.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(shards)), context, initializer=_enter_worker)
-    waiting: dict[Future[tuple[ShardHeader, bool]], int] = {}
     try:
-        for index, parts in enumerate(shards):
-            waiting[pool.submit(make_shard, shard_path(folder, index), parts, recipe)] = index
-        while waiting:
-            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield waiting.pop(future), future.result()
+        indices = {
+            pool.submit(make_shard, shard_path(folder, index), parts, recipe): index
+            for index, parts in enumerate(shards)
+        }
+        for future in as_completed(indices):
+            yield indices[future], future.result()
     except BrokenProcessPool as error:
         raise DataError(
             "processes",
