@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringflash.errors import CheckpointCorrupt, CheckpointError
+from ringflash.errors import CheckpointError
 
 
 def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -24,16 +24,13 @@ def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGr
     except Exception as raised:  # any error, because the other ranks wait for the result
         own = raised
         where = f"rank {dist.get_rank(group)}: {type(raised).__name__}: {raised}"
-        error = raised if isinstance(raised, CheckpointError) else failed(path, where)
-        fields = {name: getattr(error, name) for name in ("argument", "expected", "got", "remedy")}
-        failure = (isinstance(error, CheckpointCorrupt), fields)
+        failure = raised if isinstance(raised, CheckpointError) else failed(path, where)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with among_ranks(path, group):
         dist.all_gather_object(gathered, (result, failure), group=group)
     for _, found in gathered:
         if found is not None:
-            corrupt, fields = found
-            raise (CheckpointCorrupt if corrupt else CheckpointError)(**fields) from own
+            raise found from own
     return [value for value, _ in gathered]
 
 
