@@ -56,6 +56,7 @@ class _Run:
     """The part of `RingCLI` that its method for arguments reads, without callbacks."""
 
     run_callbacks: ClassVar[dict[str, Any]] = {}
+    samples_text = True
 
 
 def marked(text: str) -> list[nodes.Node]:

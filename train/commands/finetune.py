@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.pytorch.cli import LightningArgumentParser
-
 from ringflash.train.commands.train import RingCLI
 from ringflash.train.commands.train import main as train
 from ringflash.train.lightning.transformers_model import TransformersModel
@@ -19,11 +17,7 @@ class FinetuneCLI(RingCLI):
 
     name = "finetune"
     module = TransformersModel
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the arguments of RingCLI, without the summary's text sample, which needs a LanguageModel."""
-        super().add_arguments_to_parser(parser)
-        parser.set_defaults({"summary.sample_tokens": 0})
+    samples_text = False
 
 
 def main(argv: Sequence[str]) -> int:

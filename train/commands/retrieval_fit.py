@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.cli import LightningArgumentParser
-
 from ringflash.train.callbacks.retrieval_accuracy import RetrievalAccuracy
 from ringflash.train.commands.train import CALLBACKS, RingCLI
 from ringflash.train.data.retrieval import RetrievalDataModule
@@ -15,8 +13,4 @@ class RetrievalCLI(RingCLI):
     name = "retrieval"
     data = RetrievalDataModule
     run_callbacks = CALLBACKS | {"retrieval": RetrievalAccuracy}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the arguments of RingCLI, without the summary's text sample, because the task has no text."""
-        super().add_arguments_to_parser(parser)
-        parser.set_defaults({"summary.sample_tokens": 0})
+    samples_text = False  # the task has no text

@@ -75,6 +75,7 @@ class RingCLI(UntrustingCLI):
     module: type[RingModule] = LanguageModel
     data: type[pl.LightningDataModule] = TextDataModule
     run_callbacks: Mapping[str, type[pl.Callback]] = CALLBACKS
+    samples_text = True  # whether the summary has a sample of text, which needs a LanguageModel
 
     def __init__(self, args: Sequence[str], trainers: list[pl.Trainer]) -> None:
         check_arguments(args)
@@ -121,6 +122,8 @@ class RingCLI(UntrustingCLI):
         )
         for name, callback in self.run_callbacks.items():
             parser.add_class_arguments(callback, name)
+        if not self.samples_text:
+            parser.set_defaults({"summary.sample_tokens": 0})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses `args`; Lightning's own method would warn if sys.argv holds arguments too.
