@@ -41,6 +41,7 @@ from tests.train.runs import MODEL
 
 LLAMA_8B = ModelConfig(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336)
 WIDE = ModelConfig(vocab_size=61, dim=256, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=896)
+FOUR = ModelConfig(vocab_size=61, dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=224)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="an allocator that counts")
 
 
@@ -199,23 +200,23 @@ def test_a_step_of_transformers_takes_what_is_estimated(mode: Any, lora: Lora | 
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     rf.hf.register()
-    wide: dict[str, Any] = {"hidden_size": WIDE.dim, "intermediate_size": WIDE.ffn_dim, "num_hidden_layers": 4}
-    heads: dict[str, Any] = {"num_attention_heads": WIDE.n_heads, "num_key_value_heads": WIDE.n_kv_heads}
+    sizes: dict[str, Any] = {"hidden_size": FOUR.dim, "intermediate_size": FOUR.ffn_dim, "num_hidden_layers": 4}
+    heads: dict[str, Any] = {"num_attention_heads": FOUR.n_heads, "num_key_value_heads": FOUR.n_kv_heads}
     options: dict[str, Any] = {"attn_implementation": rf.hf.NAME, "dtype": torch.bfloat16}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, **wide, **heads), **options).train()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, **sizes, **heads), **options).train()
     if lora is not None:
         pytest.importorskip("peft")
         add_adapters(model, lora)
         model.bfloat16()
     for layer in layers_of(model):
         layer.forward = TrainedLayer(layer, mode)
-    x = torch.arange(2048)[None] % 61
+    x = torch.arange(512)[None] % 61  # 8 times the width: otherwise gradients of weights are most of the memory
     with Live(model.parameters()) as live:
         states_loss(model, x, x, position_ids=x, use_cache=False).total.backward()
     trained = None if lora is None else sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapts_all = lora is not None and lora.targets is None
-    shape = TrainingShape(2048, checkpointing=mode, copied=False, float32_norms=True, own_head=False, trained=trained)
-    estimate = estimate_memory(replace(WIDE, n_layers=4), replace(shape, adapts_all=adapts_all))
+    shape = TrainingShape(512, checkpointing=mode, copied=False, float32_norms=True, own_head=False, trained=trained)
+    estimate = estimate_memory(FOUR, replace(shape, adapts_all=adapts_all))
     assert least * live.most <= estimate.activations + max(estimate.block, estimate.loss) <= live.most
 
 
