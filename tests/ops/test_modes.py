@@ -14,6 +14,7 @@ from ringflash import reference
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.pairs import all_pairs
 from tests.strategies import masks, modes
 
 SEQLEN = 70
@@ -64,14 +65,13 @@ def test_heads(mode: str, heads: tuple[int, int]) -> None:
     assert_accurate(given.flash(), given)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("mode", MODES)
-def test_rings(mode: str, world: int, layout: str) -> None:
-    for mask in MASKS.values():
-        given = problem(mode, mask)
-        for deterministic in (True, False):
-            assert_accurate(given.ring(rf.ContextParallel.local(world, layout), deterministic=deterministic), given)
+@pytest.mark.parametrize(
+    ("mode", "layout", "world", "mask", "deterministic"),
+    all_pairs([*MODES], LAYOUTS, [2, 3, 5], [*MASKS], [True, False]),
+)
+def test_rings(mode: str, layout: str, world: int, mask: str, deterministic: bool) -> None:
+    given = problem(mode, MASKS[mask])
+    assert_accurate(given.ring(rf.ContextParallel.local(world, layout), deterministic=deterministic), given)
 
 
 @pytest.mark.parametrize("mode", MODES)

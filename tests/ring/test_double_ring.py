@@ -19,17 +19,18 @@ from ringflash.ring.plan import Kind, Plan
 from ringflash.transport.base import FAR, Message
 from ringflash.transport.local import LocalNetwork, LocalTransport
 from tests.accuracy import Problem, assert_accurate
+from tests.pairs import all_pairs
 from tests.ring.test_planners import meets, transfer_at
 from tests.strategies import masks, modes
 
 SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # (ring, inner ring)
-MASKS = [
-    Full(),
-    rf.Causal(),
-    rf.SlidingWindow(9, 0),
-    rf.Documents([0, 8, 20, 37]),
-    rf.Causal() & rf.Documents([0, 20, 37]),
-]
+MASKS = {
+    "full": Full(),
+    "causal": rf.Causal(),
+    "window": rf.SlidingWindow(9, 0),
+    "documents": rf.Documents([0, 8, 20, 37]),
+    "causal documents": rf.Causal() & rf.Documents([0, 20, 37]),
+}
 
 sizes, layouts = st.sampled_from(SIZES), st.sampled_from(LAYOUTS)
 
@@ -39,7 +40,7 @@ def plans_of(size: tuple[int, int], layout: str, mask: Mask, seqlen: int = 37) -
     return [context.plan(mask, seqlen, rank) for rank in range(size[0])]
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_plans(size: tuple[int, int], layout: str, mask: Mask) -> None:
@@ -106,12 +107,11 @@ def test_a_plan_prints_its_hops() -> None:
     ]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES[:4])
-def test_accuracy(size: tuple[int, int], layout: str, mask: Mask, deterministic: bool) -> None:
-    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=mask, batch=1)
+@pytest.mark.parametrize(
+    ("size", "layout", "mask", "deterministic"), all_pairs(SIZES[:4], LAYOUTS, [*MASKS], [True, False])
+)
+def test_accuracy(size: tuple[int, int], layout: str, mask: str, deterministic: bool) -> None:
+    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=MASKS[mask], batch=1)
     context = rf.ContextParallel.local(size[0], layout, inner_ring=size[1])
     assert_accurate(given.ring(context, deterministic=deterministic), given)
 
@@ -176,20 +176,22 @@ class _LateTransport(LocalTransport):
             network.settle(*end)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("size", [*SIZES, (4, None)])
-@pytest.mark.parametrize("hops", ["ring", "grouped"])
+@pytest.mark.parametrize(
+    ("hops", "size", "mask", "deterministic"),
+    [
+        *(("ring", *rest) for rest in all_pairs([*SIZES, (4, None)], [*MASKS], [True, False])),
+        *(("grouped", *rest) for rest in all_pairs([(n, None) for n in (3, 4, 6, 8)], [*MASKS], [True, False])),
+    ],
+)
 def test_messages_may_arrive_as_late_as_they_are_due(
-    hops: str, size: tuple[int, int | None], mask: Mask, monkeypatch: pytest.MonkeyPatch
+    hops: str, size: tuple[int, int | None], mask: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=mask, batch=1)
-    context = rf.ContextParallel.local(size[0], inner_ring=size[1] if hops == "ring" else None, hops=hops)
-    for deterministic in (True, False):
-        expected = given.ring(context, deterministic=deterministic)
-        with monkeypatch.context() as patched:
-            patched.setattr(ring_call, "LocalNetwork", _LateNetwork)
-            got = given.ring(context, deterministic=deterministic)
-        assert all(map(torch.equal, got, expected))
+    given = Problem.random(seqlen=37, heads=(2, 1), headdim=16, dtype=torch.float64, mask=MASKS[mask], batch=1)
+    context = rf.ContextParallel.local(size[0], inner_ring=size[1], hops=hops)
+    expected = given.ring(context, deterministic=deterministic)
+    monkeypatch.setattr(ring_call, "LocalNetwork", _LateNetwork)
+    got = given.ring(context, deterministic=deterministic)
+    assert all(map(torch.equal, got, expected))
 
 
 def test_repeats_are_bitwise_equal() -> None:

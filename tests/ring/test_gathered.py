@@ -26,6 +26,7 @@ from ringflash.transport.local import LocalTransport
 from tests.accuracy import Problem, as_tensor, assert_accurate
 from tests.distributed import run_ranks
 from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+from tests.pairs import all_pairs
 from tests.strategies import block_sparse, masks, modes
 
 SEQLEN = 61
@@ -48,13 +49,12 @@ def context_of(world: int, layout: str = "zigzag", **options: Any) -> rf.Context
     return rf.ContextParallel.local(world, layout, hops="grouped", **options)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_mask_in_every_layout(mask: Mask | None, layout: str, deterministic: bool) -> None:
-    problem = Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=(16, 24), mask=mask)
-    for world in (1, 2, 3, 4, 5):
-        assert_accurate(problem.ring(context_of(world, layout), deterministic=deterministic), problem)
+@pytest.mark.parametrize(
+    ("mask", "layout", "world", "deterministic"), all_pairs([*MASKS], LAYOUTS, [1, 2, 3, 4, 5], [True, False])
+)
+def test_every_mask_in_every_layout(mask: str, layout: str, world: int, deterministic: bool) -> None:
+    problem = Problem.random(seqlen=SEQLEN, dtype=torch.float64, headdim=(16, 24), mask=MASKS[mask])
+    assert_accurate(problem.ring(context_of(world, layout), deterministic=deterministic), problem)
 
 
 @settings(deadline=None, max_examples=60)
