@@ -38,6 +38,8 @@ RUNS = {
     "block": Run(NF4, checkpointing="block"),
     "compiled": Run(NF4, checkpointing="block", compile_blocks=True),
 }
+# The run on the rounded base model that each is compared with: it neither recomputes nor compiles.
+ROUNDED = {name: name if name in ("float64", "bfloat16", "few") else "float32" for name in RUNS}
 pytestmark = [
     pytest.mark.xdist_group("nf4"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*LeafSpec:FutureWarning"),
@@ -66,7 +68,8 @@ def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
     with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
         for name, run in RUNS.items():
             outcomes[name] = train(run, folder)
-            outcomes[f"{name}, rounded"] = train(plain(run), f"{folder}/rounded")
+            if ROUNDED[name] == name:
+                outcomes[f"{name}, rounded"] = train(plain(run), f"{folder}/rounded")
     if ranks == 2:
         saved = replace(RUNS["bfloat16"], epochs=1, save=f"{folder}/half", adapter=f"{folder}/adapter")
         outcomes["half"], outcomes["straight"] = train(saved, folder), train(Run(NF4, "bfloat16", 2), folder)
@@ -99,7 +102,7 @@ def trained(folder: Path) -> dict[int, dict[str, Outcome]]:
 def test_losses_and_gradients_are_those_of_the_rounded_base_model(
     trained: dict[int, dict[str, Outcome]], ranks: int, name: str
 ) -> None:
-    outcome, rounded = trained[ranks][name], trained[ranks][f"{name}, rounded"]
+    outcome, rounded = trained[ranks][name], trained[ranks][f"{ROUNDED[name]}, rounded"]
     rel = {"float64": 1e-12, "bfloat16": 2e-3}.get(name, 1e-6)
     assert outcome.logged["train/loss"] == pytest.approx(rounded.logged["train/loss"], rel=rel)
     assert outcome.gradients.keys() == rounded.gradients.keys()
