@@ -59,7 +59,8 @@ class _Buffers:
 
     def _views(self, slot: int, rows: range) -> Pair:
         """Returns keys and values in `rows` of a slot."""
-        found, key = self._slots.get(slot) or self._slot(slot, len(rows)), (rows, self._shapes)
+        found = self._slots.get(slot) or self._slot(slot, len(rows))
+        key = rows, self._shapes, self._plan.grouped  # a ring and a grouped plan share memory, and divide it otherwise
         pair = found.views.get(key)
         if pair is None:
             if len(found.views) == _VIEWS:

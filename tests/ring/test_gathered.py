@@ -309,6 +309,31 @@ def test_what_is_refused() -> None:
         rf.ContextParallel.local(4, inner_ring=2, hops="grouped")
 
 
+class _KeptMemory:
+    """Memory of the virtual ranks that lasts from pass to pass with the views of it, as the symmetric transport's."""
+
+    def __init__(self) -> None:
+        self._regions: dict[Any, tuple[Tensor, dict[Any, Slot]]] = {}
+
+    def allocate(
+        self, transport: LocalTransport, slot: tuple[int, int], numel: int, like: Tensor, dtype: torch.dtype
+    ) -> Slot:
+        new = torch.empty(2**16, dtype=torch.uint8), dict[Any, Slot]()
+        memory, slots = self._regions.setdefault((transport._rank, slot), new)
+        made = Slot(memory[: numel * dtype.itemsize].view(dtype), {})
+        return slots.setdefault((numel, dtype), made)
+
+
+def test_memory_that_is_kept_serves_a_ring_and_then_grouped_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses slots of one size in both: the longest shard has 34 rows, and a grouped buffer 33 and one of a neighbour."""
+    kept = _KeptMemory()
+    monkeypatch.setattr(LocalTransport, "allocate", lambda *args: kept.allocate(*args))
+    for hops, mask in (("ring", rf.Causal()), ("grouped", rf.Causal() & rf.SlidingWindow(1)), ("ring", rf.Causal())):
+        problem = Problem.random(seqlen=100, dtype=torch.float64, headdim=(16, 24), mask=mask)
+        context = rf.ContextParallel.local(3, "contiguous", hops=hops)
+        assert_accurate(problem.ring(context), problem)
+
+
 def _on_processes() -> tuple[list[Tensor], str, list[Outcome]]:
     """Returns shards of results, the error of ranks that disagree on hops, and outcomes of a failure in an exchange."""
     results: list[Tensor] = []
