@@ -424,10 +424,12 @@ class ContextParallel(TokenMeans):
     def watch(self, plan: Plan, stream: torch.cuda.Stream) -> None:
         """Watches a replayed pass of `plan`, queued on `stream`, as one message of hop 0; a peer's failure ends it."""
         assert self._connection is not None
+        done = torch.cuda.Event()
+        done.record(stream)
         if self._connection.watch is not None:
-            done = torch.cuda.Event()
-            done.record(stream)
             self._connection.watch.add(done.query, 0, [rank for rank in range(plan.world_size) if rank != plan.rank])
+        if self._mesh_connection is not None and self._mesh_connection.watch is not None:
+            self._mesh_connection.watch.add(done.query, 0, [])  # the pass also waits for the ranks that share heads
 
 
 class _Unshard(torch.autograd.Function):

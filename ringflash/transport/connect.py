@@ -109,12 +109,14 @@ class MeshConnection:
         heads: group of the second dimension.
         control: agrees on calls, over the ranks of both dimensions.
         transport: exchanges heads for rows.
+        watch: ends the ring if an exchange between GPUs is late; None on CPUs.
     """
 
     ring: Connection
     heads: dist.ProcessGroup
     control: MeshControlPlane
     transport: HeadsTransport
+    watch: Watch | None
 
     def serves(self, heads: dist.ProcessGroup, ring: Connection) -> bool:
         """Returns whether this connection is for exactly this group and this ring, and has not broken."""
@@ -231,7 +233,7 @@ def connect_mesh(
         faults.on_release(lambda: nccl.abort(moves_over))
         if moves_over is not heads:
             faults.on_close(lambda: nccl.close(moves_over))
-    return MeshConnection(ring, heads, control, ProcessGroupHeads(moves_over, faults, watch))
+    return MeshConnection(ring, heads, control, ProcessGroupHeads(moves_over, faults, watch), watch)
 
 
 def _own_gloo(
