@@ -165,9 +165,9 @@ class SymmetricTransport:
             region = self._regions[slot] = _Region(max(nbytes, least), self._control, self._rendezvous, self._device)
         if capturing:
             self._captured.add(region)
-        if self._last is not current and not capturing:
+        elif self._last is not current:
             current.wait_stream(self._last)  # the previous pass may still use these bytes
-        self._last = current
+            self._last = current
         return region.slot(numel, dtype)
 
     def start(self, messages: Sequence[Message]) -> list[torch.cuda.Event]:
