@@ -98,8 +98,10 @@ def budget_bytes(budget: str, total: int) -> int | None:
             got=repr(budget),
             remedy="Write the unit too, and no negative number.",
         )
-    number = int(float(match[1]) * (GIB if match[2] == "GiB" else total / 100))
-    if number > total:
+    amount = float(match[1])
+    is_share = match[2] == "%"
+    number = min(int(amount * total / 100), total) if is_share else int(amount * GIB)  # rounding may exceed the total
+    if number > total or (is_share and amount > 100):
         raise ConfigError(
             "activation_memory",
             expected=f"at most the {total / GIB:.2f} GiB of memory that there is",

@@ -25,6 +25,7 @@ def test_a_budget_is_a_size_or_a_share() -> None:
     assert budget_bytes("0.5GiB", H200) == GIB / 2
     assert budget_bytes("80%", H200) == H200 * 0.8
     assert budget_bytes("100%", H200) == H200
+    check_activations(None, "100%", offload=False)
 
 
 @pytest.mark.parametrize("budget", ["-5GiB", "60", "0.8", "60GB", "0GiB", "0%", "", "none", 60, 0.8, None])
