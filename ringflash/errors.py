@@ -60,6 +60,13 @@ class CheckpointCorrupt(CheckpointError):
     """A file of a checkpoint, named by `argument`, that differs from the saved one."""
 
 
+_REMEDIES = {
+    "dropout": "Call with the same dropout on all ranks of the context. Ranks draw the same seed only if they are "
+    "seeded alike, and RingAttentionStrategy seeds them differently: pass rf.Dropout(p, seed=number), with another "
+    "number in each step.",
+}
+
+
 class RankMismatch(RingflashError, ValueError):
     """Ranks called one collective with different arguments; raised on every rank before any data moves.
 
@@ -79,7 +86,7 @@ class RankMismatch(RingflashError, ValueError):
         super().__init__(
             f"ranks disagree on {field}: rank{'s' if len(odd_ranks) > 1 else ''} {', '.join(map(str, odd_ranks))} "
             f"against the rest (seen on rank {rank}).\n{table}\n"
-            + (remedy or f"Call with the same {field} on all ranks of the context.")
+            + (remedy or _REMEDIES.get(field) or f"Call with the same {field} on all ranks of the context.")
         )
 
 
