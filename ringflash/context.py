@@ -446,8 +446,12 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        shard = ctx.context.shard(ctx.control.sum(grads[0]), ctx.dim, mask=ctx.mask)
-        return shard, None, None, None, None, None
+        (grad,) = grads
+        context, dim, mask = ctx.context, ctx.dim, ctx.mask
+        rows = sum(chunk.length for chunk in context._local_chunks(grad.shape[dim], mask))
+        fields = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}
+        context.agree(fields, rows, mask)  # names a rank that does not come; the sum would wait for the group's timeout
+        return context.shard(ctx.control.sum(grad), dim, mask=mask), None, None, None, None, None
 
 
 def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:

@@ -1,5 +1,6 @@
 """The ring over gloo processes: the same bits as virtual ranks, and agreement before any data moves."""
 
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,22 @@ def _unshard() -> tuple[Tensor, Tensor]:
 def test_unshard_gathers_and_its_gradient_sums_over_ranks() -> None:
     for grad, whole in run_ranks(3, _unshard):
         assert torch.equal(grad, whole * (1 + 2 + 3))
+
+
+def _backward_of_unshard_on_rank_0() -> Outcome | None:
+    context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
+    whole = context.unshard(torch.ones(1, 2, 3, requires_grad=True))
+    if context.rank == 1:
+        time.sleep(8)
+        return None
+    return outcome_of(whole.sum().backward)
+
+
+def test_a_rank_that_does_not_come_to_the_backward_of_unshard_is_named() -> None:
+    outcome = run_ranks(2, _backward_of_unshard_on_rank_0)[0]
+    assert outcome.kind == "RingTimeout", outcome
+    assert outcome.fields["peers"] == [1]
+    assert outcome.seconds < 7
 
 
 def _bad_unshard() -> list[Outcome]:
