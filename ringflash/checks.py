@@ -54,14 +54,15 @@ def check_whole(argument: str, value: object, least: int, remedy: str) -> None:
 
 def check_softcap(softcap: float) -> None:
     """Raises ArgumentError unless `softcap` is positive and finite, or 0 for no softcap."""
-    if not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
+    if not isinstance(softcap, int | float) or isinstance(softcap, bool) or not 0.0 <= softcap < math.inf:
         raise ArgumentError("softcap", expected="0 or positive, and finite", got=softcap, remedy="0 is no cap.")
 
 
 def scale_of(softmax_scale: float | None, headdim: int) -> float:
     """Returns the softmax scale; None is 1 / sqrt(headdim). Raises ArgumentError unless it is positive and finite."""
-    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
-        remedy = "Leave it out for 1 / sqrt(headdim)."
+    is_number = hasattr(softmax_scale, "__float__") and not isinstance(softmax_scale, Tensor | bool)
+    if softmax_scale is not None and not is_number:
+        remedy = "Leave it out for 1 / sqrt(headdim). Multiply q by a learned scale, and pass softmax_scale=1.0."
         raise ArgumentError("softmax_scale", expected="a number, or None", got=repr(softmax_scale), remedy=remedy)
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:

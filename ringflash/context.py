@@ -148,9 +148,7 @@ class ContextParallel(TokenMeans):
         `hops` act as in a context of processes. `shard` returns the shards of all ranks one after another, and
         `ring_attention` takes and returns tensors of that form.
         """
-        if world_size < 1:
-            remedy = "Pass the number of virtual ranks."
-            raise ArgumentError("world_size", expected="at least 1", got=world_size, remedy=remedy)
+        check_whole("world_size", world_size, 1, "Pass the number of virtual ranks.")
         self = cls.__new__(cls)
         self._connection = self._mesh_connection = self._control = self.transport = self.heads_transport = None
         self.group = self.heads_group = self.replays = None
@@ -460,8 +458,10 @@ def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
     if hops == "grouped" and inner_ring is not None:
         remedy = "Leave out inner_ring, or hops: one is for slow links and long sequences, the other for short ones."
         raise ArgumentError("hops", expected="no inner_ring with grouped hops", got=inner_ring, remedy=remedy)
-    if inner_ring is not None and (inner_ring < 1 or grid.ring % inner_ring):
-        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
+    remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
+    if inner_ring is not None:
+        check_whole("inner_ring", inner_ring, 1, remedy)
+    if inner_ring is not None and grid.ring % inner_ring:
         expected = f"a divisor of the ring's {grid.ring} ranks"
         raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
 

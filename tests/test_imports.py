@@ -23,7 +23,7 @@ ALLOWED = {
     "recent_calls": set(),
     "checks": {"errors"},
     "dropout": {"errors"},
-    "layouts": {"errors"},
+    "layouts": {"checks", "errors"},
     "masks": {"checks", "errors", "layouts"},
     "reference": {"dropout", "masks"},
     "kernels": {"compile_once", "dropout", "errors", "layouts", "masks", "state"},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.checks import check_whole
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk, Layout
 
@@ -38,8 +39,9 @@ class Grid:
         Raises:
             ArgumentError: `world_size` is no multiple of `heads`.
         """
-        if heads < 1 or world_size % heads:
-            remedy = "Every group of ranks splits all heads."
+        remedy = "Every group of ranks splits all heads."
+        check_whole("heads", heads, 1, remedy)
+        if world_size % heads:
             raise ArgumentError("heads", expected=f"a divisor of {world_size} ranks", got=heads, remedy=remedy)
         return Grid(world_size // heads, heads, tuple(divmod(rank, heads) for rank in range(world_size)))
 

@@ -196,8 +196,10 @@ def checked_dim(x: Tensor, dim: int) -> int:
     """Returns `dim` of `x`, counted from the first dimension.
 
     Raises:
-        ArgumentError: `x` has no such dimension.
+        ArgumentError: `x` is no tensor, or has no such dimension.
     """
+    if not isinstance(x, Tensor):
+        raise ArgumentError("x", expected="a tensor", got=type(x).__name__, remedy="Pass a torch tensor.")
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         expected = f"a dimension of a tensor of shape {tuple(x.shape)}"
         remedy = "Pass the dimension of tokens, and a tensor that has one."

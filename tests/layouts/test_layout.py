@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,8 @@ def test_fewer_tokens_than_ranks() -> None:
         (lambda c: c.shard(torch.zeros(())), r"dim: expected a dimension of a tensor of shape \(\), got 1"),
         (lambda c: c.unshard(torch.zeros(1, 8), dim=-3), "dim: expected a dimension of .*got -3"),
         (lambda c: c.shard(torch.zeros(1, 8), dim=1.0), "dim: expected a dimension of .*got 1.0"),
+        (lambda c: c.shard([1, 2, 3]), "x: expected a tensor, got list"),
+        (lambda c: c.unshard(None), "x: expected a tensor, got NoneType"),
     ],
 )
 def test_arguments_that_name_nothing(call: Callable[[rf.ContextParallel], object], message: str) -> None:
@@ -160,6 +163,7 @@ def test_balanced_under_a_mask_of_another_sequence() -> None:
         context.shard(torch.zeros(1, 8), mask="causal")  # type: ignore[arg-type]
 
 
-def test_no_virtual_ranks() -> None:
-    with pytest.raises(ArgumentError, match="world_size: expected at least 1, got 0"):
-        rf.ContextParallel.local(0)
+@pytest.mark.parametrize("world_size", [0, 2.5, "2", True])
+def test_no_virtual_ranks(world_size: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"world_size: expected a whole number, at least 1, got {world_size!r}"):
+        rf.ContextParallel.local(world_size)

@@ -199,7 +199,7 @@ def test_bad_scale(scale: float) -> None:
         rf.flash_attention(*qkv(), softmax_scale=scale)
 
 
-@pytest.mark.parametrize("scale", ["big", "0.5", [1.0]])
+@pytest.mark.parametrize("scale", ["big", "0.5", [1.0], True, torch.tensor(0.5)])
 def test_a_scale_that_is_no_number(scale: Any) -> None:
     for call in (rf.flash_attention, partial(rf.ring_attention, context=rf.ContextParallel.local(2))):
         with pytest.raises(ArgumentError, match="softmax_scale: expected a number, or None, got "):
