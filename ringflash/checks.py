@@ -72,8 +72,15 @@ def scale_of(softmax_scale: float | None, headdim: int) -> float:
 
 
 def check_return_lse(return_lse: bool | None, of_options: bool) -> bool:
-    """Returns the keyword `return_lse`, or the option if it is None. Raises ArgumentError unless it is None or bool."""
+    """Returns the keyword `return_lse`, or the option if it is None.
+
+    Raises:
+        ArgumentError: the keyword is neither None nor bool, or the option no bool.
+    """
     if return_lse is not None and not isinstance(return_lse, bool):
         remedy = "None does what options.return_lse says."
         raise ArgumentError("return_lse", expected="None, True or False", got=repr(return_lse), remedy=remedy)
+    if not isinstance(of_options, bool):
+        remedy = "None is for the keyword alone."
+        raise ArgumentError("options.return_lse", expected="True or False", got=repr(of_options), remedy=remedy)
     return of_options if return_lse is None else return_lse

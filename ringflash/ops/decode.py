@@ -313,9 +313,11 @@ def _check_scoring(q: Tensor, softmax_scale: float | None, options: DecodeOption
 
 def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel | None) -> None:
     kernels = choose(options.backend, q)
-    if options.splits is not None and not (isinstance(options.splits, int) and 1 <= options.splits <= MAX_SPLITS):
+    splits = options.splits
+    is_number = isinstance(splits, int) and not isinstance(splits, bool)
+    if splits is not None and not (is_number and 1 <= splits <= MAX_SPLITS):
         remedy = "None chooses."
-        raise ArgumentError("splits", expected=f"None or 1 to {MAX_SPLITS}", got=options.splits, remedy=remedy)
+        raise ArgumentError("splits", expected=f"None or 1 to {MAX_SPLITS}", got=repr(splits), remedy=remedy)
     if not isinstance(options.tiles, DecodeTiles | None):
         remedy = "Pass rf.DecodeTiles(block_n, num_warps, num_stages)."
         raise ArgumentError("tiles", expected="None or a rf.DecodeTiles", got=repr(options.tiles), remedy=remedy)
@@ -326,6 +328,7 @@ def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel |
     if world > 1 and options.alibi_slopes is not None:
         remedy = "A rank knows only its own keys' positions: decode with the whole cache on one device."
         raise ArgumentError("alibi_slopes", expected="None for a sharded cache", got="slopes", remedy=remedy)
-    if not -world <= options.newest_rank < world:
+    newest = options.newest_rank
+    if not isinstance(newest, int) or isinstance(newest, bool) or not -world <= newest < world:
         remedy = "It counts the ranks of the context."
-        raise ArgumentError("newest_rank", expected=f"{-world} to {world - 1}", got=options.newest_rank, remedy=remedy)
+        raise ArgumentError("newest_rank", expected=f"{-world} to {world - 1}", got=repr(newest), remedy=remedy)

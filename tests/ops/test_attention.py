@@ -75,6 +75,9 @@ def test_the_keyword_return_lse_goes_before_the_option() -> None:
 
     with pytest.raises(ArgumentError, match="return_lse: expected None, True or False, got 1"):
         rf.flash_attention(q, k, v, return_lse=1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    wrong: Any = 1
+    with pytest.raises(ArgumentError, match=r"options\.return_lse: expected True or False, got 1"):
+        rf.flash_attention(q, k, v, options=rf.AttentionOptions(return_lse=wrong))
 
 
 def test_rows_that_see_nothing() -> None:
