@@ -64,20 +64,26 @@ class Preemption(Callback):
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Raises Preempted, if the last step was saved after a SIGTERM."""
-        if self._end is not None:
-            raise self._end
+        self._raise_end()
 
-    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Raises Preempted, if the last step was saved after a SIGTERM."""
-        if self._end is not None:
-            raise self._end
+        self._raise_end()
+
+    def on_validation_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Raises Preempted, if the last step was saved after a SIGTERM."""
+        if _is_in_training(trainer):
+            self._raise_end()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Saves and raises Preempted, if a rank received SIGTERM."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            end = self._save_if_told(trainer)
-            if end is not None:
-                raise end
+        if _is_in_training(trainer):
+            self._end = self._save_if_told(trainer)
+            self._raise_end()
+
+    def _raise_end(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     def _listen(self) -> None:
         # Replaces Lightning's handler, which runs a broadcast inside. The Trainer restores the old handler.
@@ -104,3 +110,8 @@ class Preemption(Callback):
         if trainer.is_global_zero:
             log.warning(text)
         return Preempted(text)
+
+
+def _is_in_training(trainer: pl.Trainer) -> bool:
+    """Returns whether a validation is part of training, and not the check before it."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking

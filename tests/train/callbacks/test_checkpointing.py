@@ -187,6 +187,11 @@ def _all_runs(base: str) -> dict[str, Fitted]:
 
     told = At(3, terminate_on_rank_1)
     runs["preempted"] = fit(root / "preempted", 9, told, Preemption(), LastCheckpoint(every_n_steps=2))
+    told = At(3, terminate_on_rank_1)
+    callbacks = [told, Preemption(), LastCheckpoint(every_n_steps=2)]
+    runs["preempted in the last step"] = fit(root / "in the last step", 3, *callbacks)
+    callbacks = [At(4, terminate_on_rank_1), Preemption(), LastCheckpoint(every_n_steps=3)]
+    runs["preempted before validation"] = fit(root / "before validation", 9, *callbacks, validate=True)
     told = At(4, terminate_on_rank_1, validating=True)
     callbacks = [told, Preemption(), LastCheckpoint(every_n_steps=3)]
     runs["preempted in validation"] = fit(root / "validating", 9, *callbacks, validate=True)
@@ -284,6 +289,13 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_step(runs: Runs) -> None:
     assert preempted.step in (3, 4)  # depends on the order of the sending and the checking callback
     assert steps(runs.folder / "preempted")[0] == ("last", preempted.step)
     assert [rank["preempted"].said.count("SIGTERM on rank 1") for rank in runs.ranks] == [1, 0]
+
+
+@pytest.mark.parametrize(("when", "step"), [("in the last step", 3), ("before validation", 4)])
+def test_sigterm_in_a_step_that_no_other_follows(runs: Runs, when: str, step: int) -> None:
+    error = runs[f"preempted {when}"].error
+    assert error.startswith(f"Preempted 143: SIGTERM on rank 1: stopped after step {step}")
+    assert steps(runs.folder / when)[0] == ("last", step)
 
 
 def test_sigterm_in_a_validation(runs: Runs) -> None:
