@@ -181,8 +181,8 @@ class ContextParallel(TokenMeans):
     def close(self) -> None:
         """Closes the connections of this context, unless another context uses them; later calls raise ArgumentError.
 
-        All ranks close the context after its last call, or leave its `with` block. A second close does nothing. A
-        context without references is closed when the next one is made.
+        All ranks close the context after its last call or backward, or leave its `with` block. A second close does
+        nothing. A context without references is closed when the next one is made.
         """
         self.prepared_calls, self.operator_calls = RecentCalls(), RecentCalls()
         self._control = cast("ControlPlane", Closed(self.rank))
@@ -233,6 +233,7 @@ class ContextParallel(TokenMeans):
             ArgumentError: as `shard`.
             RankMismatch: shards differ in dtype or in another dimension, or their lengths do not fit the layout.
             PeerFailed: another rank raised for its arguments.
+            RingTimeout: another rank did not come to the call or to its backward in time.
         """
         try:
             dim = layouts.checked_dim(x, dim)
@@ -447,8 +448,9 @@ class _Unshard(torch.autograd.Function):
         (grad,) = grads
         context, dim, mask = ctx.context, ctx.dim, ctx.mask
         rows = sum(chunk.length for chunk in context._local_chunks(grad.shape[dim], mask))
-        fields = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}
-        context.agree(fields, rows, mask)  # names a rank that does not come; the sum would wait for the group's timeout
+        kind = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}
+        # The sum would wait for a missing rank until the group's timeout, and would not name the rank.
+        context._control.values({**kind, "rows": rows}, free="rows")
         return context.shard(ctx.control.sum(grad), dim, mask=mask), None, None, None, None, None
 
 
