@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests import one_gpu  # here, because it imports the library
 
     if one_gpu.GPUS == 1:
+        # Files of such tests, and no others, import `one_gpu` as a module.
         ranks = [item for item in items if isinstance(item, pytest.Function) and hasattr(item.module, "one_gpu")]
         for number, item in enumerate(ranks):
             item.add_marker(pytest.mark.xdist_group(f"ranks-{number % one_gpu.TURNS}"))

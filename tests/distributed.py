@@ -23,7 +23,7 @@ from tests.strict import make_warnings_errors
 # The fork server imports these modules once for all ranks, so that a rank starts in milliseconds. Without
 # torch._dynamo in the list, the first call of an operator would import it, which takes seconds; ranks that train import
 # the others. A package that is not installed is left out. peft imports bitsandbytes, which initializes CUDA, and then
-# no fork can use CUDA: GPU machines leave it out.
+# no fork can use CUDA: GPU machines leave out peft, and the models that import it.
 PRELOADED = [
     *("torch", "torch._dynamo", "lightning.pytorch", "jsonargparse", "hypothesis", "pytest", "ringflash"),
     *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model", "accelerate"),

@@ -34,6 +34,8 @@ def magi_attention(mesh: DeviceMesh) -> Contender:
         api, seqlen, chunks = _api(), problem.seqlen, CHUNK * mesh.size()
         if seqlen % chunks:
             raise Unavailable(f"takes multiples of {chunks} tokens, not {seqlen}")
+        if problem.q.shape[0] != 1:
+            raise Unavailable(f"takes one sequence, not a batch of {problem.q.shape[0]}")
         everything = api.AttnRanges.from_ranges([[0, seqlen]])
         key = api.magi_attn_flex_key(
             q_ranges=everything,

@@ -40,7 +40,8 @@ from ringflash.commands.options import DTYPES, check_at_least
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
-CANNOT = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # raised by contenders, reported in rows
+# Errors of contenders, which rows report. A broken installation raises OSError, and another release AttributeError.
+CANNOT = (ImportError, OSError, AttributeError, RuntimeError, ValueError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True)

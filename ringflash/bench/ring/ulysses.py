@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, heads,
 
 
 def local_attentions(device_type: str) -> dict[str, Callable[[], Attend]]:
-    """Returns by their names what makes the attention functions of Ulysses on this kind of device."""
+    """Returns makers of the attention functions for Ulysses on this kind of device, by name."""
     if device_type != "cuda":
         return {"SDPA math": partial(_sdpa, SDPBackend.MATH)}
     return {

@@ -43,6 +43,8 @@ def usp(mesh: DeviceMesh, kernels: Kernels) -> Contender:
             raise Unavailable(f"takes numbers of ranks that {HEADS} divides, not {mesh.size()}")
         call, chunks = attention(kernels, both["ring"].get_group(), both["heads"].get_group()), 2 * mesh.size()
         check_split(HEADS, problem.q.shape[2], problem.k.shape[2], problem.seqlen)
+        if problem.k.shape[2] % HEADS:
+            raise Unavailable(f"takes KV heads that {HEADS} divides, not {problem.k.shape[2]}")
         if problem.seqlen % chunks:
             raise Unavailable(f"takes multiples of {chunks} tokens, not {problem.seqlen}")
         context = rf.ContextParallel(both, layout="zigzag")  # the same chunks on the same ranks
@@ -74,7 +76,7 @@ def attention(kernels: Kernels, ring: dist.ProcessGroup, heads: dist.ProcessGrou
 def _implementation(kernels: Kernels, attn_type: Any, stage: str) -> Callable[..., Any]:
     """Returns the function that the package's ring calls in the stage "fwd-only" or "bwd-only".
 
-    The benchmark uses no dropout, window, softcap or ALiBi, which come in `ignored`.
+    The benchmark uses no dropout, window, softcap or ALiBi, so their parameters are ignored.
     """
 
     def forward(
