@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
 from ringflash.dropout import kept, philox
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full
 from tests.accuracy import as_tensor
+from tests.distributed import run_ranks
 
 WORD = 0xFFFFFFFF
 
@@ -225,3 +227,18 @@ def test_dropout_in_a_captured_graph() -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def _drawn_on_ranks_seeded_differently() -> str:
+    context = rf.ContextParallel(dist.group.WORLD)
+    torch.manual_seed(context.rank)
+    x = context.shard(torch.randn(1, 8, 1, 16))
+    with pytest.raises(RankMismatch) as caught:
+        rf.ring_attention(x, x, x, context, dropout=rf.Dropout(0.5))
+    return str(caught.value)
+
+
+def test_seeds_that_ranks_draw_differently_are_refused_with_the_remedy() -> None:
+    for text in run_ranks(2, _drawn_on_ranks_seeded_differently):
+        assert "ranks disagree on dropout" in text
+        assert "pass rf.Dropout(p, seed=number), with another number in each step" in text

@@ -24,7 +24,7 @@ ALLOWED = {
     "checks": {"errors"},
     "dropout": {"errors"},
     "layouts": {"checks", "errors"},
-    "masks": {"checks", "errors", "layouts"},
+    "masks": {"checks", "errors"},
     "reference": {"dropout", "masks"},
     "kernels": {"compile_once", "dropout", "errors", "layouts", "masks", "state"},
     "coordination": {"context", "errors", "transport"},  # context only for its type
