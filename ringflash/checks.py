@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def check_heads(nheads: int, nheads_kv: int, headdims: Mapping[str, int]) -> Non
 
 def check_whole(argument: str, value: object, least: int, remedy: str) -> None:
     """Raises ArgumentError unless `value` is a whole number and at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ArgumentError(argument, expected=f"a whole number, at least {least}", got=repr(value), remedy=remedy)
 
 
@@ -60,8 +61,8 @@ def check_softcap(softcap: float) -> None:
 
 def scale_of(softmax_scale: float | None, headdim: int) -> float:
     """Returns the softmax scale; None is 1 / sqrt(headdim). Raises ArgumentError unless it is positive and finite."""
-    is_number = hasattr(softmax_scale, "__float__") and not isinstance(softmax_scale, Tensor | bool)
-    if softmax_scale is not None and not is_number:
+    is_number = isinstance(softmax_scale, int | float | Real)  # not what has __float__ alone, such as a tensor
+    if softmax_scale is not None and (not is_number or isinstance(softmax_scale, bool)):
         remedy = "Leave it out for 1 / sqrt(headdim). Multiply q by a learned scale, and pass softmax_scale=1.0."
         raise ArgumentError("softmax_scale", expected="a number, or None", got=repr(softmax_scale), remedy=remedy)
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else float(softmax_scale)
@@ -75,7 +76,7 @@ def check_return_lse(return_lse: bool | None, of_options: bool) -> bool:
     """Returns the keyword `return_lse`, or the option if it is None.
 
     Raises:
-        ArgumentError: the keyword is neither None nor bool, or the option no bool.
+        ArgumentError: the keyword is neither None nor a bool, or the option is not a bool.
     """
     if return_lse is not None and not isinstance(return_lse, bool):
         remedy = "None does what options.return_lse says."

@@ -37,7 +37,7 @@ class Grid:
         """Returns the grid of `world_size` ranks, in groups of `heads` consecutive ranks.
 
         Raises:
-            ArgumentError: `world_size` is no multiple of `heads`.
+            ArgumentError: `heads` is not a whole number, or does not divide `world_size`.
         """
         remedy = "Every group of ranks splits all heads."
         check_whole("heads", heads, 1, remedy)

@@ -196,7 +196,7 @@ def checked_dim(x: Tensor, dim: int) -> int:
     """Returns `dim` of `x`, counted from the first dimension.
 
     Raises:
-        ArgumentError: `x` is no tensor, or has no such dimension.
+        ArgumentError: `x` is not a tensor, or has no such dimension.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError("x", expected="a tensor", got=type(x).__name__, remedy="Pass a torch tensor.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, overload
 
 import torch
@@ -329,6 +330,6 @@ def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel |
         remedy = "A rank knows only its own keys' positions: decode with the whole cache on one device."
         raise ArgumentError("alibi_slopes", expected="None for a sharded cache", got="slopes", remedy=remedy)
     newest = options.newest_rank
-    if not isinstance(newest, int) or isinstance(newest, bool) or not -world <= newest < world:
+    if not isinstance(newest, Integral) or isinstance(newest, bool) or not -world <= newest < world:
         remedy = "It counts the ranks of the context."
         raise ArgumentError("newest_rank", expected=f"{-world} to {world - 1}", got=repr(newest), remedy=remedy)

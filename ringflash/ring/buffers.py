@@ -60,7 +60,7 @@ class _Buffers:
     def _views(self, slot: int, rows: range) -> Pair:
         """Returns keys and values in `rows` of a slot."""
         found = self._slots.get(slot) or self._slot(slot, len(rows))
-        key = rows, self._shapes, self._plan.grouped  # a ring and a grouped plan share memory, and divide it otherwise
+        key = rows, self._shapes, self._plan.grouped  # a ring and a grouped plan divide shared memory differently
         pair = found.views.get(key)
         if pair is None:
             if len(found.views) == _VIEWS:
