@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -65,6 +66,12 @@ def test_ranks_that_are_no_whole_groups(heads: int) -> None:
 def test_heads_over_no_whole_number_of_ranks(heads: Any) -> None:
     with pytest.raises(ArgumentError, match=f"heads: expected a whole number, at least 1, got {heads!r}"):
         rf.ContextParallel.local(4, heads=heads)
+
+
+def test_numbers_of_numpy() -> None:
+    whole: Any = np.int64(4)
+    context = rf.ContextParallel.local(whole, heads=whole // 2, inner_ring=whole // 4)
+    assert context.plan(rf.Causal(), 16) == rf.ContextParallel.local(4, heads=2, inner_ring=1).plan(rf.Causal(), 16)
 
 
 def test_fewer_tokens_than_ranks() -> None:
