@@ -92,16 +92,21 @@ def _causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
     )
 
 
-def cute() -> Any:
-    """Returns the package of FlashAttention-4.
+def package_of(name: str) -> Any:
+    """Returns the module `name` of a peer's package.
 
     Raises:
         Unavailable: the package is not installed.
     """
     try:
-        return importlib.import_module("flash_attn.cute")
+        return importlib.import_module(name)
     except ImportError as error:
         raise Unavailable("not installed") from error
+
+
+def cute() -> Any:
+    """Returns the package of FlashAttention-4; raises as `package_of`."""
+    return package_of("flash_attn.cute")
 
 
 @contextmanager

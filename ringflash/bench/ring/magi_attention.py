@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.attention.single import Unavailable, package_of
 from ringflash.bench.common.problem import Contender, Problem, Setup
 
 CHUNK = 512  # tokens of a chunk in the package's examples
@@ -31,7 +30,7 @@ def magi_attention(mesh: DeviceMesh) -> Contender:
 
     @contextmanager
     def prepare(problem: Problem) -> Generator[Setup, None, None]:
-        api, seqlen, chunks = _api(), problem.seqlen, CHUNK * mesh.size()
+        api, seqlen, chunks = package_of("magi_attention.api"), problem.seqlen, CHUNK * mesh.size()
         if seqlen % chunks:
             raise Unavailable(f"takes multiples of {chunks} tokens, not {seqlen}")
         if problem.q.shape[0] != 1:
@@ -65,10 +64,3 @@ def magi_attention(mesh: DeviceMesh) -> Contender:
 
 def _without_batch(move: Any, key: Any, x: Tensor) -> Tensor:
     return move(x[0], key=key)[None]
-
-
-def _api() -> Any:
-    try:
-        return import_module("magi_attention.api")
-    except ImportError as error:
-        raise Unavailable("not installed") from error

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
-from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.attention.single import Unavailable, package_of
 from ringflash.bench.common.problem import Contender, Problem, Setup
 
 
@@ -34,7 +32,7 @@ def transformer_engine(mesh: DeviceMesh) -> Contender:
         if problem.seqlen % chunks:
             raise Unavailable(f"takes multiples of {chunks} tokens, not {problem.seqlen}")
         nheads, headdim = problem.q.shape[2:]
-        attention = _module()(
+        attention = package_of("transformer_engine.pytorch").DotProductAttention(
             nheads,
             headdim,
             num_gqa_groups=problem.k.shape[2],
@@ -52,10 +50,3 @@ def transformer_engine(mesh: DeviceMesh) -> Contender:
         yield Setup(local.leaves(), local.dout, call, context.unshard)
 
     return prepare
-
-
-def _module() -> Any:
-    try:
-        return import_module("transformer_engine.pytorch").DotProductAttention
-    except ImportError as error:
-        raise Unavailable("not installed") from error

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
-from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.attention.single import Unavailable, package_of
 from ringflash.bench.common.flash_kernels import Kernels
 from ringflash.bench.common.problem import Contender, Problem, Setup
 from ringflash.bench.ring.ulysses import check_split
@@ -60,14 +59,10 @@ def attention(kernels: Kernels, ring: dist.ProcessGroup, heads: dist.ProcessGrou
     Raises:
         Unavailable: the package is not installed.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the package uses torch.jit.script
-            package: Any = import_module("yunchang")
-            zigzag: Any = import_module("yunchang.ring.zigzag_ring_flash_attn")
-            groups: Any = import_module("yunchang.globals").PROCESS_GROUP
-    except ModuleNotFoundError as error:
-        raise Unavailable("not installed") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the package uses torch.jit.script
+        package = package_of("yunchang")
+    zigzag, groups = package_of("yunchang.ring.zigzag_ring_flash_attn"), package_of("yunchang.globals").PROCESS_GROUP
     zigzag.select_flash_attn_impl = partial(_implementation, kernels)
     groups.RING_PG, groups.ULYSSES_PG = ring, heads
     return package.LongContextAttention(ring_impl_type="zigzag")
