@@ -446,12 +446,11 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (grad,) = grads
-        context, dim, mask = ctx.context, ctx.dim, ctx.mask
-        rows = sum(chunk.length for chunk in context._local_chunks(grad.shape[dim], mask))
+        context, dim = ctx.context, ctx.dim
         kind = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}
         # The sum would wait for a missing rank until the group's timeout, and would not name the rank.
-        context._control.values({**kind, "rows": rows}, free="rows")
-        return context.shard(ctx.control.sum(grad), dim, mask=mask), None, None, None, None, None
+        context._control.values({**kind, "rank": context.rank}, free="rank")
+        return context.shard(ctx.control.sum(grad), dim, mask=ctx.mask), None, None, None, None, None
 
 
 def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
@@ -460,12 +459,12 @@ def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
     if hops == "grouped" and inner_ring is not None:
         remedy = "Leave out inner_ring, or hops: one is for slow links and long sequences, the other for short ones."
         raise ArgumentError("hops", expected="no inner_ring with grouped hops", got=inner_ring, remedy=remedy)
-    remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
     if inner_ring is not None:
+        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
         check_whole("inner_ring", inner_ring, 1, remedy)
-    if inner_ring is not None and grid.ring % inner_ring:
-        expected = f"a divisor of the ring's {grid.ring} ranks"
-        raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
+        if grid.ring % inner_ring:
+            expected = f"a divisor of the ring's {grid.ring} ranks"
+            raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
 
 
 def context_by_name(name: str) -> ContextParallel:
