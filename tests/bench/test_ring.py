@@ -25,6 +25,7 @@ from ringflash.bench.common.problem import Contender, Problem
 from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput, ulysses, usp
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
+from tests.bench.exactness import largest_error
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
 
@@ -143,23 +144,18 @@ def _sent(mesh: Any) -> dict[str, int]:
     return counts
 
 
-def _ulysses_errors(nheads_kv: int) -> list[float]:
-    """Returns the largest errors of Ulysses' out and gradients, in float64."""
+def _ulysses_error(nheads_kv: int) -> float:
+    """Returns the largest error of Ulysses, in float64."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     problem = Problem.random(24, 4, nheads_kv, 16, CPU, torch.float64)
-    inputs = problem.leaves()
-    out, _ = reference.attention(*inputs, mask=rf.Causal())
-    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
     (make,) = ulysses.local_attentions("cpu").values()
-    with ulysses.ulysses(mesh, make)(problem) as setup:
-        results = [setup.whole(x.detach()) for x in setup.forward_backward()]
-    return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+    return largest_error(ulysses.ulysses(mesh, make), problem)
 
 
 @pytest.mark.parametrize(("ranks", "nheads_kv"), [(2, 2), (4, 2), (2, 1)])
 def test_ulysses_is_exact(ranks: int, nheads_kv: int) -> None:
-    for errors in run_ranks(ranks, _ulysses_errors, nheads_kv):
-        assert max(errors) < 1e-12
+    for error in run_ranks(ranks, _ulysses_error, nheads_kv):
+        assert error < 1e-12
 
 
 def _ulysses_refusals() -> list[str]:
@@ -183,22 +179,17 @@ def test_ulysses_names_what_it_cannot_divide() -> None:
         assert kv == "takes KV heads that divide 2 ranks or are divided by them, not 3"
 
 
-def _usp_errors() -> list[float]:
-    """Returns the largest errors of USP's out and gradients with kernels of plain PyTorch; float64 as in `_zigzag`."""
+def _usp_error() -> float:
+    """Returns the largest error of USP with kernels of plain PyTorch, in float64 as in `_zigzag`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kernels = Kernels("plain", _plain_forward, _plain_backward)
     problem = Problem.random(48, 4, 2, 16, CPU, torch.float64)
-    inputs = problem.leaves()
-    out, _ = reference.attention(*inputs, mask=rf.Causal())
-    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
-    with usp.usp(mesh, kernels)(problem) as setup:
-        results = [setup.whole(x.detach()) for x in setup.forward_backward()]
-    return [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+    return largest_error(usp.usp(mesh, kernels), problem)
 
 
 def test_usp_is_exact() -> None:
-    for errors in run_ranks(4, _usp_errors):
-        assert max(errors) < 1e-5  # the package adds in float32
+    for error in run_ranks(4, _usp_error):
+        assert error < 1e-5  # the package adds in float32
 
 
 def _usp_refusals() -> list[str]:
@@ -231,16 +222,12 @@ def _zigzag(mesh: Any) -> float | None:
     """
     kernels = Kernels("plain", _plain_forward, _plain_backward)
     problem = Problem.random(64, 4, 2, 16, CPU, torch.float64)
-    inputs = problem.leaves()
-    out, _ = reference.attention(*inputs, mask=rf.Causal())
-    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
     try:
-        with ring_flash_attn.ring_flash_attn(mesh, kernels)(problem) as setup:
-            results = [setup.whole(x.detach()) for x in setup.forward_backward()]
+        error = largest_error(ring_flash_attn.ring_flash_attn(mesh, kernels), problem)
     except Unavailable:
         return None
     assert "flash_attn" not in sys.modules
-    return max((got - want).abs().max().item() for got, want in zip(results, expected, strict=True))
+    return error
 
 
 def _plain_forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> Any:

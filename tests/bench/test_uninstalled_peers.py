@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
-from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
-from ringflash.bench.common.problem import Contender, Problem
+from ringflash.bench.common.problem import Problem
 from ringflash.bench.ring import magi_attention, transformer_engine
 from tests.accuracy import as_tensor
+from tests.bench.exactness import largest_error
 from tests.distributed import run_ranks
 
 
@@ -84,15 +84,6 @@ def _problem(seqlen: int) -> Problem:
     return Problem.random(seqlen, 4, 2, 16, torch.device("cpu"), torch.float64)
 
 
-def _errors(contender: Contender, problem: Problem) -> float:
-    inputs = problem.leaves()
-    out, _ = reference.attention(*inputs, mask=rf.Causal())
-    expected = [out, *torch.autograd.grad(out, inputs, problem.dout)]
-    with contender(problem) as setup:
-        results = [setup.whole(x.detach()) for x in setup.forward_backward()]
-    return max((got - want).abs().max().item() for got, want in zip(results, expected, strict=True))
-
-
 def _on_stand_ins() -> list[float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with (
@@ -104,7 +95,7 @@ def _on_stand_ins() -> list[float]:
         for contender, tokens in zip(contenders, (4, 16), strict=True):
             with pytest.raises(Unavailable, match=f"multiples of {tokens} tokens, not 50"), contender(_problem(50)):
                 pass
-        return [_errors(contender, _problem(48)) for contender in contenders]
+        return [largest_error(contender, _problem(48)) for contender in contenders]
 
 
 def test_rows_and_results_are_in_order() -> None:
