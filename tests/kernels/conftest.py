@@ -61,6 +61,8 @@ def _wrapped(compiled: Compiled) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Compiled:
     """Returns the compiled kernel of `_kernel`, on a machine without a GPU."""
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    streams = set[int]()  # the stream of this driver must not reach the tables of a GPU
+    monkeypatch.setattr(launch, "readers", lambda device: streams)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
     for module in (launch, c_launcher):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,7 +180,8 @@ def test_listed_classes_and_plain_text_are_accepted(folder: Path) -> None:
 
 def test_a_module_of_the_working_folder_does_not_stand_for_a_library_s(folder: Path) -> None:
     (folder / "yaml.py").write_text("from pathlib import Path\nPath('proof').touch()\n")
-    args, root = [sys.executable, "-m", "ringflash", "train", "ift"], {"PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(args, cwd=folder, env=environment() | root, capture_output=True)
+    args, root = [sys.executable, "-m", "ringflash", "train", "ift"], str(Path(__file__).parents[3])
+    paths = {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    done = subprocess.run(args, cwd=folder, env=environment() | paths, capture_output=True)
     assert done.returncode == 2, done.stderr.decode()
     assert not (folder / "proof").exists()

@@ -94,7 +94,9 @@ def test_products_with_adapters_are_what_torch_counts() -> None:
         model(torch.arange(seqlen)[None], use_cache=False).logits.sum().backward()
     of_first_input = 2 * seqlen * (CONFIG.dim * 2 * CONFIG.dim + 3 * rank * CONFIG.dim)  # q, k, v and their A
     counted = training_flops(CONFIG, seqlen, CONFIG.n_layers * seqlen**2, trained)
-    assert counter.get_total_flops() == counted - of_first_input
+    # Some releases of transformers compute the angles of RoPE by a product.
+    of_angles = sum(counter.get_flop_counts().get("LlamaForCausalLM.model.rotary_emb", {}).values())
+    assert counter.get_total_flops() - of_angles == counted - of_first_input
 
 
 @pytest.mark.parametrize(
