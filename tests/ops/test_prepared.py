@@ -93,7 +93,7 @@ RIGHT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:60])
 def test_a_wrong_argument_is_refused_however_often_right_ones_came(wrong: dict[str, Any]) -> None:
     for right in RIGHT:
         rf.flash_attention(*_inputs(), **right)

@@ -169,6 +169,7 @@ def test_a_manifest_of_other_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     ['{"written": 1e999}', '{"written": Infinity}', '{"written": NaN}', '{"step": 1e999}', "[" * 100_000, "[]", "\xff"],
+    ids=lambda content: content[:20],
 )
 def test_a_hostile_manifest_hides_no_checkpoint_beside_it(tmp_path: Path, content: str) -> None:
     for name in ("good", "bad"):

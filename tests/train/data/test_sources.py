@@ -78,7 +78,11 @@ def test_text_files_are_grouped_by_size(tmp_path: Path) -> None:
     assert texts(folder, 25) == [["a" * 10, "b" * 10, ""], ["d" * 100], ["e\r\né"]]
 
 
-@pytest.mark.parametrize("text", ["line\n" * (PIECE // 2), "x" * (3 * PIECE + 1), "é" * PIECE])
+@pytest.mark.parametrize(
+    "text",
+    ["line\n" * (PIECE // 2), "x" * (3 * PIECE + 1), "é" * PIECE],
+    ids=["many lines", "one line", "two bytes a character"],
+)
 def test_a_long_text_comes_in_pieces(tmp_path: Path, text: str) -> None:
     (tmp_path / "long.txt").write_text(text)
     ((part,),) = divide(find_sources(str(tmp_path)), 10)
