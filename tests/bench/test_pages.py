@@ -229,7 +229,9 @@ def test_decode() -> None:
 
 def test_memory() -> None:
     of: dict[tuple[int, str], list[float]] = {}
-    for row in rows("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m"):
+    first = {row["seqlen"] for row in rows("ring-4gpu-ulysses")}
+    later = [row for row in rows("ring-4gpu-long", "ring-4gpu-1m") if row["seqlen"] not in first]
+    for row in [row for row in rows("ring-4gpu-ulysses") if "gib" in row] + later:
         name = "torch" if row["name"].startswith("torch") else row["name"]
         of.setdefault((row["seqlen"], name), []).append(row["gib"])
     for tokens, ours, peer, torch in table("memory", "memory"):

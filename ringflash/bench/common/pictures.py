@@ -21,7 +21,7 @@ Row = dict[str, Any]
 Curve = list[tuple[int, float]]
 
 GIB = "GiB a GPU"  # unit of a logarithmic axis
-RINGS = ("ring-4gpu", "ring-4gpu-long", "ring-4gpu-1m")
+RINGS = ("ring-4gpu-ulysses", "ring-4gpu-long", "ring-4gpu-1m")  # the first record with a length wins
 TRAINING = ("training-4gpu-8b-8k", "training-4gpu-8b-64k", "training-4gpu-8b-128k", "training-4gpu-8b-256k")
 OURS, GRAPHS, PEER, TORCH = (
     "ringflash",
@@ -51,10 +51,14 @@ class Records:
             best: chooses among the backends and rotations of torch's context_parallel: max or min.
         """
         found: dict[str, dict[int, list[float]]] = {}
-        for row in self.rows(*RINGS):
-            name = TORCH if row["name"].startswith("torch") else NAMES.get(row["name"])
-            if name is not None:
-                found.setdefault(name, {}).setdefault(row["seqlen"], []).append(row[key])
+        drawn = set[int]()  # lengths of earlier records
+        for record in RINGS:
+            rows = [row for row in self.rows(record) if row["seqlen"] not in drawn]
+            drawn |= {row["seqlen"] for row in rows}
+            for row in rows:
+                name = TORCH if row["name"].startswith("torch") else NAMES.get(row["name"])
+                if name is not None:
+                    found.setdefault(name, {}).setdefault(row["seqlen"], []).append(row[key])
         return {name: sorted((n, best(values)) for n, values in curve.items()) for name, curve in found.items()}
 
 
