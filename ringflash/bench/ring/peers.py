@@ -104,13 +104,17 @@ def torch_context_parallel(
     repeated = problem.repeated().map(swapped)
     buffers = [repeated.q, repeated.k, repeated.v, repeated.dout]
     set_rotate_method(rotation)
-    with sdpa_kernel(backend), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
-        yield Setup(
-            repeated.leaves(),
-            repeated.dout,
-            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),  # patched by name
-            lambda out: context_parallel_unshard(mesh, [out.contiguous()], [2])[0].transpose(1, 2),
-        )
+    attention = functional.scaled_dot_product_attention
+    try:
+        with sdpa_kernel(backend), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            yield Setup(
+                repeated.leaves(),
+                repeated.dout,
+                lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),  # patched by name
+                lambda out: context_parallel_unshard(mesh, [out.contiguous()], [2])[0].transpose(1, 2),
+            )
+    finally:  # torch 2.11 leaves its patch there after an error, and other contenders would run it
+        setattr(functional, "scaled_dot_product_attention", attention)  # noqa: B010 - pyright takes it for a constant
 
 
 def contenders(context: rf.ContextParallel, mesh: DeviceMesh, *, with_peers: bool) -> dict[str, Contender]:
