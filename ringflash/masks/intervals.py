@@ -60,7 +60,8 @@ class SlidingWindow(AtomicMask):
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo = position - left, hi = position + right + 1."""
-        left, right = (EVERYTHING if limit is None else limit for limit in (self.left, self.right))
+        # Larger limits, such as sys.maxsize, would overflow where a position is added.
+        left, right = (EVERYTHING if limit is None else min(limit, EVERYTHING) for limit in (self.left, self.right))
         lo, hi = positions_q - left, positions_q + (right + 1)
         return lo.clamp(0, seqlen_k)[None], hi.clamp(0, seqlen_k)[None]
 
