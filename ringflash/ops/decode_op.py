@@ -48,9 +48,7 @@ def decode(
         if ranks is not None and ranks.world_size > 1:
             _check_shardable(seen)
             if lengths.device.type == "cpu" and bool(lacks_new_tokens(lengths, q.shape[1], seen, ranks, newest_rank)):
-                expected = f"the {q.shape[1]} new tokens among those of newest_rank, under a mask"
-                remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
-                raise ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
+                raise _new_tokens_elsewhere(q.shape[1], lengths)
         step = Step(score_config, sight, splits or None, DecodeTiles(*tiles) if tiles else None)
         if ranks is None:
             with select.kernels_of(q):
@@ -66,7 +64,11 @@ def decode(
                     ranks.local_ranks, k_cache.split(capacity, 1), v_cache.split(capacity, 1), lengths, strict=True
                 )
             ]
-            return kernels.decode_combine(_of_all_ranks(ranks, parts), score_config, q.dtype)
+            states = _of_all_ranks(ranks, parts)
+            result = kernels.decode_combine(states, score_config, q.dtype)
+    if q.device.type == "cpu" and not isinstance(seen, Full) and _newest_has_none(states, newest_rank):
+        raise _new_tokens_elsewhere(q.shape[1], lengths)
+    return result
 
 
 @decode.register_fake
@@ -91,6 +93,22 @@ def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextP
     there = lengths[ranks.local_ranks.index(newest)]
     begun = there > 0 if len(lengths) == 1 else lengths.sum(0) > there  # one rank does not know the others' lengths
     return (begun & (there < seqlen_q)).any()
+
+
+def _newest_has_none(states: Partials, newest_rank: int) -> bool:
+    """Returns whether `newest_rank` sees no key of a sequence of which other ranks do, so that it lacks new tokens.
+
+    It has no tokens of the sequence then, which it cannot tell from a sequence that nobody has begun. Every rank has
+    the states of all, and finds the same. One query needs no mask, and is right.
+    """
+    seen = (states.stacked.l > 0).flatten(2).any(2)  # (ranks, batch)
+    return states.seqlen_q > 1 and bool((seen.any(0) & ~seen[newest_rank]).any())
+
+
+def _new_tokens_elsewhere(seqlen_q: int, lengths: Tensor) -> ArgumentError:
+    expected = f"the {seqlen_q} new tokens among those of newest_rank, under a mask"
+    remedy = "Keep new tokens on one rank, the newest_rank of the call, or pass no mask."
+    return ArgumentError("cache_seqlens", expected=expected, got=lengths.tolist(), remedy=remedy)
 
 
 def _check_shardable(mask: Mask) -> None:

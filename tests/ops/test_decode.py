@@ -294,6 +294,28 @@ def test_new_tokens_that_the_newest_rank_has_not(cut: list[list[int]]) -> None:
     assert_decoded(_shards(unmasked, 2, cut).decode(context=rf.ContextParallel.local(2)), unmasked)
 
 
+def _without_new_tokens(cases: list[Decoding]) -> list[str]:
+    context = rf.ContextParallel(dist.group.WORLD)
+    rank, texts = context.rank, list[str]()
+    for case in cases:
+        k, v = (x.chunk(2, 1)[rank] for x in (case.k, case.v))
+        try:
+            replace(case, k=k, v=v, lengths=case.lengths[rank]).decode(context=context)
+            texts.append("")
+        except ArgumentError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_ranks_of_which_the_newest_has_no_token_of_a_sequence() -> None:
+    """Checks that all ranks raise, though the newest cannot tell such a sequence from one that nobody has begun."""
+    cases = []
+    for lengths, cut in (((12,), [[12], [0]]), ((10, 5), [[5, 5], [5, 0]]), ((10, 0), [[5, 0], [5, 0]])):
+        cases.append(_shards(Decoding.random(seqlen_q=4, mask=rf.Causal(), lengths=lengths), 2, cut))
+    for texts in run_ranks(2, _without_new_tokens, cases):
+        assert ["the 4 new tokens among those of newest_rank" in text for text in texts] == [True, True, False]
+
+
 def _over_ranks(problems: list[Decoding]) -> list[tuple[Tensor, Tensor]]:
     context = rf.ContextParallel(dist.group.WORLD)
     results = []
