@@ -114,6 +114,7 @@ def _load(
     _read(named_tensors("model", state), path, "model.")
     set_model_state_dict(model, state, options=StateDictOptions(strict=len(state) == len(whole)))
     for index, optimizer in enumerate(optimizers):
+        optimizer.zero_grad()  # with gradients of an earlier run, torch would take the state for complete
         whole = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
         optimizer_state = _without_unused(index, whole, path)
         _read(optimizer_tensors(index, optimizer_state), path, f"optimizer.{index}.")

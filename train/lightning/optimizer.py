@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash.errors import ConfigError
 from ringflash.train.torchao_private import make_adamw_8bit
@@ -125,6 +126,42 @@ def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Opti
     if config.state == "8bit":
         return make_adamw_8bit(groups, config.lr, config.betas)
     return AdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
+
+
+class ConfiguredOptimizer:
+    """An optimizer and its schedule, with the hyperparameters that they were made with."""
+
+    def __init__(self, optimizer: Optimizer, config: OptimizerConfig) -> None:
+        self.optimizer = optimizer
+        self._given = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.param_groups]
+        self.scheduler = LambdaLR(optimizer, config.lr_scale)
+        self._rates = [float(rate) for rate in self.scheduler.base_lrs]
+
+    def restore(self) -> list[str]:
+        """Sets the hyperparameters again, after a checkpoint has replaced them, and the rate of the present step.
+
+        Returns:
+            One text for each hyperparameter that had another value.
+        """
+        scheduler, changed = self.scheduler, dict[str, str]()
+        for index, (group, given, rate) in enumerate(
+            zip(self.optimizer.param_groups, self._given, self._rates, strict=True)
+        ):
+            before = {name: group[name] for name in given} | {"lr": float(scheduler.base_lrs[index])}
+            for name, value in (given | {"lr": rate}).items():
+                if (tuple(before[name]) if name == "betas" else before[name]) != value:
+                    changed[name] = f"{name} {value} ({before[name]} in the checkpoint)"
+            group.update(given)
+            scheduler.base_lrs[index] = _like(scheduler.base_lrs[index], rate)
+            group["initial_lr"] = _like(group["initial_lr"], rate)
+            scale = scheduler.lr_lambdas[index](scheduler.last_epoch)
+            group["lr"] = _like(group["lr"], scheduler.base_lrs[index] * scale)
+        return list(changed.values())
+
+
+def _like(old: float | Tensor, new: float | Tensor) -> float | Tensor:
+    """Returns `new`, in the tensor `old` if that is one; the optimizer's compiled step reads the tensor."""
+    return old.fill_(new) if isinstance(old, Tensor) else new
 
 
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:

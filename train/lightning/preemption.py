@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
@@ -46,6 +46,12 @@ class Preemption(Callback):
     def __init__(self) -> None:
         self._requested, self._step = False, 0
         self._end: Preempted | None = None  # raised once Lightning has logged the step that was saved
+
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Moves this callback behind all but checkpoints, so that it saves what the others have made of the step."""
+        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        rest = [callback for callback in trainer.callbacks if callback is not self and callback not in checkpoints]
+        trainer.callbacks = [*rest, self, *checkpoints]
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records SIGTERM from now on."""

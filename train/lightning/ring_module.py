@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import ringflash as rf
 from ringflash.errors import ConfigError
@@ -28,6 +27,7 @@ from ringflash.train.callbacks.progress import RingProgressBar
 from ringflash.train.checkpoint.load import compare_model_configs
 from ringflash.train.lightning.memory_plan import check_run_memory, choose_kept_blocks, report_measured, shape_of
 from ringflash.train.lightning.optimizer import (
+    ConfiguredOptimizer,
     OptimizerConfig,
     can_skip_on_device,
     make_adamw,
@@ -125,6 +125,7 @@ class RingModule(pl.LightningModule, ABC):
         self._first_steps = 0  # optimizer steps until the memory is logged
         self._norm: Tensor | None = None  # norm of the gradients that are about to be clipped
         self._unread: StepResult | None = None  # result of the last optimizer step, until the host has read it
+        self._configured: ConfiguredOptimizer | None = None
         self._logged: tuple[Tensor, Tensor] | None = None  # last loss and norm that this epoch has logged
         self._evaluated: list[tuple[Tensor, Tensor]] = []
 
@@ -217,9 +218,9 @@ class RingModule(pl.LightningModule, ABC):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns AdamW of the parameters that train, fused on CUDA, and its schedule by optimizer step."""
         trained = (parameter for parameter in self.decoder.parameters() if parameter.requires_grad)
-        optimizer = make_adamw(trained, self.optimizer_config)
-        scheduler = LambdaLR(optimizer, self.optimizer_config.lr_scale)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        made = ConfiguredOptimizer(make_adamw(trained, self.optimizer_config), self.optimizer_config)
+        self._configured = made
+        return {"optimizer": made.optimizer, "lr_scheduler": {"scheduler": made.scheduler, "interval": "step"}}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Computes the local sum of token losses / the micro-batch's valid tokens on all ranks.
@@ -251,8 +252,16 @@ class RingModule(pl.LightningModule, ABC):
     test_step = validation_step
 
     def on_fit_start(self) -> None:
-        """Drops the result of a step that an earlier run left unread."""
+        """Drops the result of a step that an earlier run left unread, and a window that it left unfinished."""
         self._unread, self._first_steps = None, 2
+        self._window, self._logged = [], None
+
+    def on_train_start(self) -> None:
+        """Gives the optimizer its hyperparameters again, in place of those of a checkpoint that was loaded."""
+        if self._configured is None or self.trainer.optimizers != [self._configured.optimizer]:
+            return
+        if (changed := self._configured.restore()) and self.trainer.is_global_zero:
+            log.warning("Resumed with the configuration of this run: %s", ", ".join(changed))
 
     def on_train_epoch_start(self) -> None:
         """Drops a window that an earlier run left unfinished."""

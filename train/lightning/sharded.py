@@ -196,6 +196,7 @@ class ShardedStrategy(ModelParallelStrategy):
             fields,
             self._is_saved,
         )
+        rest.setdefault("callbacks", {})  # without it, callbacks get no call of `on_load_checkpoint`
         states = rest.pop("random", {})
         self._random = (states, rest.get("global_step", 0)) if fitting else None
         return rest
