@@ -152,12 +152,32 @@ def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataMo
             got=now["val_fraction"],
             remedy="Leave it out.",
         )
+    if trained.get("corpus") == now["corpus"]:
+        _check_held_out(data, trained, options)
     with suppress(DataError):  # a checkpoint outside its run's folder has no tokenizer
         of_run = Tokenizer.of_run(options.checkpoint)
         if of_run != data.tokenizer:
             remedy = "Prepare the corpus with the tokenizer in the run's folder."
             raise ArgumentError("--corpus", expected=of_run.name, got=data.tokenizer.name, remedy=remedy)
     return data
+
+
+def _check_held_out(data: TextDataModule, trained: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Raises ArgumentError if the samples begin before the tokens that training held out.
+
+    A part of at least one sample is held out. It begins earlier if samples are longer than in training.
+    """
+    names = "context_length", "documents", "val_fraction"
+    in_training = TextDataModule(data.sources, cache_dir=options.cache_dir, **{name: trained[name] for name in names})
+    in_training.setup("validate")
+    held_out, begins = len(data.val_samples().line) - in_training.val_samples().first, data.val_samples().first
+    if begins < in_training.val_samples().first:
+        raise ArgumentError(
+            "--context-length",
+            expected=f"samples within the {held_out:,} tokens that training held out",
+            got=f"{options.context_length}, whose samples begin among tokens that the model was trained on",
+            remedy="Lower it, pass another --corpus, or train with a larger val_fraction.",
+        )
 
 
 def _table(found: Sequence[Bucket], result: Mapping[str, Any]) -> Table:

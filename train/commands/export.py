@@ -58,6 +58,7 @@ def main(args: Sequence[str]) -> int:
             raise ConfigError(f"--{name}", expected="a checkpoint of a LoRA run", got=options.checkpoint, remedy=remedy)
     if isinstance(model_config, dict) and "model_type" in model_config:
         model = load_transformers(path, DTYPES[options.dtype], model_config)
+        _set_positions(model, options)
         save_transformers(model, to, tokenizer)
         count = sum(p.numel() for p in model.parameters())
         print(f"{to}: {model_config['model_type']}, {count:,} parameters in {options.dtype}")
@@ -71,6 +72,12 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
+def _set_positions(model: Any, options: argparse.Namespace) -> None:
+    """Sets the length that the exported configuration names, if one was asked for."""
+    if options.max_position_embeddings is not None:
+        model.config.get_text_config().max_position_embeddings = options.max_position_embeddings
+
+
 def _export_adapted(
     path: Path, rest: dict[str, Any], options: argparse.Namespace, tokenizer: RunTokenizer | None
 ) -> int:
@@ -79,12 +86,21 @@ def _export_adapted(
     base = str(options.base or rest[BASE])
     model = load_adapted(path, rest, base)
     if options.adapter:
+        if options.max_position_embeddings is not None:
+            remedy = "Leave it out: adapters have no configuration of the model."
+            raise ConfigError(
+                "--max-position-embeddings",
+                expected="nothing with --adapter",
+                got=options.max_position_embeddings,
+                remedy=remedy,
+            )
         adapters = {name: x.to(dtype) for name, x in model.named_parameters() if is_adapter(name)}
         digest = rest["model_config"][BASE_DIGEST]
         write_folder(to, lambda partial: save_adapter(model, adapters, base, digest, partial))
         print(f"{to}: adapters of {base}, {sum(x.numel() for x in adapters.values()):,} parameters in {options.dtype}")
         return 0
     merge_adapters(model)
+    _set_positions(model, options)
     save_transformers(model.to(dtype), to, tokenizer)
     count = sum(x.numel() for x in model.parameters())
     print(f"{to}: {base} and its adapters, {count:,} parameters in {options.dtype}")

@@ -138,9 +138,20 @@ class RingCLI(UntrustingCLI):
             if self.module is LanguageModel and (other := of_transformers(str(error))) is not None:
                 raise other from error
             raise explain(str(error), self.option_names(args[0] if args else None), self.name) from error
+        self._seed_parts(given)
         optimizer = f"{self.config.subcommand}.model.optimizer"
         if self.config.get(optimizer) is not None and f"{optimizer}.max_steps" not in given:
             del self.config[f"{optimizer}.max_steps"]  # this is OptimizerConfig's default, not the Trainer's value
+
+    def _seed_parts(self, given: Any) -> None:
+        """Gives the seeds of weights and of the data's order the value of `seed_everything`, where they have none."""
+        seed = given.get(f"{self.config.subcommand}.seed_everything")
+        if seed is None or isinstance(seed, bool):
+            return
+        for name in ("model.seed", "data.seed"):
+            key = f"{self.config.subcommand}.{name}"
+            if key in self.config and key not in given:
+                self.config[key] = seed
 
     def before_instantiate_classes(self) -> None:
         """Makes Lightning save the configuration next to the logs of a run, if the run has them."""

@@ -19,13 +19,15 @@ from torch.utils.data import DataLoader
 
 import ringflash as rf
 from ringflash.commands import main as cli
-from ringflash.errors import ConfigError, DataError
+from ringflash.errors import ArgumentError, ConfigError, DataError
 from ringflash.train.callbacks.loss_by_position import LossByPosition, buckets
 from ringflash.train.callbacks.profiler import Profile, summary
 from ringflash.train.callbacks.run_log import read_run
 from ringflash.train.callbacks.throughput import Throughput
 from ringflash.train.callbacks.trace import Cost
+from ringflash.train.commands import evaluate
 from ringflash.train.commands.evaluate import losses_by_position, main
+from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.strategy import RingAttentionStrategy
@@ -182,6 +184,24 @@ def test_bad_arguments(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for more, message in ((["--samples", "0"], "--samples"), (["--png", "loss.txt"], "--png")):
         assert cli.main(["evaluate", *args, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("documents", ["packed", "whole", "joined"])
+def test_longer_samples_do_not_reach_tokens_of_training(tmp_path: Path, documents: str) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 200)
+    corpus = {"corpus": [str(tmp_path / "text.txt")], "cache_dir": str(tmp_path / "cache")}
+    of_training = TextDataModule(**corpus, context_length=50, documents=cast("Any", documents), val_fraction=0.1)
+    of_training.prepare_data()
+    of_training.setup("fit")
+    held_out = len(of_training.val_samples().line) - of_training.val_samples().first
+
+    def data(context_length: int) -> TextDataModule:
+        given = {"context_length": context_length, "documents": None, "val_fraction": None}
+        return evaluate._data(SimpleNamespace(**corpus, **given, checkpoint="none"), of_training.state_dict())
+
+    assert data(held_out // 2).val_samples().first == of_training.val_samples().first
+    with pytest.raises(ArgumentError, match=f"--context-length: expected samples within the {held_out} tokens"):
+        data(2 * held_out)
 
 
 def test_bad_steps_to_trace() -> None:

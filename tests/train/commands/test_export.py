@@ -102,9 +102,11 @@ def test_a_checkpoint_of_transformers_model_exports_with_equal_logits(
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = {f"_decoder.{name}": value for name, value in model.state_dict().items()}
     run_ranks(1, _save, str(path), {"state_dict": state, "model_config": module.model_fields()})
-    assert main.main(["export", "--checkpoint", str(path), "--to", str(tmp_path / "out")]) == 0
+    export = ["export", "--checkpoint", str(path), "--to", str(tmp_path / "out"), "--max-position-embeddings", "65536"]
+    assert main.main(export) == 0
     assert "qwen2" in capsys.readouterr().out
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.config.max_position_embeddings == 65536
     x = torch.arange(40)[None] % 61
     with torch.no_grad():
         assert torch.equal(loaded(x).logits, model(x).logits)

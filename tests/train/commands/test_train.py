@@ -420,6 +420,28 @@ def test_the_learning_rate_ends_with_the_run(
     assert written.get("max_steps") == own
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (0, 0)),
+        (["--seed_everything=5"], (5, 5)),
+        (["--seed_everything=5", "--model.seed=2"], (2, 5)),
+        (["--seed_everything=true"], (0, 0)),
+    ],
+)
+def test_one_seed_is_that_of_weights_and_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: tuple[int, int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.RingCLI, "_run_subcommand", lambda self, subcommand: None)
+    config = yaml.safe_load((CONFIGS / "tiny-cpu.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({k: v for k, v in config.items() if k != "seed_everything"}))
+    built = train.RingCLI(["fit", "--config", "config.yaml", *given], [])
+    assert (built.model.seed, cast("Any", built.datamodule).seed) == expected
+    config = yaml.safe_load(built.parser.dump(built.config))["fit"]
+    assert (config["model"]["seed"], config["data"]["seed"]) == expected
+
+
 def test_a_run_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = yaml.safe_load(yaml.safe_dump(CONFIG))
     del config["model"]["optimizer"]

@@ -428,13 +428,17 @@ def test_export_writes_the_merged_model_or_the_adapters(
 
     expected = logits_of(tuned(trained[2]["first half"], folder))
     export = ["export", "--checkpoint", str(folder / "half"), "--to"]
-    assert main.main([*export, str(tmp_path / "merged")]) == 0
+    longer = ["--max-position-embeddings", "4096"]
+    assert main.main([*export, str(tmp_path / "merged"), *longer]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.max_position_embeddings == 4096
     assert torch.allclose(logits_of(merged), expected, atol=1e-5)
     assert main.main([*export, str(tmp_path / "adapter"), "--adapter"]) == 0
     base: Any = AutoModelForCausalLM.from_pretrained(folder / "tied")
     assert torch.equal(logits_of(PeftModel.from_pretrained(base, str(tmp_path / "adapter"))), expected)
     capsys.readouterr()
+    assert main.main([*export, str(tmp_path / "wrong"), "--adapter", *longer]) == 2
+    assert "--max-position-embeddings: expected nothing with --adapter" in capsys.readouterr().err
     assert main.main([*export, str(tmp_path / "wrong"), "--base", str(folder / "other")]) == 2
     error = capsys.readouterr().err
     assert "expected adapters that were trained on this base model, got adapters of another one" in error
