@@ -42,7 +42,9 @@ def test_full_sees_everything() -> None:
     assert Full().dense(torch.arange(2), torch.arange(3)).all()
 
 
-@pytest.mark.parametrize(("left", "right"), [(3, 2), (0, 0), (None, 0), (5, None), (None, None), (100, 100), (2**63 - 1, 2**63 - 1)])
+@pytest.mark.parametrize(
+    ("left", "right"), [(3, 2), (0, 0), (None, 0), (5, None), (None, None), (100, 100), (2**63 - 1, 2**63 - 1)]
+)
 def test_sliding_window(left: int | None, right: int | None) -> None:
     def rule(p: int, j: int) -> bool:
         return (left is None or j >= p - left) and (right is None or j <= p + right)

@@ -147,9 +147,10 @@ class ConfiguredOptimizer:
         for index, (group, given, rate) in enumerate(
             zip(self.optimizer.param_groups, self._given, self._rates, strict=True)
         ):
-            before = {name: group[name] for name in given} | {"lr": float(scheduler.base_lrs[index])}
+            before = {"betas": tuple(group["betas"]), "weight_decay": group["weight_decay"]}
+            before["lr"] = float(scheduler.base_lrs[index])
             for name, value in (given | {"lr": rate}).items():
-                if (tuple(before[name]) if name == "betas" else before[name]) != value:
+                if before[name] != value:
                     changed[name] = f"{name} {value} ({before[name]} in the checkpoint)"
             group.update(given)
             scheduler.base_lrs[index] = _like(scheduler.base_lrs[index], rate)

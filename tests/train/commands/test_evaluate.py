@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -197,7 +198,7 @@ def test_longer_samples_do_not_reach_tokens_of_training(tmp_path: Path, document
 
     def data(context_length: int) -> TextDataModule:
         given = {"context_length": context_length, "documents": None, "val_fraction": None}
-        return evaluate._data(SimpleNamespace(**corpus, **given, checkpoint="none"), of_training.state_dict())
+        return evaluate._data(Namespace(**corpus, **given, checkpoint="none"), of_training.state_dict())
 
     assert data(held_out // 2).val_samples().first == of_training.val_samples().first
     with pytest.raises(ArgumentError, match=f"--context-length: expected samples within the {held_out} tokens"):
