@@ -96,10 +96,10 @@ def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextP
 
 
 def _newest_has_none(states: Partials, newest_rank: int) -> bool:
-    """Returns whether `newest_rank` sees no key of a sequence of which other ranks do, so that it lacks new tokens.
+    """Returns whether `newest_rank` sees no key of a sequence that has keys on others, so that it lacks new tokens.
 
-    It has no tokens of the sequence then, which it cannot tell from a sequence that nobody has begun. Every rank has
-    the states of all, and finds the same. One query needs no mask, and is right.
+    That rank takes the sequence for one that nobody has begun. Every rank has the states of all, and finds the same.
+    A single query sees all keys, and its result is right.
     """
     seen = (states.stacked.l > 0).flatten(2).any(2)  # (ranks, batch)
     return states.seqlen_q > 1 and bool((seen.any(0) & ~seen[newest_rank]).any())

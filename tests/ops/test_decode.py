@@ -308,7 +308,7 @@ def _without_new_tokens(cases: list[Decoding]) -> list[str]:
 
 
 def test_ranks_of_which_the_newest_has_no_token_of_a_sequence() -> None:
-    """Checks that all ranks raise, though the newest cannot tell such a sequence from one that nobody has begun."""
+    """Checks that all ranks raise, though the newest takes such a sequence for one that nobody has begun."""
     cases = []
     for lengths, cut in (((12,), [[12], [0]]), ((10, 5), [[5, 5], [5, 0]]), ((10, 0), [[5, 0], [5, 0]])):
         cases.append(_shards(Decoding.random(seqlen_q=4, mask=rf.Causal(), lengths=lengths), 2, cut))

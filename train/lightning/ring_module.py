@@ -258,9 +258,10 @@ class RingModule(pl.LightningModule, ABC):
 
     def on_train_start(self) -> None:
         """Gives the optimizer its hyperparameters again, in place of those of a checkpoint that was loaded."""
-        if self._configured is None or self.trainer.optimizers != [self._configured.optimizer]:
+        made = self._configured
+        if self.trainer.ckpt_path is None or made is None or self.trainer.optimizers != [made.optimizer]:
             return
-        if (changed := self._configured.restore()) and self.trainer.is_global_zero:
+        if (changed := made.restore()) and self.trainer.is_global_zero:
             log.warning("Resumed with the configuration of this run: %s", ", ".join(changed))
 
     def on_train_epoch_start(self) -> None:
