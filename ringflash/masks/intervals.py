@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -47,16 +47,19 @@ class SlidingWindow(AtomicMask):
 
     left: int | None = None
     right: int | None = None
+    _words: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, limit in (("left", self.left), ("right", self.right)):
             if limit is not None:
                 check_whole(name, limit, 0, "None is no limit.")
+        # torch.compile traces `spec`, and takes an integer that has changed for a symbol, which no text can hold.
+        object.__setattr__(self, "_words", f"window {self.left} {self.right}")
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
         """Returns the name of the kind with both limits, and no tensors."""
-        return f"window {self.left} {self.right}", []
+        return self._words, []
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo = position - left, hi = position + right + 1."""

@@ -60,11 +60,12 @@ class BlockSparse(_Sparse):
         check_whole("block_size", block_size, 1, "Pass the number of tokens in a block.")
         self._blocks = given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.block_size = block_size
+        self._words = f"block_sparse {block_size}"  # made here for torch.compile, as in SlidingWindow
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
         """Returns the name of the kind with the block size, and the blocks."""
-        return f"block_sparse {self.block_size}", [self._blocks]
+        return self._words, [self._blocks]
 
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError unless the number of blocks fits `seqlen` tokens."""
@@ -109,11 +110,12 @@ class Tree(_Sparse):
             raise ArgumentError("parents", expected="each -1 or an earlier token", got=got, remedy=remedy)
         check_whole("start", start, 0, "Pass the position of token 0.")
         self.start = start
+        self._words = f"tree {start}"
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
         """Returns the name of the kind with the start, and the parents."""
-        return f"tree {self.start}", [self._parents]
+        return self._words, [self._parents]
 
     @cached_property
     def ancestors(self) -> Tensor:

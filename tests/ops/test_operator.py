@@ -128,6 +128,29 @@ def test_masks_that_are_made_while_compiling(make: Callable[[Tensor], Mask]) -> 
     torch.testing.assert_close(compiled(q, ends), attention(q, ends))
 
 
+def _blocks(count: int) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [rf.SlidingWindow(left, right) for left, right in ((2, 0), (3, 0), (3, None), (1, 2))],
+        [rf.Causal() & rf.Tree([-1, 0, 0, 1], start=start) for start in (8, 7, 6)],
+        [rf.BlockSparse(_blocks(12 // size), size) for size in (4, 6, 3)],
+    ],
+    ids=["windows", "trees", "blocks"],
+)
+def test_masks_with_other_integers_compile(masks: list[Mask]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, mask: rf.flash_attention(q, q, q, mask=mask), backend="aot_eager", fullgraph=True
+    )
+    for mask in masks:
+        q = torch.randn(1, 12, 2, 16)
+        assert torch.equal(compiled(q, mask), as_tensor(rf.flash_attention(q, q, q, mask=mask)))
+
+
 def test_numbers_of_a_mask_that_was_compiled_are_checked() -> None:
     q = torch.randn(1, 24, 2, 16)
     attention = torch.compile(
