@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,9 +119,23 @@ def _raise_in_main_thread(error: RingflashError) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), ctypes.py_object(Broken))
 
 
+class _CancelledError(BaseException):
+    """Takes the place of an error that the main thread has not raised yet."""
+
+
 def _cancel() -> None:
-    """Cancels an error that the main thread has not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), None)
+    """Cancels an error that the main thread has not raised yet.
+
+    If no error replaces it, Python 3.11 goes on looking for one, and hangs under a profiler. So the main thread raises
+    another error, and catches it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), None)
+        return
+    with suppress(_CancelledError):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(_main_thread(), ctypes.py_object(_CancelledError))
+        for _ in range(10**6):  # the error comes at the end of a pass
+            pass
 
 
 def _main_thread() -> ctypes.c_ulong:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ from tests.faults import (
     run_to_their_ends,
     usual_seconds,
 )
+from tests.patience import PATIENCE
 
 WORLD = 3
 
@@ -173,6 +176,12 @@ def test_ranks_that_follow_different_plans() -> None:
             for rank in range(WORLD):
                 assert f"rank {rank} of 3, zigzag, " in text
             assert text.count("  hop 2: ") == WORLD - 1
+
+
+def test_a_profiler_runs_after_an_error_was_cancelled() -> None:
+    program = "import sys; from ringflash.coordination.watch import _cancel; _cancel(); _cancel()"
+    program += "; sys.setprofile(lambda *given: None); (lambda: None)()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
 def _debugged() -> str:
