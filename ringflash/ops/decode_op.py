@@ -66,7 +66,8 @@ def decode(
             ]
             states = _of_all_ranks(ranks, parts)
             result = kernels.decode_combine(states, score_config, q.dtype)
-    if q.device.type == "cpu" and not isinstance(seen, Full) and _newest_has_none(states, newest_rank):
+    masked = q.shape[1] > 1 and not isinstance(seen, Full)
+    if masked and q.device.type == "cpu" and _lacks_sequence(states, newest_rank):
         raise _new_tokens_elsewhere(q.shape[1], lengths)
     return result
 
@@ -95,14 +96,14 @@ def lacks_new_tokens(lengths: Tensor, seqlen_q: int, mask: Mask, ranks: ContextP
     return (begun & (there < seqlen_q)).any()
 
 
-def _newest_has_none(states: Partials, newest_rank: int) -> bool:
-    """Returns whether `newest_rank` sees no key of a sequence that has keys on others, so that it lacks new tokens.
+def _lacks_sequence(states: Partials, newest_rank: int) -> bool:
+    """Returns whether `newest_rank` sees no key of a sequence that has keys on other ranks, and so lacks new tokens.
 
     That rank takes the sequence for one that nobody has begun. Every rank has the states of all, and finds the same.
     A single query sees all keys, and its result is right.
     """
     seen = (states.stacked.l > 0).flatten(2).any(2)  # (ranks, batch)
-    return states.seqlen_q > 1 and bool((seen.any(0) & ~seen[newest_rank]).any())
+    return bool((seen.any(0) & ~seen[newest_rank]).any())
 
 
 def _new_tokens_elsewhere(seqlen_q: int, lengths: Tensor) -> ArgumentError:

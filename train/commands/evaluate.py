@@ -29,7 +29,7 @@ from ringflash.train.checkpoint.load import load_decoder_and_rest
 from ringflash.train.commands.launch import DEVICES, inference_dtype, ranks
 from ringflash.train.data.corpus import CACHE
 from ringflash.train.data.module import TextDataModule
-from ringflash.train.data.samples import Packing
+from ringflash.train.data.samples import Packing, train_and_held_out
 from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.batch import all_ranks, document_positions, documents_of
@@ -144,16 +144,8 @@ def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataMo
     )
     data.prepare_data()
     data.setup("validate")
-    now = data.state_dict()
-    if trained.get("corpus") == now["corpus"] and trained["val_fraction"] < now["val_fraction"]:
-        raise ArgumentError(
-            "--val-fraction",
-            expected=f"at most {trained['val_fraction']:g}: the model was trained on the rest of this corpus",
-            got=now["val_fraction"],
-            remedy="Leave it out.",
-        )
-    if trained.get("corpus") == now["corpus"]:
-        _check_held_out(data, trained, options)
+    if trained.get("corpus") == data.state_dict()["corpus"]:
+        _check_held_out(data, trained)
     with suppress(DataError):  # a checkpoint outside its run's folder has no tokenizer
         of_run = Tokenizer.of_run(options.checkpoint)
         if of_run != data.tokenizer:
@@ -162,20 +154,26 @@ def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataMo
     return data
 
 
-def _check_held_out(data: TextDataModule, trained: Mapping[str, Any], options: argparse.Namespace) -> None:
+def _check_held_out(data: TextDataModule, trained: Mapping[str, Any]) -> None:
     """Raises ArgumentError if the samples begin before the tokens that training held out.
 
     A part of at least one sample is held out. It begins earlier if samples are longer than in training.
     """
-    names = "context_length", "documents", "val_fraction"
-    in_training = TextDataModule(data.sources, cache_dir=options.cache_dir, **{name: trained[name] for name in names})
-    in_training.setup("validate")
-    held_out, begins = len(data.val_samples().line) - in_training.val_samples().first, data.val_samples().first
-    if begins < in_training.val_samples().first:
+    fraction, samples = data.state_dict()["val_fraction"], data.val_samples()
+    if trained["val_fraction"] < fraction:
+        raise ArgumentError(
+            "--val-fraction",
+            expected=f"at most {trained['val_fraction']:g}: the model was trained on the rest of this corpus",
+            got=fraction,
+            remedy="Leave it out.",
+        )
+    settings = trained["context_length"], trained["val_fraction"], trained["documents"]
+    first = train_and_held_out(samples.line, *settings)[1].first
+    if samples.first < first:
         raise ArgumentError(
             "--context-length",
-            expected=f"samples within the {held_out:,} tokens that training held out",
-            got=f"{options.context_length}, whose samples begin among tokens that the model was trained on",
+            expected=f"samples within the {len(samples.line) - first:,} tokens that training held out",
+            got=f"{data.context_length}, whose samples begin among tokens that the model was trained on",
             remedy="Lower it, pass another --corpus, or train with a larger val_fraction.",
         )
 

@@ -49,9 +49,7 @@ class Preemption(Callback):
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Moves this callback behind all but checkpoints, so that it saves what the others have made of the step."""
-        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-        rest = [callback for callback in trainer.callbacks if callback is not self and callback not in checkpoints]
-        trainer.callbacks = [*rest, self, *checkpoints]
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda each: (isinstance(each, Checkpoint), each is self))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records SIGTERM from now on."""
