@@ -40,13 +40,15 @@ class Board:
             self._memory[first : first + len(row)] = row
 
     def get(self, rank: int) -> str | None:
-        """Returns the text of `rank`, or None until the text is complete."""
+        """Returns the text of `rank`, or None until the text is complete, and once the memory is closed."""
         first = self._start + rank * self.CAPACITY
-        length, checksum = _HEAD.unpack(self._memory[first : first + _HEAD.size])
-        if not 0 < length <= self.CAPACITY - _HEAD.size:
+        try:
+            length, checksum = _HEAD.unpack(self._memory[first : first + _HEAD.size])
+            data = self._memory[first + _HEAD.size : first + _HEAD.size + length]
+        except ValueError:  # the program closed the ring while a thread looked for failures
             return None
-        data = self._memory[first + _HEAD.size : first + _HEAD.size + length]
-        return data.decode() if zlib.crc32(data) == checksum else None
+        is_text = 0 < length <= self.CAPACITY - _HEAD.size and zlib.crc32(data) == checksum
+        return data.decode() if is_text else None
 
     def is_empty(self) -> bool:
         """Returns whether no rank has written."""

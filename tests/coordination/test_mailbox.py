@@ -23,3 +23,11 @@ def test_a_text_that_is_half_written_is_not_read() -> None:
     board.put(0, "whole")
     memory[10:11] = b"?"
     assert board.get(0) is None
+
+
+def test_a_board_has_no_texts_once_its_memory_is_closed() -> None:
+    memory = mmap.mmap(-1, Board.nbytes(1))
+    board = Board(memory, 0, 1)
+    board.put(0, "before")
+    memory.close()  # a thread may still look for failures
+    assert board.is_empty()
