@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from ringflash.transport.connect import (
 T = TypeVar("T")
 
 HOPS = ("ring", "grouped", "auto")
+GRAPHS = (True, False, "auto")
 # "auto" groups hops if no rank receives more KV than this: 16384 tokens of 8 heads of 128 in two bytes over four ranks,
 # or the keys of a window. To receive more takes longer than the launches of a ring; see docs/transports.md.
 GROUPED_BYTES = 48 * 2**20
@@ -72,10 +73,11 @@ class ContextParallel(TokenMeans):
         hops: "ring" computes with the KV of one rank after another, while the next KV is on its way. "grouped" sends
             all KV directly, in one exchange and one launch: for windows, and for sequences so short that launches take
             longer than their work. "auto" groups hops on GPUs if no rank receives more than 48 MiB of KV, unless there
-            is an inner ring or `cuda_graphs`, which removes launches.
-        cuda_graphs: whether passes over the symmetric transport are captured after their second call with the same
-            shapes and then replayed, with the same bits. Meant for sequences so short that launches take longer than
-            their work. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls
+            is an inner ring or `cuda_graphs=True`, which removes launches.
+        cuda_graphs: whether passes over the symmetric transport are captured and then replayed, with the same bits. For
+            sequences so short that launches take longer than their work. True captures every pass after its second call
+            with the same shapes. "auto" captures grouped hops after a hundred calls, unless heads are split or `debug`
+            is set. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls
             with dropout, or with a mask that holds lengths or blocks, are not captured.
 
     Raises:
@@ -96,11 +98,14 @@ class ContextParallel(TokenMeans):
         fixed_lengths: bool = False,
         inner_ring: int | None = None,
         hops: str = "auto",
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
     ) -> None:
         if transport not in TRANSPORTS:
             remedy = "Choose one of these; virtual ranks come from ContextParallel.local()."
             raise ArgumentError("transport", expected=f"one of {TRANSPORTS}", got=repr(transport), remedy=remedy)
+        if cuda_graphs not in GRAPHS:
+            remedy = "Leave it out, or choose one of these."
+            raise ArgumentError("cuda_graphs", expected=f"one of {GRAPHS}", got=repr(cuda_graphs), remedy=remedy)
         group, mesh, grid = group_of(mesh_or_group)
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
@@ -115,10 +120,12 @@ class ContextParallel(TokenMeans):
             both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
-        if cuda_graphs and connection.kind != "symmetric":
+        if cuda_graphs is True and connection.kind != "symmetric":
             remedy = "Leave it out: CPUs have no launches to save, and rings over NCCL do not end in a graph."
             raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
-        self.replays = GraphCache() if cuda_graphs else None
+        can_capture = connection.kind == "symmetric" and grid.ring > 1 and grid.heads == 1 and not debug
+        captures = can_capture if cuda_graphs == "auto" else cuda_graphs
+        self.replays = GraphCache(asked=cuda_graphs is True) if captures else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport
         self.heads_transport: HeadsTransport | None = None if both is None else both.transport
@@ -128,7 +135,9 @@ class ContextParallel(TokenMeans):
         place = dist.get_rank(group), 0 if both is None else dist.get_rank(both.heads)
         names = group.group_name if both is None else f"{group.group_name} and {both.heads.group_name}"
         kind = f"group {names} {transport} {deadline.total_seconds():g} s{' fixed lengths' if fixed_lengths else ''}"
-        kind += " graphs" if cuda_graphs else ""
+        kind += {True: " graphs", False: " no graphs", "auto": ""}[cuda_graphs]
+        if hops == "auto" and cuda_graphs is True:
+            hops = "ring"
         self._set(grid.places.index(place), grid, inner_ring, hops, layout, kind, debug)
         self.local_ranks = (self.rank,)
 
@@ -164,7 +173,7 @@ class ContextParallel(TokenMeans):
     ) -> None:
         if layout not in LAYOUTS:
             raise ArgumentError("layout", expected=f"one of {LAYOUTS}", got=repr(layout), remedy="Choose one of these.")
-        if hops == "auto" and (inner_ring is not None or self.replays is not None):
+        if hops == "auto" and inner_ring is not None:
             hops = "ring"
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug

@@ -29,7 +29,7 @@ ALLOWED = {
     "kernels": {"compile_once", "dropout", "errors", "layouts", "masks", "state"},
     "coordination": {"context", "errors", "transport"},  # context only for its type
     "transport": {"coordination", "errors"},
-    "ring": {"kernels", "layouts", "masks", "state", "transport"},
+    "ring": {"errors", "kernels", "layouts", "masks", "state", "transport"},
     "token_mean": {"errors"},
     "groups": {"coordination", "errors", "layouts"},
     "context": {

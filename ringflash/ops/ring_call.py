@@ -150,14 +150,14 @@ class RingCall:
         return _Ranks(plans, transports, groups, [lengths[rank] for rank in local_ranks], context, network)
 
     def _computed(self, operation: str, ranks: _Ranks, compute: Callable[..., R], inputs: Sequence[Tensor | None]) -> R:
-        """Returns `compute(kernel_run, *inputs)`, replayed from a CUDA graph if the context captures its passes.
+        """Returns `compute(kernel_run, *inputs)`, replayed from a CUDA graph if the context captures such passes.
 
         Calls with a mask of tensors, such as documents, or with dropout are not captured, because they seldom recur.
         """
         context, plan = ranks.context, ranks.plans[0]
         kernel_run = replace(self._kernel_run, cache={})  # of this pass
         score_config, replays = kernel_run.score_config, context.replays
-        if replays is None:
+        if replays is None or not replays.takes(plan):
             return compute(kernel_run, *inputs)
         words, tensors = plan.mask.spec
         if tensors or score_config.dropout_p or torch.cuda.is_current_stream_capturing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -11,12 +12,20 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ringflash.errors import RingflashError
+from ringflash.ring.plan import Plan
 from ringflash.torch_private import copy_each
 
 Inputs = Sequence[Tensor | None]
 R = TypeVar("R", bound=tuple[Tensor, ...])
 
-MOST = 32  # graphs kept, each with its outputs
+MOST = 32  # kinds of passes that are known; each graph keeps its outputs
+# Calls of a kind before its capture. A capture takes as long as about 50 short passes, so it comes no earlier where the
+# program did not ask for it: sequences of many lengths would be captured in vain.
+ASKED, UNASKED = 2, 100
+_BYTES = 16  # kernels differ for tensors that are aligned to less, and copies are always aligned
+
+log = logging.getLogger(__name__)
 
 
 class _Graph(Generic[R]):
@@ -105,22 +114,36 @@ def _by_dtype(tensors: Inputs) -> list[tuple[list[int], list[Tensor]]]:
 class GraphCache:
     """CUDA graphs of the passes of one context.
 
-    The first two calls of a kind run without a graph: a call compiles, uploads tables and grows memory that peers see.
-    Right after the second one its pass is captured, and the graph is replayed from the third call on. A capture can
-    upload no tables, and the tables of the first call may have left their caches before the second. Ranks make the same
-    calls, so they capture the same ones. Passes run one after another and their inputs and outputs are copied, so all
-    graphs share the memory of inputs and of intermediate results.
+    The first calls of a kind run without a graph: a call compiles, uploads tables and grows memory that peers see.
+    Right after the last of them its pass is captured, and the graph is replayed from then on. A capture can upload no
+    tables, and the tables of the first call may have left their caches before the second. Ranks make the same calls, so
+    they capture the same ones. Passes run one after another and their inputs and outputs are copied, so all graphs
+    share the memory of inputs and of intermediate results. `calls` is the number of calls before a capture.
+
+    Args:
+        asked: whether the program asked for graphs. Otherwise they take more calls of a kind, and inputs for which
+            kernels give the same bits as for copies. After a capture that fails there are none.
     """
 
-    def __init__(self) -> None:
-        self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None after the first call only
+    def __init__(self, *, asked: bool = True) -> None:
+        self._asked, self.calls = asked, ASKED if asked else UNASKED
+        self._failed = False
+        self.is_attempt = False  # during a capture whose failure is no error
+        self._kinds: OrderedDict[Hashable, _Graph[Any] | int] = OrderedDict()  # a graph, or the calls until its capture
         self._memory = _Memory()
         self._pool: Any = None
         self._last: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
         """Returns the number of captured graphs."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return sum(isinstance(known, _Graph) for known in self._kinds.values())
+
+    def takes(self, plan: Plan) -> bool:
+        """Returns whether passes of `plan` are captured: all if the program asked for it, otherwise grouped hops.
+
+        Hops are grouped where launches take longer than their work.
+        """
+        return self._asked or (plan.grouped and not self._failed)
 
     def run(
         self,
@@ -139,34 +162,55 @@ class GraphCache:
             around: returns the context manager that surrounds a pass; entered here for replays.
             started: called with the stream once a replay is queued on it.
         """
-        shapes = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         current = torch.cuda.current_stream()
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)  # it may still run the same graph, or read memory that peers will write
         self._last = current
-        key = kind, shapes
-        graph = self._graphs.get(key)
-        if graph is None and key not in self._graphs:
-            self._graphs[key] = None
-            if len(self._graphs) > MOST:
-                torch.cuda.synchronize()
-                self._graphs.popitem(last=False)
+        if not self._asked and not all(map(_is_aligned, inputs)):
             return compute(*inputs)
-        self._graphs.move_to_end(key)
-        if graph is None:
-            outputs = compute(*inputs)
-            self._graphs[key] = self._captured(compute, inputs)
+        key = kind, tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
+        known = self._kinds.get(key, self.calls)
+        if isinstance(known, _Graph):
+            self._kinds.move_to_end(key)
+            with around():
+                outputs = known.replay(inputs)
+                started(current)
             return outputs
-        with around():
-            outputs = graph.replay(inputs)
-            started(current)
+        outputs = compute(*inputs)
+        self._put(key, self._captured(compute, inputs) if known == 1 else known - 1)
         return outputs
 
-    def _captured(self, compute: Callable[..., R], inputs: Inputs) -> _Graph[R]:
+    def _put(self, key: Hashable, known: _Graph[Any] | int) -> None:
+        """Stores the graph of a kind, or the number of its calls until the capture."""
+        self._kinds[key] = known
+        self._kinds.move_to_end(key)
+        if len(self._kinds) > MOST:
+            _, oldest = self._kinds.popitem(last=False)
+            if isinstance(oldest, _Graph):
+                torch.cuda.synchronize()  # it may still run
+
+    def _captured(self, compute: Callable[..., R], inputs: Inputs) -> _Graph[R] | int:
         if not len(self):  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+        self.is_attempt = not self._asked
         try:
             return _Graph(compute, inputs, self._memory, self._pool)
-        except BaseException:  # the allocator may consider the old pool as still being captured into
-            self._pool = torch.cuda.graph_pool_handle()
-            raise
+        except BaseException as error:
+            self._pool = torch.cuda.graph_pool_handle()  # the allocator may consider the old one as captured into
+            if self._asked or isinstance(error, RingflashError) or not isinstance(error, Exception):
+                raise
+            self._failed = True
+            log.warning("attention goes on without CUDA graphs, which cuda_graphs=False asks for: %s", error)
+            return self.calls
+        finally:
+            self.is_attempt = False
+
+
+def _is_aligned(x: Tensor | None) -> bool:
+    """Returns whether kernels give the same bits for `x` as for its contiguous copy."""
+    if x is None:
+        return True
+    if x.data_ptr() % _BYTES:
+        return False
+    strides = x.stride()
+    return x.is_contiguous() or (strides[-1] == 1 and all(n and n * x.itemsize % _BYTES == 0 for n in strides[:-1]))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, PeerLost
 from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.ring import cuda_graphs
 from ringflash.ring.cuda_graphs import GraphCache, _by_dtype, _Memory
@@ -60,7 +61,9 @@ def test_tables_that_were_dropped_between_calls_are_uploaded_again() -> None:
     assert len(replays) == 1
 
 
-def test_a_pass_is_captured_right_after_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What graphs and their cache do, without a GPU."""
     events = list[str]()
 
     class Graph:
@@ -72,19 +75,96 @@ def test_a_pass_is_captured_right_after_it_has_run(monkeypatch: pytest.MonkeyPat
             events.append("replay")
             return (7,)
 
-    def compute(x: None) -> tuple[int]:
-        events.append("compute")
-        return (7,)
-
     monkeypatch.setattr(cuda_graphs, "_Graph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    replays: GraphCache = GraphCache()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    return events
+
+
+def _call(replays: GraphCache, events: list[str], kind: str = "a", x: Tensor | None = None) -> list[str]:
+    """Calls a pass, and returns the events since the last call."""
+
+    def compute(x: Tensor | None) -> tuple[int]:
+        events.append("compute")
+        return (7,)
+
+    events.clear()
+    run: Any = replays.run
+    assert run(kind, compute, (x,), nullcontext, lambda _: None) == (7,)
+    return list(events)
+
+
+def test_a_pass_is_captured_right_after_it_has_run(events: list[str]) -> None:
+    replays = GraphCache()
     for expected in (["compute"], ["compute", "capture", "compute"], ["replay"], ["replay"]):
-        events.clear()
-        run: Any = replays.run
-        assert run("a", compute, (None,), nullcontext, lambda _: None) == (7,)
-        assert events == expected
+        assert _call(replays, events) == expected
+
+
+def test_without_a_request_a_pass_is_captured_after_many_calls(events: list[str]) -> None:
+    replays = GraphCache(asked=False)
+    for _ in range(cuda_graphs.UNASKED - 1):
+        assert _call(replays, events) == ["compute"]
+    assert _call(replays, events) == ["compute", "capture", "compute"]
+    assert _call(replays, events) == ["replay"]
+    for kind in range(cuda_graphs.MOST - 1):  # kinds that do not recur
+        assert _call(replays, events, str(kind)) == ["compute"]
+    assert _call(replays, events, "another") == ["compute", "synchronize"]  # the graph leaves the cache
+    assert _call(replays, events, "yet another") == ["compute"]
+
+
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.zeros(2, 6, 4, 64, dtype=torch.bfloat16)[:, :, :2], True),  # of one product for q, k and v
+        (torch.zeros(2, 5, 7), True),
+        (torch.zeros(2, 6, 4, 64, dtype=torch.bfloat16)[..., :60], True),
+        (torch.zeros(2, 6, 4, 60, dtype=torch.bfloat16)[..., :50], False),
+        (torch.zeros(2, 6, 4, 64, dtype=torch.bfloat16)[..., 1:], False),
+        (torch.zeros(2, 6, 4, 64).transpose(2, 3), False),
+        (torch.zeros(2, 6, 1, 64).expand(-1, -1, 4, -1), False),
+    ],
+)
+def test_without_a_request_kernels_get_tensors_like_their_copies(events: list[str], x: Tensor, taken: bool) -> None:
+    replays = GraphCache(asked=False)
+    for _ in range(cuda_graphs.UNASKED):
+        _call(replays, events, x=x)
+    assert ("capture" in events) == taken
+    assert _call(replays, events, x=x) == (["replay"] if taken else ["compute"])
+
+
+def test_a_capture_that_fails_without_a_request_is_the_last(
+    events: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = list[bool]()
+
+    def graph(*_: Any) -> None:
+        attempts.append(replays.is_attempt)
+        raise error
+
+    plan: Any = SimpleNamespace(grouped=True)
+    monkeypatch.setattr(cuda_graphs, "_Graph", type("_Graph", (), {"__new__": graph}))
+    monkeypatch.setattr(cuda_graphs, "UNASKED", 1)
+    replays, error = GraphCache(asked=False), RuntimeError("operation not permitted")
+    assert replays.takes(plan)
+    assert _call(replays, events) == ["compute"]
+    assert not replays.takes(plan)
+    assert (attempts, replays.is_attempt) == ([True], False)
+    assert "goes on without CUDA graphs" in caplog.text
+    assert "operation not permitted" in caplog.text
+    replays, error = GraphCache(asked=False), PeerLost([1], 0, [], rank=0)
+    with pytest.raises(PeerLost):  # a broken ring is not a failure of the capture
+        _call(replays, events)
+    replays, error = GraphCache(), RuntimeError("operation not permitted")
+    _call(replays, events)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        _call(replays, events)
+
+
+def test_without_a_request_grouped_hops_are_captured() -> None:
+    ring, grouped = (rf.ContextParallel.local(4, hops=hops).plan(None, 64) for hops in ("ring", "grouped"))
+    assert [GraphCache(asked=False).takes(plan) for plan in (ring, grouped)] == [False, True]
+    assert [GraphCache().takes(plan) for plan in (ring, grouped)] == [True, True]
 
 
 def test_a_capture_that_fails_raises_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +209,17 @@ def test_copies_are_of_every_dtype() -> None:
             assert torch.equal(source, target)
 
 
-def _on_cpus() -> str:
-    with pytest.raises(ArgumentError) as caught:
-        rf.ContextParallel(dist.group.WORLD, cuda_graphs=True)
-    return str(caught.value)
+def _on_cpus() -> list[str]:
+    texts = list[str]()
+    for value in (True, "always"):
+        with pytest.raises(ArgumentError) as caught:
+            rf.ContextParallel(dist.group.WORLD, cuda_graphs=value)  # pyright: ignore[reportArgumentType]
+        texts.append(str(caught.value))
+    assert rf.ContextParallel(dist.group.WORLD).replays is None
+    return texts
 
 
 def test_graphs_take_memory_that_peers_see() -> None:
-    text = run_ranks(1, _on_cpus)[0]
-    assert "cuda_graphs: expected the symmetric transport, got gloo" in text
+    gloo, unknown = run_ranks(1, _on_cpus)[0]
+    assert "cuda_graphs: expected the symmetric transport, got gloo" in gloo
+    assert "cuda_graphs: expected one of (True, False, 'auto'), got 'always'" in unknown

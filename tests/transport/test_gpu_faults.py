@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch.distributed as dist
 
 import ringflash as rf
+from ringflash.ring.cuda_graphs import UNASKED
 from tests import one_gpu
 from tests.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
 
@@ -34,21 +36,24 @@ def _with_fault(transport: str, step: int, action: Callable[[], None]) -> Outcom
         return outcome_of(call_ring, context)
 
 
-def _hang_before_a_replay() -> Outcome:
+def _hang_before_a_replay(graphs: bool | Literal["auto"]) -> Outcome:
     _compile("symmetric")
     context = rf.ContextParallel(
-        dist.group.WORLD, transport="symmetric", timeout=3.0, fixed_lengths=True, cuda_graphs=True
+        dist.group.WORLD, transport="symmetric", timeout=3.0, fixed_lengths=True, cuda_graphs=graphs
     )
-    for _ in range(3):
+    for _ in range(3 if graphs is True else UNASKED + 1):
         call_ring(context)
+    assert context.replays is not None
+    assert len(context.replays) == 2
     if context.rank == 1:
         _hang()
     return outcome_of(call_ring, context)
 
 
+@pytest.mark.parametrize("graphs", [True, "auto"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_that_does_not_come_to_a_replay(world: int) -> None:
-    exits, outcomes = run_to_their_ends(world, _hang_before_a_replay, backend="nccl")
+def test_a_rank_that_does_not_come_to_a_replay(world: int, graphs: bool | Literal["auto"]) -> None:
+    exits, outcomes = run_to_their_ends(world, _hang_before_a_replay, graphs, backend="nccl")
     assert exits == [3] * world, outcomes
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome is not None

@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 import ringflash as rf
 from ringflash import torch_private
 from ringflash.errors import ArgumentError
+from ringflash.ring import cuda_graphs, schedule, tiles
 from ringflash.transport import rendezvous
 from tests import one_gpu
 from tests.accuracy import Problem, as_tensor
@@ -169,6 +170,48 @@ def _replayed_calls(hops: str) -> int:
 def test_a_context_that_captures(world: int, hops: str) -> None:
     graphs = run_ranks(world, _replayed_calls, hops, backend="nccl")
     assert graphs == [6] * world  # forward and backward, except under documents
+
+
+def _captured_without_a_request() -> None:
+    """Runs contexts until they replay, with q, k and v of one product, and with a capture that fails on one rank."""
+    torch.manual_seed(0)
+    problem = Problem.random(seqlen=1024, batch=2, heads=(8, 2), mask=rf.Causal())
+    context, plain = (
+        rf.ContextParallel(dist.group.WORLD, transport="symmetric", cuda_graphs=graphs) for graphs in ("auto", False)
+    )
+    failing = rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops="grouped")
+    assert plain.replays is None
+    assert context.replays is not None
+    assert failing.replays is not None
+    local = problem.mapped(lambda x: context.shard(x).cuda())
+    fused = torch.cat([local.q, local.k, local.v], 2).requires_grad_()
+
+    def passes(context: rf.ContextParallel) -> list[Tensor]:
+        q, k, v = fused.split([8, 2, 2], 2)
+        out = as_tensor(rf.ring_attention(q, k, v, context, mask=problem.mask, options=REPEATABLE))
+        return [out.detach(), *torch.autograd.grad(out, fused, local.dout)]
+
+    def empty_results(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        assert failing.replays is not None
+        if failing.replays.is_attempt:
+            raise RuntimeError("cannot be captured")
+        return tiles.empty_results(*inputs)
+
+    expected = passes(plain)
+    if dist.get_rank() == 1:
+        schedule.empty_results = empty_results
+    for call in range(cuda_graphs.UNASKED + 3):
+        for each in (context, failing):
+            for a, b in zip(passes(each), expected, strict=True):
+                assert torch.equal(a, b), call
+    assert len(context.replays) == 2
+    assert len(failing.replays) == 2 * (dist.get_rank() != 1)
+    assert failing.replays.takes(failing.plan(problem.mask, 1024, row_bytes=1024)) == (dist.get_rank() != 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_passes_that_recur_are_captured_without_a_request(world: int) -> None:
+    run_ranks(world, _captured_without_a_request, backend="nccl")
 
 
 def _elsewhere() -> list[str]:

@@ -80,8 +80,8 @@ class RingAttentionStrategy(ShardedStrategy):
         replicate_size: number of copies of the weights. Neighbouring ranks form a group that holds one copy, sharded
             within the group (HSDP). With one group a host, FSDP sends only gradients between hosts. 1 shards over all
             ranks.
-        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`. It helps where sequences are so short that
-            launches take most of the time.
+        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: all with True, those of short sequences with
+            "auto".
         shard_keys: further batch entries to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
     """
 
@@ -94,7 +94,7 @@ class RingAttentionStrategy(ShardedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         replicate_size: int = 1,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
         shard_keys: Sequence[str] = (),
     ) -> None:
         self._shard_keys = _checked_keys(shard_keys)
@@ -117,7 +117,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self.asked_sizes = data_parallel_size, context_parallel_size  # numbers or "auto", in the order of the mesh
         self.layout: Literal["zigzag", "contiguous", "striped"] = layout
         self._transport = transport
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs: bool | Literal["auto"] = cuda_graphs
         self._context: rf.ContextParallel | None = None
         self.replicate_size = replicate_size
         self._shard_mesh: DeviceMesh | None = None
@@ -129,8 +129,8 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def hops(self) -> str:
-        """The `hops` of a context that groups hops as this run does: `cuda_graphs` groups none. For a warmup."""
-        return "ring" if self._cuda_graphs else "auto"
+        """The `hops` of a context that groups hops as this run does: `cuda_graphs=True` groups none. For a warmup."""
+        return "ring" if self._cuda_graphs is True else "auto"
 
     @property
     def context(self) -> rf.ContextParallel:

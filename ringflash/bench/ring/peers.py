@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ringflash.bench.ring.ulysses import local_attentions, ulysses
 from ringflash.bench.ring.usp import usp
 from ringflash.errors import ArgumentError
 
-VARIANTS = ("ring", "grouped", "fixed-lengths", "graphs", "graph")
+VARIANTS = ("ring", "grouped", "launches", "fixed-lengths", "graphs", "graph")
 WARM_UPS = 3
 
 
@@ -38,7 +38,13 @@ def ours(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None
     mask = problem.visible
     local = problem.map(partial(context.shard, mask=mask))
     call = partial(rf.ring_attention, context=context, mask=mask, return_lse=False)
-    yield Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
+    setup = Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
+    if context.replays is not None:
+        row_bytes = problem.k[:, :1].nbytes + problem.v[:, :1].nbytes
+        captured = context.replays.takes(context.plan(mask, problem.q.shape[1], row_bytes=row_bytes))
+        for _ in range(context.replays.calls if captured else 0):  # from then on passes are replayed
+            setup.forward_backward()
+    yield setup
 
 
 @contextmanager
@@ -49,12 +55,12 @@ def without_messages(problem: Problem, context: rf.ContextParallel) -> Generator
     """
     transport = context.transport
     silent: Any = _Silent(transport)
-    context.transport = silent
+    context.transport, replays, context.replays = silent, context.replays, None  # graphs would send messages
     try:
         with ours(problem, context) as setup:
             yield setup
     finally:
-        context.transport = transport
+        context.transport, context.replays = transport, replays
 
 
 class _Silent:
@@ -142,16 +148,18 @@ def variant(name: str, mesh: DeviceMesh, context: rf.ContextParallel, transport:
     """Returns the variant `name` of `ours`, with the requested `transport`.
 
     - "ring" and "grouped" set the kind of hops.
+    - "launches" uses a context that captures nothing.
     - "fixed-lengths" uses a context of one length, in which no call waits for the agreement of the ranks.
-    - "graphs" uses such a context that also captures its passes in CUDA graphs.
+    - "graphs" uses such a context that also captures all its passes in CUDA graphs.
     - "graph" captures a forward, and both passes, as a user's program does; the ring's launches then cost nothing.
     """
     if name == "graph":
         hops = "ring" if context.hops == "auto" else context.hops
         return partial(captured, context=rf.ContextParallel(mesh, context.layout, transport, hops=hops))
     hops = name if name in ("ring", "grouped") else context.hops
-    fixed, graphs = name in ("fixed-lengths", "graphs"), name == "graphs"
-    options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": graphs}
+    fixed = name in ("fixed-lengths", "graphs")
+    choices: dict[str, bool | Literal["auto"]] = {"graphs": True, "launches": False}
+    options = {"fixed_lengths": fixed, "hops": hops, "cuda_graphs": choices.get(name, "auto")}
     return partial(ours, context=rf.ContextParallel(mesh, context.layout, transport, **options))
 
 

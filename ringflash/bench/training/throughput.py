@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
-    parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays attention's passes")
+    parser.add_argument("--cuda-graphs", action="store_true", help="ringflash replays all of attention's passes")
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
     choices, text = ("none", "block", "auto"), "what blocks keep: all, little, or all in as many blocks as fit"
     parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")

@@ -60,7 +60,7 @@ class Training:
         device: device of this rank.
         dtype: dtype of activations and gathered weights; weights, gradients and optimizer state are float32.
         compiled: whether blocks are compiled.
-        cuda_graphs: whether ringflash replays attention's passes.
+        cuda_graphs: whether ringflash replays all of attention's passes, and not only those of grouped hops.
         offload: whether ringflash keeps activations in the host's memory.
         activations: activations that blocks keep: "none" or "block", or "auto" for as many as fit. Under torch's
             context_parallel blocks keep their inputs alone.
@@ -105,7 +105,7 @@ Contender = Callable[[Training], AbstractContextManager[Trainee]]
 @contextmanager
 def ringflash(training: Training) -> Generator[Trainee, None, None]:
     """Prepares a Decoder on a ring, which trains as LanguageModel does under RingAttentionStrategy."""
-    context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs)
+    context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs or "auto")
     with torch.device("meta"):
         model = Decoder(training.config)
     kept = kept_blocks(training)
