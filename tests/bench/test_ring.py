@@ -1,5 +1,6 @@
 """The ring benchmark runs under masks too, its yardsticks are consistent, and its errors are against the reference."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
 from ringflash import reference
 from ringflash.bench.attention.single import Unavailable
+from ringflash.bench.common import ranks
 from ringflash.bench.common.flash_kernels import Kernels
 from ringflash.bench.common.problem import Contender, Problem
 from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen, throughput, ulysses, usp
@@ -109,7 +112,9 @@ def _everything(folder: str) -> tuple[Any, ...]:
     assert fixed["name"] == "ringflash balanced, fixed-lengths"
     assert fixed["forward_ms"] > 0
     assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
-    auto, by_heads = throughput.run([*common, "--hops", "auto", "--heads", "2"], mesh)
+    auto, by_heads = throughput.run([*common, "--hops", "auto", "--heads", "2", "--queued", "2"], mesh)
+    assert auto["queued"] == 2
+    assert "queued" not in documents
     assert by_heads["name"] == "ringflash balanced, heads over 2 ranks"
     assert by_heads["forward_ms"] > 0
     with pytest.raises(ArgumentError, match="--heads: expected numbers that divide 2 ranks, got 3"):
@@ -120,6 +125,18 @@ def _everything(folder: str) -> tuple[Any, ...]:
         with pytest.raises(ArgumentError, match=message):
             scaling.run(wrong.split(), mesh)
     return windows, documents, auto, scaled, _sent(mesh), _zigzag(mesh)
+
+
+def test_a_time_is_the_mean_of_the_queued_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, group = list[float](), HashStore()
+    dist.init_process_group("gloo", store=group, rank=0, world_size=1)
+    try:
+        clock = itertools.count()
+        monkeypatch.setattr(ranks.time, "perf_counter", lambda: float(next(clock)))
+        assert ranks.slowest_seconds(lambda: calls.append(0), on_gpu=False, queued=4) == 0.25
+    finally:
+        dist.destroy_process_group()
+    assert len(calls) == 4
 
 
 def _sent(mesh: Any) -> dict[str, int]:
@@ -315,6 +332,7 @@ def test_one_kernel_has_the_work_of_the_mean_rank(world: int, window: int | None
     ("changed", "message"),
     [
         ("--rounds 0", "--rounds: expected at least 1, got 0"),
+        ("--queued 0", "--queued: expected at least 1, got 0"),
         ("--window 0", "--window: expected at least 1, got 0"),
         ("--documents 65", "--documents: expected 1 to 64, got 65"),
         ("--peers --window 4", "--peers: expected the causal mask, got window of 4"),
@@ -329,7 +347,7 @@ def test_bad_arguments_join_nothing(changed: str, message: str, monkeypatch: pyt
 def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(9))
 
-    def out_of_memory(contender: Any, problem: Any, samples: Any, repeats: int) -> None:
+    def out_of_memory(contender: Any, problem: Any, samples: Any, repeats: int, queued: int) -> None:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("tried to allocate 9 TiB\nand more")
         for seconds in samples.seconds.values():

@@ -102,11 +102,16 @@ def device_name(mesh: DeviceMesh) -> str:
 
 
 def take_round(
-    contender: Contender, problem: Problem, samples: Samples, repeats: int, group: dist.ProcessGroup | None = None
+    contender: Contender,
+    problem: Problem,
+    samples: Samples,
+    repeats: int,
+    group: dist.ProcessGroup | None = None,
+    queued: int = 1,
 ) -> None:
     """Adds `repeats` times of each pass, and the memory, to `samples`, after one call that is not timed.
 
-    torch does not count the memory that a transport shares with peers.
+    A time is the mean of `queued` calls. torch does not count the memory that a transport shares with peers.
     """
     on_gpu = problem.q.is_cuda
     with contender(problem) as shard:
@@ -117,26 +122,30 @@ def take_round(
             torch.cuda.reset_peak_memory_stats()
         for _ in range(repeats):
             with torch.no_grad():
-                samples.seconds["forward"].append(slowest_seconds(shard.forward, on_gpu, group))
-            samples.seconds["forward_backward"].append(slowest_seconds(shard.forward_backward, on_gpu, group))
+                samples.seconds["forward"].append(slowest_seconds(shard.forward, on_gpu, group, queued))
+            samples.seconds["forward_backward"].append(slowest_seconds(shard.forward_backward, on_gpu, group, queued))
         if on_gpu:
             samples.bytes = max(samples.bytes, torch.cuda.max_memory_allocated() - before)
 
 
-def slowest_seconds(call: Callable[[], object], on_gpu: bool, group: dist.ProcessGroup | None = None) -> float:
-    """Returns the time of one call on the slowest rank. All ranks start together."""
+def slowest_seconds(
+    call: Callable[[], object], on_gpu: bool, group: dist.ProcessGroup | None = None, queued: int = 1
+) -> float:
+    """Returns the time of one call on the slowest rank: the mean of `queued` calls. All ranks start together."""
     dist.barrier(group)
     if on_gpu:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
-        call()
+        for _ in range(queued):
+            call()
         end.record()
         torch.cuda.synchronize()
-        elapsed = torch.tensor(start.elapsed_time(end) / 1e3, device="cuda")
+        elapsed = torch.tensor(start.elapsed_time(end) / 1e3 / queued, device="cuda")
     else:
         begin = time.perf_counter()
-        call()
-        elapsed = torch.tensor(time.perf_counter() - begin)
+        for _ in range(queued):
+            call()
+        elapsed = torch.tensor((time.perf_counter() - begin) / queued)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=group)
     return elapsed.item()

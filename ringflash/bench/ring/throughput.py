@@ -111,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
     parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
+    text = "calls in a time, one after another, as in training (default: %(default)s)"
+    parser.add_argument("--queued", type=int, default=1, help=text)
     parser.add_argument("--variants", choices=peers.VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
     parser.add_argument("--heads", type=int, nargs="+", default=[], help="ringflash with heads split over N ranks too")
     parser.add_argument("--peers", action="store_true", help="peers too, as far as they are installed")
@@ -119,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_at_least(options, ["rounds", "repeats"])
+    check_at_least(options, ["rounds", "repeats", "queued"])
     for seqlen in options.seqlens:
         _, name = seen.mask(seqlen, options.window, options.documents)
         if options.peers and name != "causal":
@@ -150,11 +152,12 @@ def _measure_length(
             if name in failed:
                 continue
             try:
-                ranks.take_round(contender, problem, samples[name], options.repeats)
+                ranks.take_round(contender, problem, samples[name], options.repeats, queued=options.queued)
             except CANNOT as error:  # out of memory, on all ranks alike
                 failed[name] = failure(error)
     medians = {name: of.medians() for name, of in samples.items() if name not in failed}
     same = {"seqlen": seqlen, "world_size": context.world_size, "mask": mask_name, **sizes, "dtype": options.dtype}
+    same |= {"queued": options.queued} if options.queued > 1 else {}
     rows: list[dict[str, Any]] = []
     for name in named:
         row: dict[str, Any] = {"name": name, **same}
