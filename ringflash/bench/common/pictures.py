@@ -21,7 +21,8 @@ Row = dict[str, Any]
 Curve = list[tuple[int, float]]
 
 GIB = "GiB a GPU"  # unit of a logarithmic axis
-RINGS = ("ring-4gpu-ulysses", "ring-4gpu-long", "ring-4gpu-1m")  # the first record with a length wins
+# The first record with a length wins.
+RINGS = ("ring-4gpu-short", "ring-4gpu-ulysses", "ring-4gpu-long", "ring-4gpu-1m")
 TRAINING = ("training-4gpu-8b-8k", "training-4gpu-8b-64k", "training-4gpu-8b-128k", "training-4gpu-8b-256k")
 OURS, GRAPHS, PEER, TORCH = (
     "ringflash",
@@ -43,16 +44,17 @@ class Records:
         """Returns the rows of these records that have measured something, one record after the other."""
         return [row for name in names for row in json.loads((self.folder / f"{name}.json").read_text())["rows"]]
 
-    def ring(self, key: str, best: Callable[..., float]) -> dict[str, Curve]:
+    def ring(self, key: str, best: Callable[..., float], names: Sequence[str] = RINGS) -> dict[str, Curve]:
         """Returns the values of `key` over the length of the sequence, one curve a contender.
 
         Args:
             key: the field of a row.
             best: chooses among the backends and rotations of torch's context_parallel: max or min.
+            names: the records.
         """
         found: dict[str, dict[int, list[float]]] = {}
         drawn = set[int]()  # lengths of earlier records
-        for record in RINGS:
+        for record in names:
             rows = [row for row in self.rows(record) if row["seqlen"] not in drawn]
             drawn |= {row["seqlen"] for row in rows}
             for row in rows:
@@ -82,7 +84,7 @@ def _bars(ax: Any, labels: Sequence[str], groups: dict[str, list[float]], title:
 
 
 def _memory(ax: Any, records: Records, title: str) -> None:
-    curves = records.ring("gib", min)
+    curves = records.ring("gib", min, RINGS[1:])  # the first record leaves out the memory of CUDA graphs
     curves.pop(GRAPHS)
     _curves(ax, curves, title, GIB)
     ax.set_yscale("log", base=2)
@@ -151,9 +153,9 @@ def cost_model(axes: Sequence[Any], records: Records) -> None:
             rates.append(7 * length**2 * 32 * 128 / 4 / seconds / 1e12)
         axes[0].plot(lengths, rates, style, color="gray", label=name)
     for name, variant, colour in (("measured", ", ring", "C0"), ("measured, captured", ", graph", "C9")):
-        found = {row["seqlen"]: row for row in records.rows(*RINGS) if row["name"] == f"ringflash zigzag{variant}"}
+        found = {row["seqlen"]: row for row in records.rows(*RINGS[1:]) if row["name"] == f"ringflash zigzag{variant}"}
         if variant == ", ring":
-            found |= {row["seqlen"]: row for row in records.rows(*RINGS[1:]) if row["name"] == "ringflash zigzag"}
+            found |= {row["seqlen"]: row for row in records.rows(*RINGS[2:]) if row["name"] == "ringflash zigzag"}
         values = [row["forward_backward_tflops_per_gpu"] for row in found.values()]
         axes[0].plot(list(found), values, "o", color=colour, label=name)
     length_axis(axes[0], lengths, "tokens over all GPUs")
