@@ -1,7 +1,8 @@
 """The compile gate: compiles every shipped kernel for its targets without a GPU, and fails where one got worse.
 
-python -m ringflash.kernels.aot            compares with the recorded allowances. A kernel with the recorded IR is not
-                                           compiled to the end: the gate takes its recorded usage.
+python -m ringflash.kernels.aot            compares with the recorded allowances. Nothing is compiled if the record was
+                                           made of the same files. Otherwise a kernel with the recorded IR is not
+                                           compiled to the end. In both cases the gate takes the recorded usage.
 python -m ringflash.kernels.aot --all      compiles every kernel to the end.
 python -m ringflash.kernels.aot --record   makes the usage of this run the allowance.
 
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from ringflash.kernels.aot.cases import Case, cases
 from ringflash.kernels.aot.compiler import Usage, compile_case, prepare
-from ringflash.kernels.aot.record import Record, compare, forgotten, over_limit, read, spilling, write
+from ringflash.kernels.aot.record import Record, compare, digest_of_inputs, forgotten, over_limit, read, spilling, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,19 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no case has all the words {options.only}; {len(cases())} are like {cases()[0].name!r}")
     record = read()
     known = {} if options.all or record.triton != triton.__version__ else {u.source: u for u in record.kernels.values()}
-    begin = time.perf_counter()
-    measured, failures = _compile(chosen, options.jobs, known)
-    seconds = time.perf_counter() - begin
-    _print(measured, record)
-    anew = sum(usage.source not in known for usage in measured.values())
-    print(f"{len(measured)} kernels in {seconds:.0f} s by {options.jobs} processes, triton {triton.__version__}:")
-    print(f"{anew} compiled, {len(measured) - anew} with the IR of the record, taken to compile as they did then")
+    inputs = digest_of_inputs()
+    if known and record.inputs == inputs and not options.record:
+        measured, failures = _recorded(chosen, record), list[str]()
+        _print(measured, record)
+        print(f"{len(measured)} kernels of the files of the record, taken to compile as they did then")
+    else:
+        begin = time.perf_counter()
+        measured, failures = _compile(chosen, options.jobs, known)
+        seconds = time.perf_counter() - begin
+        _print(measured, record)
+        anew = sum(usage.source not in known for usage in measured.values())
+        print(f"{len(measured)} kernels in {seconds:.0f} s by {options.jobs} processes, triton {triton.__version__}:")
+        print(f"{anew} compiled, {len(measured) - anew} with the IR of the record, taken to compile as they did then")
     remarks = spilling(measured)
     if options.record:  # kernels that this run did not compile keep their usage
-        stays = record.kernels if options.only or options.hopper or failures else {}
+        in_part = bool(options.only or options.hopper or failures)
+        stays = record.kernels if in_part else {}
         if record.triton != triton.__version__:  # usage by source is valid for one version of Triton
             stays = {name: replace(usage, source="") for name, usage in stays.items()}
-        write(Record(triton.__version__, {**stays, **measured}))
+        write(Record(triton.__version__, {**stays, **measured}, "" if in_part else inputs))
     else:
         verdict = compare(measured, record)
         remarks += verdict.remarks
@@ -106,6 +114,12 @@ def _compile(chosen: Sequence[Case], jobs: int, known: Mapping[str, Usage]) -> t
             else:
                 measured |= result
     return measured, failures
+
+
+def _recorded(chosen: Sequence[Case], record: Record) -> dict[str, Usage]:
+    """Returns the recorded usage of the kernels of these cases, by name."""
+    names = {case.name for case in chosen}
+    return {name: usage for name, usage in record.kernels.items() if names & {name, name.rpartition(" ")[0]}}
 
 
 def _print(measured: Mapping[str, Usage], record: Record) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +12,12 @@ from pathlib import Path
 import triton
 
 from ringflash.kernels.aot.compiler import Usage
+from ringflash.kernels.versions import environment_of_compilations
 
 RECORDS = Path(__file__).with_name("allowances")  # one file for each version of Triton
+PACKAGE = Path(__file__).parents[2]
+# The parts of the package that decide what kernels compile to: those that `kernels` imports, directly or not.
+PARTS = ("checks", "compile_once", "dropout", "errors", "kernels", "layouts", "masks", "state", "torch_private")
 
 # Shared memory of one program, in bytes: CUDA C++ programming guide, table of technical specifications.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -27,10 +33,12 @@ class Record:
     Args:
         triton: version of Triton that compiled them.
         kernels: usage by name.
+        inputs: digest of what they were compiled from, as `digest_of_inputs`; empty if only some were compiled.
     """
 
     triton: str
     kernels: Mapping[str, Usage]
+    inputs: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,18 @@ class Verdict:
 
     failures: list[str]
     remarks: list[str]
+
+
+def digest_of_inputs() -> str:
+    """Returns a digest of all files and settings that decide what kernels compile to, except Triton's version."""
+    settings = environment_of_compilations() | {k: v for k, v in os.environ.items() if k.startswith("TRITON_PTXAS")}
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode())
+    for part in PARTS:
+        folder = PACKAGE / part
+        paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
+        for path in paths:
+            digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def path_of(version: str) -> Path:
@@ -64,7 +84,7 @@ def read(path: Path | None = None) -> Record:
     for name, usage in content["kernels"].items():
         codes = {key: tuple(usage[key]) for key in ("serialised", "advice")}
         kernels[name] = Usage(**usage | codes)
-    return Record(content["triton"], kernels)
+    return Record(content["triton"], kernels, content.get("inputs", ""))
 
 
 def write(record: Record, path: Path | None = None) -> None:
@@ -73,7 +93,8 @@ def write(record: Record, path: Path | None = None) -> None:
     path.parent.mkdir(exist_ok=True)
     lines = [f"    {json.dumps(name)}: {json.dumps(asdict(usage))}" for name, usage in sorted(record.kernels.items())]
     kernels = ",\n".join(lines)
-    path.write_text(f'{{\n  "triton": {json.dumps(record.triton)},\n  "kernels": {{\n{kernels}\n  }}\n}}\n')
+    head = f'  "triton": {json.dumps(record.triton)},\n  "inputs": {json.dumps(record.inputs)},\n'
+    path.write_text(f'{{\n{head}  "kernels": {{\n{kernels}\n  }}\n}}\n')
 
 
 def over_limit(measured: Mapping[str, Usage]) -> list[str]:

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
 from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
 from tests.patience import PATIENCE
+from tests.test_imports import ALLOWED
 
 LOG = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 2469 by compiler to allow use of registers in GMMA \
@@ -98,7 +101,7 @@ def test_shared_memory_has_the_limit_of_its_target() -> None:
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "allowance.json"
-    record = Record("3.6.0", {NAME: dataclasses.replace(USAGE, advice=("C7519",)), "sm_80 x": USAGE})
+    record = Record("3.6.0", {NAME: dataclasses.replace(USAGE, advice=("C7519",)), "sm_80 x": USAGE}, "cafe")
     assert read(path) == Record("", {})
     write(record, path)
     assert read(path) == record
@@ -151,6 +154,50 @@ def test_compiles_although_tests_interpret_and_only_what_has_another_ir() -> Non
     lines = [line for line in result.stdout.splitlines() if "compiled," in line or line.startswith(("0", "1", "F"))]
     said = [compiled, compiled, taken, "0 0", taken, "0", compiled, failed, "1"]
     assert [line for line in lines if "kernels in" not in line] == said
+
+
+def test_nothing_is_compiled_from_the_files_of_the_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled, args = list[str](), ["--only", "delta", "float32", "d64"]
+
+    def compile_cases(cases: list[Any], *_: object) -> tuple[dict[str, Usage], list[str]]:
+        compiled.extend(case.name for case in cases)
+        return {DELTA: USAGE}, []
+
+    same = Record(triton.__version__, {DELTA: USAGE, NAME: USAGE}, record.digest_of_inputs())
+    monkeypatch.setattr(gate, "_compile", compile_cases)
+    monkeypatch.setattr(gate, "read", lambda: same)
+    assert gate.main(args) == 0
+    assert compiled == []
+    assert "1 kernels of the files of the record" in capsys.readouterr().out
+    for change in ({"inputs": "f00d"}, {"triton": "0.1"}):
+        monkeypatch.setattr(gate, "read", lambda: dataclasses.replace(same, **change))  # noqa: B023 - called at once
+        assert gate.main(args) == 0
+        assert compiled.pop() == DELTA
+    monkeypatch.setattr(gate, "read", lambda: same)
+    gate.main([*args, "--all"])
+    assert compiled == [DELTA]
+
+
+def test_the_digest_is_of_all_that_kernels_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed, new = set[str](), {"kernels", "torch_private"}
+    while new:
+        needed |= new
+        new = set().union(*(ALLOWED[part] for part in new)) - needed
+    assert {*record.PARTS} == needed
+    shutil.copytree(record.PACKAGE, tmp_path / "ringflash", ignore=shutil.ignore_patterns("train", "bench"))
+    digests = {record.digest_of_inputs()}
+    monkeypatch.setattr(record, "PACKAGE", tmp_path / "ringflash")
+    digests.add(record.digest_of_inputs())
+    assert len(digests) == 1
+    for name in ("kernels/triton/forward.py", "masks/intervals.py", "dropout.py"):
+        with (tmp_path / "ringflash" / name).open("a") as file:
+            file.write("# another comment")
+        digests.add(record.digest_of_inputs())
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
+    digests.add(record.digest_of_inputs())
+    assert len(digests) == 5
 
 
 def test_what_stays_in_a_record_of_another_triton_is_compiled_again(
