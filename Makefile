@@ -22,7 +22,9 @@ NEWEST_TRITON := 3.9.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Python compiles a module at its first import; pip would compile more than ten thousand.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 AOT := $(BIN)/python -m ringflash.kernels.aot
 # Another Triton lies in a folder of its own, and comes first in the path of the processes that compile.
 OTHER_TRITON = $(VENV)/triton-$(1)
@@ -48,7 +50,7 @@ aot-record: $(STAMP) $(if $(TRITON),$(call OTHER_TRITON,$(TRITON)))
 	$(if $(TRITON),$(call AOT_UNDER,$(TRITON)),$(AOT)) --record --all
 
 $(VENV)/triton-%: | $(STAMP)
-	$(PIP) install --no-deps --target $@ triton==$* || { rm -rf $@; exit 1; }
+	$(INSTALL) --no-deps --target $@ triton==$* || { rm -rf $@; exit 1; }
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -61,7 +63,7 @@ docs: $(VENV)/installed-docs
 	  --doctree-dir build/site/doctrees . build/site/html
 
 $(VENV)/installed-docs: $(STAMP)
-	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging,docs]'
+	$(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging,docs]'
 	@touch $@
 
 clean:
@@ -77,11 +79,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a few minutes."
 	@rm -f $@
 	$(PYTHON) -m venv $(if $(filter installed,$(TORCH)),--system-site-packages) $(VENV)
-	$(PIP) install --upgrade 'pip>=25.1'
+	$(INSTALL) --upgrade 'pip>=25.1'
 ifeq ($(TORCH),pinned)
-	$(PIP) install "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
 endif
 	@grep -v $(if $(filter installed,$(TORCH)),-e '^torch==' -e '^triton==' -e '^numpy==') -e '^\#' constraints.txt \
 	  > $(VENV)/constraints.txt
-	$(PIP) install --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging]' --group dev
+	$(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging]' --group dev
 	@touch $@
