@@ -1,7 +1,7 @@
 """Programs in processes of a fork server, which has imported the library and the trainer.
 
 An interpreter of its own takes about ten seconds of a core to import both, and a forked process milliseconds. Tests of
-launchers, signals and imports start interpreters instead.
+imports start interpreters instead. A launcher in a forked process starts an interpreter for each of its other ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
@@ -48,15 +49,12 @@ def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None
         cwd: the working directory.
         ranks: number of processes, with the variables that torchrun sets; None is one process without them.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
     port = str(unused_port())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         processes = []
         for rank in range(ranks or 1):
-            own = variables if ranks is None else variables | _of_torchrun(rank, ranks, port)
-            process = PROCESSES.Process(target=_run, args=(list(arguments), str(cwd), own, f"{folder}/{rank}"))
-            process.start()
+            own = {} if ranks is None else _of_torchrun(rank, ranks, port)
+            process = start_program(arguments, cwd, f"{folder}/{rank}", **own)
             stack.callback(process.kill)
             processes.append(process)
         for process in processes:
@@ -68,6 +66,22 @@ def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None
             for stream in ("out", "err")
         ]
     return Finished(max(codes, key=abs), *texts)
+
+
+def start_program(arguments: Sequence[str], cwd: Path, output: str, **variables: str) -> ForkServerProcess:
+    """Starts a Python program, with `variables` in its environment, and returns its process.
+
+    Args:
+        arguments: those of the interpreter: a path or `-m` and a module, then the program's own.
+        cwd: the working directory.
+        output: the program prints to files of this path with the suffixes `.out` and `.err`.
+        **variables: more variables of the environment.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+    process = PROCESSES.Process(target=_run, args=(list(arguments), str(cwd), inherited() | usual | variables, output))
+    process.start()
+    return process
 
 
 def output_of(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -74,6 +75,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 def sequences(run: Run) -> list[dict[str, Tensor]]:
     """Returns all sequences of an epoch, equal on all ranks: noisy arithmetic progressions with some masked labels."""
+    kept = Run(
+        micro_batches=run.micro_batches if run.masked == "first micro-batch" else 1,
+        batch_size=run.batch_size,
+        epoch_batches=run.epoch_batches,
+        model=run.model,
+        masked=run.masked,
+        packed=run.packed,
+    )
+    return [dict(row) for row in _sequences(kept)]
+
+
+@cache
+def _sequences(run: Run) -> list[dict[str, Tensor]]:
+    """Makes what `sequences` returns, once for all runs of a process that have the same sequences."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for index in range(run.epoch_batches * run.batch_size):

@@ -23,7 +23,8 @@ from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint.manifest import verify
 from ringflash.train.commands import train
 from tests.patience import PATIENCE
-from tests.programs import Finished, run_program
+from tests.ports import unused_port
+from tests.programs import Finished, run_program, start_program
 from tests.train.command_line import COMMAND, CONFIG, command, environment, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.
@@ -285,14 +286,7 @@ def test_resume_from_a_name_of_lightnings(tmp_path: Path, monkeypatch: pytest.Mo
 def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, CONFIG))
     (tmp_path / "text.txt").unlink()
-    done = subprocess.run(
-        command("train", "fit", "--config", config),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_program(["-m", COMMAND, "train", "fit", "--config", config], tmp_path)
     assert done.returncode == 2, done.stderr
     assert "does not exist" in done.stderr
     assert done.stderr.count("ringflash: corpus") == 1
@@ -301,45 +295,50 @@ def test_missing_corpus_on_two_processes(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "test").exists()
 
 
+class Endless:
+    """A run on two processes that only a signal ends: `rank` 0 launches rank 1, an interpreter of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        config = str(write_config(folder, CONFIG))
+        args = ["-m", COMMAND, "train", "fit", "--config", config, "--trainer.max_steps=100000", *options]
+        self.process = start_program(args, folder, f"{folder}/log", MASTER_PORT=str(unused_port()))
+
+    @property
+    def log(self) -> str:
+        return "".join(file.read_text() for file in sorted(self.folder.glob("log.*"), reverse=True))
+
+    def __enter__(self) -> Endless:
+        assert within(PATIENCE, lambda: "step 1/" in self.log or not self.process.is_alive()), self.log
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in children(self.folder):
+            os.kill(number, signal.SIGKILL)
+        self.process.join()
+
+    def send(self, rank: int, number: signal.Signals) -> int | None:
+        """Sends a signal to a rank, and returns the exit code once all processes have ended."""
+        parent = self.process.pid
+        assert parent is not None
+        os.kill(process_of_rank_1(parent, self.folder) if rank else parent, number)
+        assert within(PATIENCE / 4, lambda: not self.process.is_alive()), self.log
+        assert within(PATIENCE / 4, lambda: not children(self.folder))
+        return self.process.exitcode
+
+
 @pytest.mark.timeout(800)
 def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    config = str(write_config(tmp_path, CONFIG))
-    args = command("train", "fit", "--config", config, "--trainer.max_steps=100000")
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
-    try:
-        assert within(PATIENCE, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
+    with Endless(tmp_path) as run:
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        assert within(PATIENCE / 4, lambda: process.poll() is not None), log.read_text()
-        assert process.returncode == 1, log.read_text()
-        assert within(PATIENCE / 4, lambda: not children(tmp_path))
-    finally:
-        for number in children(tmp_path):
-            os.kill(number, signal.SIGKILL)
-        process.wait()
+        assert run.send(0, signal.SIGINT) == 1, run.log
 
 
 @pytest.mark.timeout(800)
 def test_sigterm_saves_and_ends_all(tmp_path: Path) -> None:
-    config = str(write_config(tmp_path, CONFIG))
-    args = command("train", "fit", "--config", config, "--ckpt_path=last", "--trainer.max_steps=100000")
-    args += ["--trainer.log_every_n_steps=1"]
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT)
-    try:
-        assert within(PATIENCE, lambda: "step 1/" in log.read_text() or process.poll() is not None), log.read_text()
-        os.kill(process_of_rank_1(process.pid, tmp_path), signal.SIGTERM)
-        assert within(PATIENCE / 4, lambda: process.poll() is not None), log.read_text()
-        assert process.returncode == 143, log.read_text()
-        assert within(PATIENCE / 4, lambda: not children(tmp_path))
-    finally:
-        for number in children(tmp_path):
-            os.kill(number, signal.SIGKILL)
-        process.wait()
-    text = log.read_text()
+    with Endless(tmp_path, "--ckpt_path=last", "--trainer.log_every_n_steps=1") as run:
+        assert run.send(1, signal.SIGTERM) == 143, run.log
+    text = run.log
     assert "no checkpoint in runs/test yet; starting from the beginning" in text
     (stopped,) = re.findall(r"SIGTERM on rank 1: stopped after step (\d+)", text)
     assert max(losses(tmp_path / "runs" / "test" / "metrics.csv")) == int(stopped) - 1
