@@ -210,22 +210,25 @@ def test_fuzzed_content_with_the_right_digest_loads_or_is_called_corrupt(folder:
     assert all(Path(error.argument).name in (name, TENSOR_INDEX) for error in damage)
 
 
-def _load_beside_a_corrupt_one(folder: str, name: str) -> list[float]:
-    path, module = Path(folder), nn.Linear(3, 2)
-    for step in (1, 2):
-        save(state_of(filled(step), global_step=step), path / "last", keep=Keep(2))
-    if dist.get_rank() == 0:
-        size = (path / "last" / name).stat().st_size
-        (path / "last" / name).write_bytes(b"x" * size)
-        sign(path / "last", name)
-    dist.barrier()
-    step = load(path, module, [])["global_step"]
-    return [step, module.weight[0, 0].item()]
+def _load_beside_a_corrupt_one(folder: str) -> dict[str, list[float]]:
+    found = {}
+    for name in (STATE, TENSOR_INDEX, "__0_0.distcp"):
+        path, module = Path(folder) / name, nn.Linear(3, 2)
+        for step in (1, 2):
+            save(state_of(filled(step), global_step=step), path / "last", keep=Keep(2))
+        if dist.get_rank() == 0:
+            size = (path / "last" / name).stat().st_size
+            (path / "last" / name).write_bytes(b"x" * size)
+            sign(path / "last", name)
+        dist.barrier()
+        step = load(path, module, [])["global_step"]
+        found[name] = [step, module.weight[0, 0].item()]
+    return found
 
 
-@pytest.mark.parametrize("name", [STATE, TENSOR_INDEX, "__0_0.distcp"])
-def test_corrupt_content_with_the_right_digest_falls_back_on_every_rank(tmp_path: Path, name: str) -> None:
-    assert run_ranks(2, _load_beside_a_corrupt_one, str(tmp_path), name) == [[1, 1.0]] * 2
+def test_corrupt_content_with_the_right_digest_falls_back_on_every_rank(tmp_path: Path) -> None:
+    expected = {name: [1, 1.0] for name in (STATE, TENSOR_INDEX, "__0_0.distcp")}
+    assert run_ranks(2, _load_beside_a_corrupt_one, str(tmp_path)) == [expected] * 2
 
 
 def _save_on_two(folder: str) -> list[str]:
@@ -444,24 +447,26 @@ def test_a_parameter_that_had_no_gradient_resumes_without_a_state(tmp_path: Path
     assert run_ranks(2, _resumed_without_gradients, str(tmp_path)) == [[expected, expected]] * 2
 
 
-def _load_where_one_rank_cannot_read(folder: str, name: str) -> list[str]:
-    """Returns the errors of loads while rank 1 alone cannot open a file that rank 0 verifies."""
+def _load_where_one_rank_cannot_read(folder: str) -> list[str]:
+    """Returns the errors of loads while rank 1 alone cannot open a file that rank 0 verifies, for each kind of file."""
     path = Path(folder) / "last"
     save(state_of(filled(1)), path)
 
     def stale(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(*((torch, "load") if name == STATE else (SafeReader, "read_metadata")), stale)
-        text = refusal(load, path, filled(2), [])
-    load(path, filled(2), [])
-    return [text]
+    texts: list[str] = []
+    for reader in ((torch, "load"), (SafeReader, "read_metadata")):  # of the state, and of the index of tensors
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(*reader, stale)
+            texts.append(refusal(load, path, filled(2), []))
+        load(path, filled(2), [])
+    return texts
 
 
-@pytest.mark.parametrize("name", [STATE, TENSOR_INDEX])
-def test_a_rank_that_cannot_read_is_named_on_every_rank(tmp_path: Path, name: str) -> None:
-    texts = run_ranks(2, _load_where_one_rank_cannot_read, str(tmp_path), name)
+def test_a_rank_that_cannot_read_is_named_on_every_rank(tmp_path: Path) -> None:
+    texts = run_ranks(2, _load_where_one_rank_cannot_read, str(tmp_path))
     assert texts[0] == texts[1]
-    assert "Stale file handle" in texts[0][0]
+    assert len(texts[0]) == 2
+    assert all("Stale file handle" in text for text in texts[0])

@@ -13,7 +13,7 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype
 from ringflash.train.models.config import ModelConfig
 from tests.distributed import run_ranks
-from tests.train.conftest import RUNS, Worlds
+from tests.train.conftest import OF_ANY_SIZE, RUNS, Worlds
 from tests.train.runs import Outcome, Run, attempt, reference_gradients, sequences, train, train_alone
 
 WINDOWS = [
@@ -47,21 +47,21 @@ CLIPPED = 0.4  # norm to which most steps of a curve are clipped
 # Steps with little cost besides messages. A window has two micro-batches of two sequences, each with four documents.
 # The steps fill four epochs, and the learning rate reaches its floor five steps before the end.
 CURVE = Run(
-    steps=20,
+    steps=16,
     micro_batches=2,
-    epoch_batches=10,
+    epoch_batches=8,
     model=ModelConfig(vocab_size=61, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32),
     packed=True,
     masked="some",
     max_norm=CLIPPED,
-    optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, max_steps=15),
+    optimizer=OptimizerConfig(lr=2e-2, warmup_steps=2, max_steps=11),
 )
 
 
 def _curves(runs: list[Run]) -> list[list[float]]:
     outcomes = [train(run) for run in runs]
     norms = [norm for outcome in outcomes for norm in outcome.logged["train/grad_norm"]]
-    assert sum(norm > CLIPPED for norm in norms) > 10 * len(runs), "too few steps are clipped"
+    assert sum(norm > CLIPPED for norm in norms) > 8 * len(runs), "too few steps are clipped"
     return [outcome.logged["train/loss"] for outcome in outcomes]
 
 
@@ -75,7 +75,7 @@ def test_loss_curves_do_not_depend_on_the_number_of_ranks() -> None:
     one, two = (run_ranks(world_size, _curves, runs)[0] for world_size in (1, 2))
     four = run_ranks(4, _curves, [*runs, *(replace(run, data_parallel=2) for run in runs)])[0]
     for bar, alone, *curves in zip(BARS.values(), one, two, four[:2], four[2:], strict=True):
-        assert len(alone) == 20
+        assert len(alone) == 16
         assert sum(alone[-5:]) < 0.8 * sum(alone[:5])
         for curve in curves:
             assert max(abs(a - b) / b for a, b in zip(curve, alone, strict=True)) <= bar
@@ -88,8 +88,9 @@ def test_ranks_and_micro_batches_of_the_curve_have_unequal_valid_tokens() -> Non
         assert (pairs[:, 0] != pairs[:, 1]).double().mean() > 0.8
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(n, name) for n in (1, 2, 3) for name in WINDOWS if n < 3 or name not in OF_ANY_SIZE]
+)
 def test_gradients_are_an_unsharded_model_s(worlds: Worlds, world_size: int, name: str) -> None:
     loss, gradients = reference_gradients(RUNS[name])
     outcome = worlds[world_size][name]

@@ -77,6 +77,7 @@ def _on_rank() -> dict[str, Any]:
         mock.patch.object(memory_plan, "plan_activations", noted),
         mock.patch.object(Decoder, "compile_blocks", backend),
     ):
+        torch._dynamo.reset()
         for compiled in (False, True):
             run = replace(RUN, compile_blocks=compiled)
             budget = budget_for(2, compiled=compiled, in_pieces=compiled)
@@ -85,7 +86,6 @@ def _on_rank() -> dict[str, Any]:
                 ("block", {"checkpointing": "block"}),
                 ("budget", {"checkpointing": None, "memory": budget}),
             ):
-                torch._dynamo.reset()
                 found[f"{name} {compiled}"] = train(replace(run, **options))
         found["transformers"] = [_train_transformers(**options) for options in _transformers_options()]
         plans.pop()

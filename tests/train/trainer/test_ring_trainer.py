@@ -41,7 +41,9 @@ RUNS = {
     "adapters": Run(lora=True, settings={"max_steps": 2}),
     "stream": Run(stream=True, settings={"max_steps": 2}),
 }
+OF_ANY_SIZE = ("recomputed", "whole logits", "tied head", "adapters")  # three ranks would show what two do
 TWO_RINGS = {name: RUNS[name] for name in ("plain", "stream")}
+CASES = [(n, name) for n in (1, 2, 3) for name in RUNS if n < 3 or name not in OF_ANY_SIZE]
 
 
 class Unlike:
@@ -74,7 +76,8 @@ def _all_runs(folder: str) -> dict[str, Any]:
         outcomes = {name: train(replace(run, ring=2, rows=1), folder) for name, run in TWO_RINGS.items()}
         outcomes["split"] = train(Run(ring=2, settings={"accelerator_config": {"split_batches": True}}), folder)
         return outcomes
-    outcomes: dict[str, Any] = {name: train(run, folder) for name, run in RUNS.items()}
+    names = [name for n, name in CASES if n == world_size]
+    outcomes: dict[str, Any] = {name: train(RUNS[name], folder) for name in names}
     outcomes["dropout"] = train(DROPOUT, folder)
     if world_size == 2:
         train(Run(settings=SAVED), f"{folder}/saved")
@@ -119,8 +122,7 @@ def assert_equal(got: Outcome, expected: Outcome, tolerance: float = TOLERANCE) 
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "name"), CASES)
 def test_one_ring_trains_as_one_process(worlds: Worlds, world_size: int, name: str) -> None:
     assert_equal(worlds[world_size][name], worlds[0][name])
 
