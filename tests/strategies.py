@@ -1,5 +1,9 @@
-"""Strategies for hypothesis: masks that fit a sequence, and modes, alone and combined."""
+"""Strategies for hypothesis: masks that fit a sequence, and modes, alone and combined.
 
+A strategy is made once, because hypothesis checks each new one, which takes longer than to draw from it.
+"""
+
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ def packed(rows: list[list[int]]) -> rf.Documents:
     return rf.Documents([row + row[-1:] * (most - len(row)) for row in rows])
 
 
+@cache
 def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
     """Returns a strategy for every mask over `seqlen` positions that is no intersection."""
     limits = st.none() | st.integers(0, seqlen)
@@ -47,6 +52,7 @@ def single_masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
     )
 
 
+@cache
 def bitmap_masks(seqlen: int) -> SearchStrategy[Mask]:
     """Returns a strategy for every mask over `seqlen` positions that is a bitmap."""
     sizes, densities = st.sampled_from([1, 7, 16, 32, 64]), st.sampled_from([0.0, 0.1, 0.5, 1.0])
@@ -59,12 +65,14 @@ def bitmap_masks(seqlen: int) -> SearchStrategy[Mask]:
     )
 
 
+@cache
 def masks(seqlen: int, batch: int = 2) -> SearchStrategy[Mask]:
     """Returns a strategy for every mask over `seqlen` positions, with intersections of up to three masks."""
     one = single_masks(seqlen, batch)
     return st.one_of(one, st.builds(lambda a, b: a & b, one, one), st.builds(lambda a, b, c: a & b & c, one, one, one))
 
 
+@cache
 def modes() -> SearchStrategy[dict[str, Any]]:
     """Returns a strategy for every combination of modes, as arguments of `Problem.random`."""
     return st.fixed_dictionaries(

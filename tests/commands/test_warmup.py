@@ -44,8 +44,8 @@ def main():
     assert {"triton.forward._forward_kernel", "triton.delta._delta_kernel", "triton.backward_dq._dq_kernel"} <= {*names}
     packed = warmup.variants_of(warmup.Calls(512, 1, 4, 2, 64, torch.bfloat16, masks, 2), torch.device("cpu"))
     assert len(packed) > len(variants)
-    for cold in (True, False):
-        outcomes = warmup.compile_all(variants[:4], 2, arch=90)
+    for cold, processes in ((True, 2), (False, 1)):
+        outcomes = warmup.compile_all(variants[:4], processes, arch=90)
         assert [outcome.name for outcome in outcomes] == names[:4]
         assert [(outcome.compiled, outcome.error) for outcome in outcomes] == [(cold, "")] * 4, outcomes
     hits = []

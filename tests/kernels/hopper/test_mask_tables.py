@@ -1,5 +1,7 @@
 """Mask tables of the Hopper kernels, compared with the dense masks."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,14 +50,20 @@ MASKS: list[Mask] = [
 interval_masks = masks(SEQLEN).filter(lambda mask: mask.bitmap() is None)
 
 
+# Strategies are made once, as in `tests.strategies`.
+layouts, ranks = st.sampled_from(LAYOUTS), [st.integers(0, world - 1) for world in range(1, 5)]
+
+
+@cache
 @st.composite
 def hops(draw: st.DrawFn) -> Hop:
     """Draws a hop of a ring, or a call on one device with more or fewer queries than keys."""
     if draw(st.booleans()):
         seqlen_q = draw(st.integers(1, SEQLEN + 150))
         return (Chunk(SEQLEN - seqlen_q, seqlen_q),), WHOLE
-    chunks = make_layout(draw(st.sampled_from(LAYOUTS)), SEQLEN, draw(st.integers(1, 4)), draw(masks(SEQLEN))).chunks
-    return draw(st.sampled_from(chunks)), draw(st.sampled_from(chunks))
+    world = draw(st.integers(1, 4))
+    chunks = make_layout(draw(layouts), SEQLEN, world, draw(masks(SEQLEN))).chunks
+    return chunks[draw(ranks[world - 1])], chunks[draw(ranks[world - 1])]
 
 
 def seen_by_own(mask: Mask, hop: Hop, by_keys: bool) -> Tensor:
