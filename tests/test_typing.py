@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ assert_type(rf.train.LanguageModel, type[LanguageModel])
 """
 
 
+MODELS = ("auto", "llama")  # folders below transformers.models that define what pages and examples import
+
 MARKER = "only_in_the_wheel"  # a module that the unpacked wheel has, and the checkout has not
 
 PUBLIC = """# pyright: reportUnknownMemberType=error, reportUnknownVariableType=error
@@ -81,11 +84,30 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
-def errors(project: Path, wheel: Path) -> list[str]:
-    """The errors that pyright finds in `project` with the wheel installed; no path leads to the checkout."""
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with transformers as it is installed, but of its 400 models only MODELS.
+
+    `import transformers` stars all models in, whose names take pyright half a minute.
+    """
+    folder, spec = tmp_path_factory.mktemp("packages"), find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    package, models = Path(spec.origin).parent, folder / "transformers" / "models"
+    models.mkdir(parents=True)
+    for source, target in ((package, models.parent), (package / "models", models)):
+        for each in source.iterdir():
+            if each.name != "models" and (source.name, each.name) != ("models", "__init__.py"):
+                (target / each.name).symlink_to(each)
+    (models / "__init__.py").write_text("".join(f"from .{name} import *\n" for name in MODELS))
+    return folder
+
+
+def errors(project: Path, *paths: Path) -> list[str]:
+    """The errors that pyright finds in `project` with the wheel and others in `paths`, which leave out the checkout."""
     (project / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "standard"}))
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(project)]
-    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(
         [*command, "--outputjson"], capture_output=True, text=True, timeout=PATIENCE, cwd=project, env=environment
     )
@@ -96,7 +118,7 @@ def errors(project: Path, wheel: Path) -> list[str]:
     return [f"{Path(x['file']).name}:{x['range']['start']['line'] + 1}: {x['message']}" for x in found]
 
 
-def test_examples_snippets_and_public_names_pass_a_type_checker(tmp_path: Path, wheel: Path) -> None:
+def test_examples_snippets_and_public_names_pass_a_type_checker(tmp_path: Path, wheel: Path, packages: Path) -> None:
     for page in PAGES:
         snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
         assert snippets
@@ -107,7 +129,10 @@ def test_examples_snippets_and_public_names_pass_a_type_checker(tmp_path: Path, 
     assert len(names) > 20
     lines = "\n".join(f"{name.replace('.', '_')} = {name}" for name in names)
     (tmp_path / "names.py").write_text(PUBLIC.format(marker=MARKER, names=lines))
-    assert not errors(tmp_path, wheel)
+    # The types of transformers are there: without them, its configuration would take any argument.
+    (tmp_path / "wrong.py").write_text("from transformers import LlamaConfig\nx: int = LlamaConfig()\n")
+    (error,) = errors(tmp_path, wheel, packages)
+    assert error.startswith('wrong.py:2: Type "LlamaConfig" is not assignable to declared type "int"')
 
 
 def test_a_name_without_a_type_is_found(tmp_path: Path, wheel: Path) -> None:
