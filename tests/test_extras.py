@@ -53,45 +53,34 @@ def run_without(packages: tuple[str, ...], program: str) -> subprocess.Completed
 EVERY_PACKAGE = tuple({package for packages in EXTRAS.values() for package in packages} - {"filelock"})  # torch's too
 
 
-def test_attention_needs_no_extra() -> None:
-    done = run_without(EVERY_PACKAGE, ATTENTION)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "self-test on cpu: passed" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("packages", "commands"),
-    [
-        (
-            EVERY_PACKAGE,
-            [
-                (["train", "auto"], "`ringflash train` needs lightning", "train"),
-                (["plan-memory", *MEMORY], "`ringflash plan-memory` needs lightning", "train"),
-                (["plan", *RING], "`ringflash plan` needs rich", "plot"),
-            ],
-        ),
-        (("matplotlib",), [(["plan", *RING, "--image", "x.png"], "--image needs", "plot")]),
-    ],
-    ids=["every package", "matplotlib"],
-)
-def test_a_command_names_the_extra_that_it_needs(
-    packages: tuple[str, ...], commands: list[tuple[list[str], str, str]]
-) -> None:
-    program = COMMANDS.format(commands=[arguments for arguments, _, _ in commands])
-    if packages is EVERY_PACKAGE:
-        program += "from ringflash.train import LanguageModel"  # ends the process with an error
-    done = run_without(packages, program)
+def check_commands(done: subprocess.CompletedProcess[str], expected: list[tuple[str, str]]) -> None:
+    """Checks that each command ended with an error that says what it `needs`, and names the extra."""
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    for (code, error), (_, needs, extra) in zip(lines, commands, strict=True):
+    for (code, error), (needs, extra) in zip(lines, expected, strict=True):
         assert code == 1, error
         assert "Traceback" not in error
         assert needs in error
         assert f"pip install 'ringflash[{extra}]'" in error
-    if packages is EVERY_PACKAGE:
-        expected = "ringflash.train.LanguageModel needs lightning, which is not installed. Install it with"
-        assert f"MissingExtra: {expected} `pip install 'ringflash[train]'`." in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
+
+
+def test_attention_needs_no_extra_and_other_things_name_theirs() -> None:
+    expected = {
+        ("train", "auto"): ("`ringflash train` needs lightning", "train"),
+        ("plan-memory", *MEMORY): ("`ringflash plan-memory` needs lightning", "train"),
+        ("plan", *RING): ("`ringflash plan` needs rich", "plot"),
+    }
+    name = "from ringflash.train import LanguageModel"  # ends the process with an error
+    done = run_without(EVERY_PACKAGE, ATTENTION + COMMANDS.format(commands=[*expected]) + name)
+    assert "self-test on cpu: passed" in done.stdout, done.stderr
+    check_commands(done, [*expected.values()])
+    named = "ringflash.train.LanguageModel needs lightning, which is not installed. Install it with"
+    assert f"MissingExtra: {named} `pip install 'ringflash[train]'`." in done.stderr
+
+
+def test_a_picture_names_its_extra() -> None:
+    done = run_without(("matplotlib",), COMMANDS.format(commands=[("plan", *RING, "--image", "x.png")]))
+    assert done.returncode == 0, done.stderr
+    check_commands(done, [("--image needs", "plot")])
 
 
 def test_a_report_without_matplotlib_has_no_picture(

@@ -44,10 +44,11 @@ def main():
     assert {"triton.forward._forward_kernel", "triton.delta._delta_kernel", "triton.backward_dq._dq_kernel"} <= {*names}
     packed = warmup.variants_of(warmup.Calls(512, 1, 4, 2, 64, torch.bfloat16, masks, 2), torch.device("cpu"))
     assert len(packed) > len(variants)
+    chosen = [0, 1, names.index("triton.delta._delta_kernel")]  # the kernels of the first launches, and another one
     for cold, processes in ((True, 2), (False, 1)):
-        outcomes = warmup.compile_all(variants[:4], processes, arch=90)
-        assert [outcome.name for outcome in outcomes] == names[:4]
-        assert [(outcome.compiled, outcome.error) for outcome in outcomes] == [(cold, "")] * 4, outcomes
+        outcomes = warmup.compile_all([variants[i] for i in chosen], processes, arch=90)
+        assert [outcome.name for outcome in outcomes] == [names[i] for i in chosen]
+        assert [(outcome.compiled, outcome.error) for outcome in outcomes] == [(cold, "")] * 3, outcomes
     hits = []
 
     class EnoughError(Exception):
@@ -55,7 +56,7 @@ def main():
 
     def listen(**given):
         hits.append(given["cache_hit"])
-        if len(hits) == 4:  # the other kernels were not compiled
+        if len(hits) == 2:  # the next kernel was not compiled
             raise EnoughError
 
     knobs.compilation.listener = listen
@@ -66,7 +67,7 @@ def main():
         first.run(torch.device("cpu"))
     except EnoughError:
         pass
-    assert hits == [True] * 4, hits  # the launches of a run find the same keys
+    assert hits == [True] * 2, hits  # the launches of a run find the same keys
     print("same keys")
 
 if __name__ == "__main__":
