@@ -19,7 +19,7 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-BINARY = ("add", "sub", "mul", "truediv", "mod", "and", "or", "xor", "lshift", "rshift")
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 NUMBERS = (int, float, bool)
 PLAIN = frozenset(("int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
@@ -44,6 +44,7 @@ def install() -> None:
         _replace_operator(f"__{name}__", of_right=False)
     _replace_index()
     _replace_arange()
+    _replace_full()
     _replace_casts()
     for module in (language, core):
         for name, make in (("where", _where), ("load", _load), ("dot", _dot)):
@@ -171,7 +172,11 @@ def _recording() -> Iterator[list[Recorded]]:
         calls.append((np.take, (ptrs.data, mask.data, *([] if other is None else [other.data]))))
         return InterpreterBuilder.create_masked_load(_builder, ptrs, mask, other, *rest)
 
-    replaced = (binary_op, ternary_op, create_addptr, create_dot, create_masked_load)
+    def create_idiv(lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        calls.append((_divide, (lhs.data, rhs.data)))
+        return InterpreterBuilder.create_idiv(_builder, lhs, rhs)
+
+    replaced = (binary_op, ternary_op, create_addptr, create_dot, create_masked_load, create_idiv)
     for each in replaced:
         setattr(_builder, each.__name__, each)
     try:
@@ -179,6 +184,11 @@ def _recording() -> Iterator[list[Recorded]]:
     finally:
         for each in replaced:
             delattr(_builder, each.__name__)
+
+
+def _divide(dividends: Array, divisors: Array) -> Array:
+    """Divides integers and rounds towards zero, as the interpreter does."""
+    return (dividends - np.fmod(dividends, divisors)) // divisors
 
 
 def _add_to_pointers(width: int) -> Callable[[Array, Array], Array]:
@@ -224,6 +234,26 @@ def _replace_arange() -> None:
 
     for module in (language, core):
         _replace(module, "arange", arange)
+
+
+def _replace_full() -> None:
+    slow: Any = language.full
+    known: dict[Any, Any] = {}
+
+    def full(shape: Any, value: Any, dtype: Any, **rest: Any) -> Any:
+        shape, value, dtype = (x.value if x.__class__ is core.constexpr else x for x in (shape, value, dtype))
+        if value.__class__ not in NUMBERS:
+            return slow(shape, value, dtype)
+        sizes = (x.value if x.__class__ is core.constexpr else x for x in shape)
+        key = tuple(sizes), value.__class__, value, dtype.name
+        if key not in known:
+            result = slow(shape, value, dtype)
+            known[key] = _Result(result), result.handle.data
+        made, data = known[key]
+        return made(data)
+
+    for module in (language, core):
+        _replace(module, "full", full)
 
 
 def _replace_casts() -> None:
