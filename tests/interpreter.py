@@ -1,8 +1,8 @@
-"""Changes of Triton's interpreter for tests: kernels run in half the time, and one fault of Triton 3.9.0 is mended.
+"""Changes of Triton's interpreter for tests: kernels run in a sixth of the time, and a fault of Triton 3.9.0 is mended.
 
 The interpreter makes types, shapes and tensors in Python for each operator of each program. What depends on a dtype or
-a shape alone is made once here. Names are private to Triton, checked with 3.6.0, 3.7.1 and 3.9.0: where a version lacks
-one, or makes other objects, it stays slow.
+a shape alone is made once here, and what depends on the types of operands in `operators.py`. Names are private to
+Triton, checked with 3.6.0, 3.7.1 and 3.9.0: where a version lacks one, or makes other objects, it stays slow.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from triton import language
 from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests import operators
+
+TENSOR = ("handle", "shape", "numel", "type", "dtype")  # attributes of tensors
 
 
 def prepare() -> None:
@@ -29,7 +32,7 @@ def prepare() -> None:
     _check_shapes_once()
     _share_shapes_of_tensors()
     _keep_scalar_masks_boolean()
-    if _patched_for_good():
+    if _patched_for_good() and _made_of_known_parts():
         operators.install()
 
 
@@ -69,6 +72,12 @@ def _patched_for_good() -> bool:
     return not getattr(core.tensor.__add__, core.TRITON_BUILTIN, False)
 
 
+def _made_of_known_parts() -> bool:
+    """Returns whether tensors have the parts that `operators.py` makes them of."""
+    tensor = core.tensor(TensorHandle(np.zeros(1, np.int32), core.int32), core.int32)
+    return _same_attributes(tensor, TENSOR) and _same_attributes(tensor.handle, ("data", "dtype", "attr"))
+
+
 def _look_up_numpy_dtypes() -> None:
     """Keeps the NumPy dtype of each scalar type: the interpreter makes a table of all of them for each tensor."""
     original = getattr(interpreter, "_get_np_dtype", None)
@@ -105,7 +114,7 @@ def _check_shapes_once() -> None:
 
 def _share_shapes_of_tensors() -> None:
     """Gives tensors of one shape the same objects for it, which nothing changes."""
-    if not _same_attributes(core.tensor(None, core.int32), ("handle", "shape", "numel", "type", "dtype")):
+    if not _same_attributes(core.tensor(None, core.int32), TENSOR):
         return
 
     @cache
