@@ -22,7 +22,8 @@ NEWEST_TRITON := 3.9.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Python compiles a module at its first import; pip would compile more than ten thousand.
+# pip would compile more than ten thousand modules. The recipe compiles those that training imports, and Python the
+# others at their first import.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 AOT := $(BIN)/python -m ringflash.kernels.aot
@@ -86,4 +87,5 @@ endif
 	@grep -v $(if $(filter installed,$(TORCH)),-e '^torch==' -e '^triton==' -e '^numpy==') -e '^\#' constraints.txt \
 	  > $(VENV)/constraints.txt
 	$(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[train,plot,logging]' --group dev
+	@$(BIN)/python -c 'import torch._inductor.compile_fx, transformers.modeling_utils, ringflash.train' 2>/dev/null || true
 	@touch $@
