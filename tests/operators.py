@@ -2,9 +2,9 @@
 
 For each operator of each program, the interpreter works out in Python what the types of the operands mean: casts,
 shapes, and the type of the result. The NumPy function that it then calls takes a small part of the time. Here Triton's
-own code runs when an operator first meets operands of some types. What it did is recorded, tried again on the same
-operands, and kept if it gives the same bits: the NumPy function, the casts of its operands, and the type of its result.
-Later calls with operands of these types call the NumPy function at once. What was not kept stays with Triton's code.
+own code runs when an operator first meets operands of some types. The NumPy function, the casts of its operands and the
+type of its result are recorded, tried again on the same operands, and kept if they give the same bits. Later calls with
+operands of these types then call the NumPy function at once. All others run Triton's code.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _server_dies_unread() -> Outcome:
     # As on several hosts: ranks share no memory, and the store that holds their reports dies with rank 0.
     setattr(processes, "together", lambda identities: False)  # noqa: B010 - pyright checks the type of an assignment
     outcome = _server_dies(0)
-    time.sleep(2)  # without reports a slower rank cannot tell this rank, once it has ended, from one that was lost
+    time.sleep(2)  # without reports, a slower rank takes a survivor that has ended for lost
     return outcome
 
 

@@ -63,7 +63,7 @@ def test_tables_that_were_dropped_between_calls_are_uploaded_again() -> None:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What graphs and their cache do, without a GPU."""
+    """Events of graphs and of their cache, without a GPU."""
     events = list[str]()
 
     class Graph:

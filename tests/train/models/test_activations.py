@@ -99,8 +99,8 @@ def test_any_number_of_lengths_compiles(monkeypatch: pytest.MonkeyPatch) -> None
     decoder.keep_activations("block", kept_blocks=2)
     blocks = decoder._blocks()
     counters = []
-    # Those that recompute and those that keep everything are counted apart. The guards of the latter's backward are
-    # among those of the former's, whose graphs hold the same operators.
+    # Blocks that recompute and blocks that keep everything are counted apart. Both hold the same operators, so the
+    # guards of a backward are those of the first kind.
     for chosen, backend in ((blocks[:2], "aot_eager"), (blocks[2:], "eager")):
         counters.append(CompileCounterWithBackend(backend))
         with monkeypatch.context() as patch:
