@@ -120,12 +120,13 @@ class ContextParallel(TokenMeans):
             both = both or connect_mesh(mesh, (RING, HEADS), grid.places, connection)
         self._connection: Connection | None = connection
         self._mesh_connection: MeshConnection | None = both
-        if cuda_graphs is True and connection.kind != "symmetric":
+        asked = cuda_graphs != "auto" and bool(cuda_graphs)
+        if asked and connection.kind != "symmetric":
             remedy = "Leave it out: CPUs have no launches to save, and rings over NCCL do not end in a graph."
             raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
         can_capture = connection.kind == "symmetric" and grid.ring > 1 and grid.heads == 1 and not debug
-        captures = can_capture if cuda_graphs == "auto" else cuda_graphs
-        self.replays = GraphCache(asked=cuda_graphs is True) if captures else None
+        captures = asked or (cuda_graphs == "auto" and can_capture)
+        self.replays = GraphCache(asked=asked) if captures else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport
         self.heads_transport: HeadsTransport | None = None if both is None else both.transport
@@ -136,7 +137,7 @@ class ContextParallel(TokenMeans):
         names = group.group_name if both is None else f"{group.group_name} and {both.heads.group_name}"
         kind = f"group {names} {transport} {deadline.total_seconds():g} s{' fixed lengths' if fixed_lengths else ''}"
         kind += {True: " graphs", False: " no graphs", "auto": ""}[cuda_graphs]
-        if hops == "auto" and cuda_graphs is True:
+        if hops == "auto" and asked:
             hops = "ring"
         self._set(grid.places.index(place), grid, inner_ring, hops, layout, kind, debug)
         self.local_ranks = (self.rank,)

@@ -20,8 +20,8 @@ Inputs = Sequence[Tensor | None]
 R = TypeVar("R", bound=tuple[Tensor, ...])
 
 MOST = 32  # kinds of passes that are known; each graph keeps its outputs
-# Calls of a kind before its capture. A capture takes as long as about 50 short passes, so it comes no earlier where the
-# program did not ask for it: sequences of many lengths would be captured in vain.
+# Calls of a kind before its capture. A capture waits for the GPU, so it comes late if the program did not ask for it.
+# Lengths that seldom recur are then never captured.
 ASKED, UNASKED = 2, 100
 _BYTES = 16  # kernels differ for tensors that are aligned to less, and copies are always aligned
 
