@@ -128,8 +128,8 @@ def _everything(folder: str) -> tuple[Any, ...]:
 
 
 def test_a_time_is_the_mean_of_the_queued_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, group = list[float](), HashStore()
-    dist.init_process_group("gloo", store=group, rank=0, world_size=1)
+    calls = list[float]()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         clock = itertools.count()
         monkeypatch.setattr(ranks.time, "perf_counter", lambda: float(next(clock)))

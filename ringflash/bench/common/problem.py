@@ -39,6 +39,11 @@ class Problem:
     causal: bool = True
     mask: Any = None
 
+    @property
+    def row_bytes(self) -> int | None:
+        """Returns the bytes of a token's keys and values, as `ContextParallel.plan` takes them; None on CPUs."""
+        return sum(x[:, 0].nbytes for x in (self.k, self.v)) if self.k.is_cuda else None
+
     @staticmethod
     def random(
         seqlen: int,

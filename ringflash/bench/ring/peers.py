@@ -40,8 +40,7 @@ def ours(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None
     call = partial(rf.ring_attention, context=context, mask=mask, return_lse=False)
     setup = Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
     if context.replays is not None:
-        row_bytes = problem.k[:, :1].nbytes + problem.v[:, :1].nbytes
-        captured = context.replays.takes(context.plan(mask, problem.q.shape[1], row_bytes=row_bytes))
+        captured = context.replays.takes(context.plan(mask, problem.seqlen, row_bytes=problem.row_bytes))
         for _ in range(context.replays.calls if captured else 0):  # from then on passes are replayed
             setup.forward_backward()
     yield setup

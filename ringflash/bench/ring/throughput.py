@@ -67,10 +67,7 @@ class Work:
     @staticmethod
     def of(problem: Problem, context: rf.ContextParallel) -> Work:
         """Returns the work of `problem` from the plan of `context`."""
-        row_bytes = (
-            sum(x[:, 0].numel() * x.element_size() for x in (problem.k, problem.v)) if problem.k.is_cuda else None
-        )
-        plan = context.plan(problem.visible, problem.seqlen, row_bytes=row_bytes)
+        plan = context.plan(problem.visible, problem.seqlen, row_bytes=problem.row_bytes)
         pairs = sum(map(sum, plan.pairs)) / plan.world_size
         tokens = max(1, min(isqrt(int(2 * pairs)), problem.seqlen))
         share = pairs / triangle(tokens)
