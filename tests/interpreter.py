@@ -1,8 +1,8 @@
 """Changes of Triton's interpreter for tests: kernels run in a sixth of the time, and a fault of Triton 3.9.0 is mended.
 
 The interpreter makes types, shapes and tensors in Python for each operator of each program. Here they are made once for
-each dtype or shape, and in `operators.py` once for the types of operands. Names are private to
-Triton, checked with 3.6.0, 3.7.1 and 3.9.0: where a version lacks one, or makes other objects, it stays slow.
+each dtype or shape, and in `operators.py` once for the types of operands. Names are private to Triton, checked with
+3.6.0, 3.7.1 and 3.9.0: where a version lacks one, or makes other objects, it stays slow.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,11 @@ def _replace_index() -> None:
     _replace(core.tensor, "__getitem__", getitem)
 
 
+def _copies(tensor: Any) -> Callable[[], Any]:
+    """Returns a function that makes tensors of the numbers of `tensor`, which nothing changes."""
+    return partial(_Result(tensor), tensor.handle.data)
+
+
 def _replace_arange() -> None:
     slow: Any = language.arange
     known: dict[Any, Any] = {}
@@ -227,10 +233,8 @@ def _replace_arange() -> None:
     def arange(start: Any, end: Any, **rest: Any) -> Any:
         key = tuple(x.value if isinstance(x, core.constexpr) else x for x in (start, end))
         if key not in known:
-            result = slow(start, end)
-            known[key] = _Result(result), result.handle.data
-        made, data = known[key]
-        return made(data)
+            known[key] = _copies(slow(start, end))
+        return known[key]()
 
     for module in (language, core):
         _replace(module, "arange", arange)
@@ -247,10 +251,8 @@ def _replace_full() -> None:
         sizes = (x.value if x.__class__ is core.constexpr else x for x in shape)
         key = tuple(sizes), value.__class__, value, dtype.name
         if key not in known:
-            result = slow(shape, value, dtype)
-            known[key] = _Result(result), result.handle.data
-        made, data = known[key]
-        return made(data)
+            known[key] = _copies(slow(shape, value, dtype))
+        return known[key]()
 
     for module in (language, core):
         _replace(module, "full", full)

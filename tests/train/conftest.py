@@ -35,7 +35,7 @@ RUNS = {
     ),
     "evaluate": Run(steps=4, epoch_batches=2, validate=True, dtype="float64"),
 }
-# Three ranks would show of these what two do.
+# Runs that three ranks leave out, because two ranks show the same.
 OF_ANY_SIZE = ("short window", "tied", "activation checkpointing")
 
 

@@ -75,7 +75,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def sequences(run: Run) -> list[dict[str, Tensor]]:
     """Returns all sequences of an epoch, equal on all ranks: noisy arithmetic progressions with some masked labels."""
-    kept = Run(
+    kept = Run(  # all fields that decide the sequences
         micro_batches=run.micro_batches if run.masked == "first micro-batch" else 1,
         batch_size=run.batch_size,
         epoch_batches=run.epoch_batches,

@@ -152,7 +152,6 @@ RUNS: dict[int, dict[str, Run]] = {
     3: {"all": Run()},
 }
 CASES = [(ranks, name) for ranks, runs in RUNS.items() for name in runs]
-IN_FLOAT32_TOO = [case for case in CASES if case[1] != "compiled"]  # test_nf4.py compiles LoRA in float32
 
 
 def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
@@ -161,7 +160,7 @@ def _all_runs(folder: str, ranks: int) -> dict[str, Outcome]:
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     with mock.patch.object(TrainedLayer, "compile", partialmethod(TrainedLayer.compile, backend="aot_eager")):
-        outcomes = {name: train(RUNS[ranks][name], folder) for n, name in IN_FLOAT32_TOO if n == ranks}
+        outcomes = {name: train(run, folder) for name, run in RUNS[ranks].items()}
         for name, run in RUNS[ranks].items():
             outcomes[f"{name} in float64"] = train(replace(run, dtype="float64"), folder)
     if ranks == 2:
@@ -230,7 +229,7 @@ def test_gradients_in_float64_are_those_of_one_process(
         assert (outcome.gradients[n] - expected).norm() <= 3e-12 * expected.norm(), n
 
 
-@pytest.mark.parametrize(("ranks", "name"), IN_FLOAT32_TOO)
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_gradients_in_float32_round_as_those_of_one_process(
     trained: dict[int, dict[str, Outcome]], folder: Path, ranks: int, name: str
 ) -> None:
