@@ -57,7 +57,10 @@ def main(argv: Sequence[str]) -> int:
     choices = {"chosen": chosen, **choices}
     if options.json:
         figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}
-        blocks = {"kept_blocks": plan.kept, "planned": plan.planned, "available": plan.available} if plan else {}
+        blocks = {}
+        if plan:
+            blocks = {"kept_blocks": plan.kept, "keeps_weights": plan.keeps_weights}
+            blocks |= {"planned": plan.planned, "available": plan.available}
         facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
         print(json.dumps({**facts, **blocks, "bytes": figures}, indent=2))
     else:

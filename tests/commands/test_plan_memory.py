@@ -56,7 +56,8 @@ def test_a_budget_chooses_as_in_training(capsys: pytest.CaptureFixture[str]) -> 
     assert 0 < plan.kept < 32
     out, _ = run(capsys, *BUDGET, "--json")
     figures = json.loads(out)
-    assert (figures["kept_blocks"], figures["planned"]) == (plan.kept, plan.planned)
+    assert (figures["kept_blocks"], figures["keeps_weights"]) == (plan.kept, plan.keeps_weights)
+    assert figures["planned"] == plan.planned
     assert figures["bytes"]["chosen"]["total"] == plan.estimate.total
     out, _ = run(capsys, *BUDGET)
     assert f"Activations: {plan.kept} of 32 blocks keep all, {32 - plan.kept} recompute: " in out

@@ -245,6 +245,20 @@ def test_a_compiled_float8_block_keeps_what_is_estimated(kind: LinearDtype) -> N
     assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
 
 
+def test_compiled_float8_blocks_leave_out_the_reductions_that_write_single_bytes() -> None:
+    """The option's name is one of inductor's, and other dtypes compile without it."""
+    assert torchao_private.compile_options("compute") == {}
+    for kind in ("fp8", "fp8_rowwise"):
+        options = torchao_private.compile_options(kind)
+        assert options == {"triton.mix_order_reduction": False}
+        assert options.keys() <= {*torch._inductor.list_options()}
+    with mock.patch.object(torch, "compile") as compiler:
+        Decoder(MODEL).compile_blocks(options=torchao_private.compile_options("fp8"))
+        assert compiler.call_args.kwargs["options"] == options
+        Decoder(MODEL).compile_blocks("aot_eager", options=options)  # other backends have other options
+        assert compiler.call_args.kwargs["options"] is None
+
+
 def test_the_estimate_counts_smaller_moments_and_gathered_weights() -> None:
     shape = TrainingShape(65536, shard_size=4, checkpointing="block")
     usual, small = estimate_memory(LLAMA_8B, shape), estimate_memory(LLAMA_8B, replace(shape, state_8bit=True))

@@ -21,7 +21,7 @@ from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.huggingface import read_config
 from ringflash.train.models.loss import TokenLosses, count_valid
 from ringflash.train.models.weights import Weights
-from ringflash.train.torchao_private import LinearDtype
+from ringflash.train.torchao_private import LinearDtype, compile_options
 
 
 class LanguageModel(RingModule):
@@ -59,7 +59,7 @@ class LanguageModel(RingModule):
         activation_checkpointing: ActivationCheckpointing | None = None,
         activation_offload: bool = False,
         compile_blocks: bool = False,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
         init_from: str | None = None,
@@ -112,7 +112,7 @@ class LanguageModel(RingModule):
         self._use_float8(decoder.layers)
         decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
         if self.compile_blocks:
-            decoder.compile_blocks()
+            decoder.compile_blocks(options=compile_options(self.linear_dtype))
         if isinstance(strategy, RingAttentionStrategy):
             self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
         else:

@@ -71,7 +71,8 @@ class RingModule(pl.LightningModule, ABC):
         activation_checkpointing: "block" keeps each block's input and attention's result for the backward. The backward
             recomputes the rest of the block without repeating its ring. "none" keeps everything. None: the last blocks
             keep everything, as many as `activation_memory` allows.
-        reshard_after_forward: free each block's gathered weights between its forward and its backward.
+        reshard_after_forward: free each block's gathered weights between its forward and its backward. None: unless
+            `activation_memory` has room for them once every block keeps everything.
         seed: seed of the initial weights.
         nonfinite: policy for a step with a NaN or infinite loss or gradient; None: such a step stops the run.
         activation_offload: keep in host memory, until the backward, the tensors that "block" keeps.
@@ -100,7 +101,7 @@ class RingModule(pl.LightningModule, ABC):
         optimizer: OptimizerConfig | None,
         compute_dtype: ComputeDtype,
         activation_checkpointing: ActivationCheckpointing | None,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | None,
         seed: int,
         nonfinite: NonFinite | None,
         activation_offload: bool,
@@ -206,7 +207,8 @@ class RingModule(pl.LightningModule, ABC):
             return None
         shape = self.training_shape()
         if (plan := self.activation_plan) is not None:
-            shape = replace(shape, checkpointing="block", kept_blocks=plan.kept)
+            reshard = not plan.keeps_weights
+            shape = replace(shape, checkpointing="block", kept_blocks=plan.kept, reshard_after_forward=reshard)
         return estimate_memory(config, shape)
 
     def training_shape(self) -> TrainingShape:
@@ -446,8 +448,10 @@ class RingModule(pl.LightningModule, ABC):
         strategy: RingAttentionStrategy,
         head: nn.Module | None = None,
     ) -> None:
-        """Shards `model` block by block with FSDP."""
+        """Shards `model` block by block with FSDP, after `_choose_activations`."""
         dtype, reshard = self.resolved_dtype(strategy.root_device), self.reshard_after_forward
+        if reshard is None:
+            reshard = self.activation_plan is None or not self.activation_plan.keeps_weights
         shard_model(model, blocks, strategy.shard_mesh, dtype, head=head, reshard_after_forward=reshard)
 
     def _autocast(self) -> AbstractContextManager[Any]:

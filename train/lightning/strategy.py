@@ -452,6 +452,8 @@ def sum_gradients(model: torch.nn.Module) -> None:
             remedy="Call fully_shard(module, mesh=mesh) on the module that holds it; under RingAttentionStrategy in "
             "configure_model, with mesh=self.trainer.strategy.shard_mesh.",
         )
+    if all(cast("DTensor", parameter).device_mesh.size() == 1 for parameter in model.parameters()):
+        return  # torch divides by no number then, but by a factor of 1 in a pass over all gradients
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -12,6 +12,7 @@ import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.torch_private import tree_leaves
 from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, recompute
+from ringflash.train.models.decoder import compiled
 
 
 class TrainedLayer:
@@ -35,9 +36,9 @@ class TrainedLayer:
         # Two functions, since torch bounds the number of compiled graphs of one.
         self._run = self._keep if checkpointing == "none" else self._recompute
 
-    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+    def compile(self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None) -> None:
         """Compiles forward and backward in one piece; all layers of one kind share the compiled code."""
-        self.compiled = torch.compile(self._run, backend=backend, fullgraph=True)
+        self.compiled = compiled(self._run, backend, options)
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
         """Runs the layer's forward."""

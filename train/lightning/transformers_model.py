@@ -45,7 +45,7 @@ from ringflash.train.models.lora import (
     store_base,
 )
 from ringflash.train.models.loss import TokenLosses, count_valid, token_losses
-from ringflash.train.torchao_private import LinearDtype
+from ringflash.train.torchao_private import LinearDtype, compile_options
 from ringflash.train.weights.nf4 import LEAST_SHARE, check_nf4, store_nf4
 from ringflash.train.weights.transformers_weights import (
     NotInParts,
@@ -105,7 +105,7 @@ class TransformersModel(RingModule):
         optimizer: OptimizerConfig | None = None,
         compute_dtype: ComputeDtype = "auto",
         activation_checkpointing: ActivationCheckpointing | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         seed: int = 0,
         nonfinite: NonFinite | None = None,
         activation_offload: bool = False,
@@ -279,7 +279,7 @@ class TransformersModel(RingModule):
             trained: Any = TrainedLayer(layer, choice, host_memory)
             layer.forward = trained
             if self.compile_blocks:
-                trained.compile()
+                trained.compile(options=compile_options(self.linear_dtype))
 
     @property
     def vocab_size(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Memory budget of training: what a GPU may take, and how many blocks then keep all their activations."""
+"""Memory budget of training: what a GPU may take, and which activations and gathered weights it then keeps."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class ActivationPlan:
     Args:
         kept: these blocks.
         blocks: all blocks.
+        keeps_weights: whether the gathered weights of all blocks stay until the backward.
         estimate: least memory of training with this choice.
         available: bytes that training may take.
         source: where the bytes come from.
@@ -34,6 +35,7 @@ class ActivationPlan:
 
     kept: int
     blocks: int
+    keeps_weights: bool
     estimate: MemoryEstimate
     available: int
     source: str
@@ -45,6 +47,7 @@ class ActivationPlan:
 
     def __str__(self) -> str:
         blocks = f"{self.kept} of {self.blocks} blocks keep all, {self.blocks - self.kept} recompute"
+        blocks += ", gathered weights stay for the backward" if self.keeps_weights else ""
         return f"{blocks}: {self.planned / GIB:.2f} GiB planned of {self.available / GIB:.2f} ({self.source})"
 
 
@@ -116,6 +119,9 @@ def plan_activations(
 ) -> ActivationPlan:
     """Chooses the largest number of kept blocks that fits, with the margin.
 
+    Gathered weights stay too if the shape leaves that open, every block keeps its activations, and both fit. They come
+    last: a byte of them saves a copy or a message, and a byte of activations the products that computed it.
+
     "auto" never refuses: the margin may be more than training needs, and `check_memory` refuses what cannot fit.
 
     Args:
@@ -145,4 +151,10 @@ def plan_activations(
             "smaller micro-batch, or more ranks.",
         )
     kept = max((k for k, choice in enumerate(choices) if with_margin(choice) <= available), default=0)
-    return ActivationPlan(kept, config.n_layers, choices[kept], available, source)
+    chosen, keeps_weights = choices[kept], shape.reshard_after_forward is False
+    if shape.reshard_after_forward is None and shape.copied and kept == config.n_layers:
+        kept_shape = replace(shape, checkpointing="block", kept_blocks=kept, reshard_after_forward=False)
+        with_weights = estimate_memory(config, kept_shape)
+        if with_margin(with_weights) <= available:
+            chosen, keeps_weights = with_weights, True
+    return ActivationPlan(kept, config.n_layers, keeps_weights, chosen, available, source)

@@ -236,6 +236,14 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def compiled(
+    function: Callable[..., Any], backend: str | Callable[..., Any], options: dict[str, Any] | None
+) -> Callable[..., Any]:
+    """Returns `function` compiled in one piece. `options` are those of inductor; other backends get none."""
+    options = options if backend == "inductor" else None
+    return torch.compile(function, backend=backend, options=options or None, fullgraph=True)
+
+
 class Decoder(nn.Module):
     """Decoder from tokens to next-token logits; parameters are named as in Hugging Face's Llama.
 
@@ -286,14 +294,17 @@ class Decoder(nn.Module):
         for block, choice in zip(self._blocks(), choices, strict=True):
             block.checkpointing, block.host_memory = choice, host_memory
 
-    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+    def compile_blocks(
+        self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None
+    ) -> None:
         """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code.
 
         Blocks that keep everything compile another function than the others, since torch bounds the graphs of one.
+        `backend` and `options` are those of `compiled`.
         """
         for block in self._blocks():
             function = block._compute if block.checkpointing == "none" else block._run
-            block.compiled = torch.compile(function, backend=backend, fullgraph=True)
+            block.compiled = compiled(function, backend, options)
 
     def _blocks(self) -> list[Block]:
         return [cast("Block", block) for block in self.layers]

@@ -33,7 +33,8 @@ class TrainingShape:
         kept_blocks: number of the last blocks that keep everything, with "block".
         offload: whether the tensors that "block" keeps are in host memory.
         offloads_sum: whether the sum after attention is there too, as in a Decoder.
-        reshard_after_forward: whether a block's gathered weights are freed after its forward.
+        reshard_after_forward: whether a block's gathered weights are freed after its forward. None leaves that to a
+            plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
@@ -56,7 +57,7 @@ class TrainingShape:
     kept_blocks: int = 0
     offload: bool = False
     offloads_sum: bool = False
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = True
     copied: bool = True
     in_pieces: bool = False
     compiled: bool = False
@@ -189,7 +190,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         loss += head * item
     else:
         block += head_gradient * item
-    if not shape.reshard_after_forward:
+    if shape.reshard_after_forward is False:
         gathered += config.n_layers * block_bytes
     elif shape.copied:
         block += block_bytes

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ringflash as rf
 from ringflash.bench.common.flash_kernels import installed_kernels
 from ringflash.bench.ring.ulysses import check_split, repeated, to_all_heads, to_some_heads
-from ringflash.bench.training.trainees import Trainee, Training, kept_blocks, on_device, step_of
+from ringflash.bench.training.trainees import Trainee, Training, kept_of, on_device, step_of
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Attention, Block, Decoder, Step
 
@@ -135,19 +135,19 @@ def flash_attention(training: Training) -> Generator[Trainee, None, None]:
     """
     config, ranks = training.config, training.ring.size()
     check_split(ranks, config.n_heads, config.n_kv_heads, training.seqlen)
-    kept, group = kept_blocks(training), training.ring.get_group()
+    kept, group = kept_of(training), training.ring.get_group()
     GROUPS[group.group_name] = group
     exchanged_in = group.group_name if ranks > 1 else None
     with torch.device("meta"):
         model = Decoder(config)
         model.layers = nn.ModuleList(KeepingBlock(config, layer, exchanged_in) for layer in range(config.n_layers))
-    model.keep_activations("block", kept_blocks=kept)
-    step = step_of(on_device(model, training), training)
+    model.keep_activations("block", kept_blocks=kept.blocks)
+    step = step_of(on_device(model, training, kept), training)
     context = rf.ContextParallel(training.ring, "contiguous")
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     try:
-        facts = {"kernels": installed_kernels().name, "layout": context.layout, "kept_blocks": kept}
+        facts = {"kernels": installed_kernels().name, "layout": context.layout, **kept.facts}
         yield Trainee(partial(step, input_ids, position_ids, labels=labels), facts)
     finally:
         context.close()

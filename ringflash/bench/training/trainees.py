@@ -30,11 +30,11 @@ from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
 from ringflash.train.models.budget import available_memory, check_activations, plan_activations
 from ringflash.train.models.config import ModelConfig
-from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step
+from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step, compiled
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import TrainingShape
 from ringflash.train.models.rotary import rotate
-from ringflash.train.torchao_private import LinearDtype, check_float8, refresh_scales, use_float8
+from ringflash.train.torchao_private import LinearDtype, check_float8, compile_options, refresh_scales, use_float8
 
 SHAPES = {
     "tiny": ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128),
@@ -108,30 +108,49 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     context = rf.ContextParallel(training.ring, fixed_lengths=True, cuda_graphs=training.cuda_graphs or "auto")
     with torch.device("meta"):
         model = Decoder(training.config)
-    kept = kept_blocks(training)
-    model.keep_activations("block", offload=training.offload, kept_blocks=kept)
-    step = step_of(on_device(model, training), training)
+    kept = kept_of(training)
+    model.keep_activations("block", offload=training.offload, kept_blocks=kept.blocks)
+    step = step_of(on_device(model, training, kept), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts |= {"offload": training.offload, "kept_blocks": kept}
+    facts |= {"offload": training.offload, **kept.facts}
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 
-def kept_blocks(training: Training) -> int:
-    """Returns the number of blocks that keep all their activations, the same on all ranks."""
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that stay for the backward.
+
+    Args:
+        blocks: number of the last blocks that keep all their activations.
+        weights: whether the gathered weights of all blocks stay.
+    """
+
+    blocks: int = 0
+    weights: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Entries of a contender's row."""
+        return {"kept_blocks": self.blocks, "keeps_weights": self.weights}
+
+
+def kept_of(training: Training) -> Kept:
+    """Returns what stays for the backward, the same on all ranks."""
     checkpointing = None if training.activations == "auto" else training.activations
     check_activations(checkpointing, "auto", training.offload)
     if checkpointing is not None or training.device.type != "cuda":
-        return 0 if checkpointing == "block" else training.config.n_layers
+        return Kept(0 if checkpointing == "block" else training.config.n_layers)
     world_size, compiled = training.weights.size(), training.compiled
     tokens = training.seqlen // world_size
     options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
-    shape = TrainingShape(tokens, world_size, training.dtype, **options)
+    shape = TrainingShape(tokens, world_size, training.dtype, reshard_after_forward=None, **options)
     free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
     dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
     least, total = free.tolist()
-    return plan_activations(training.config, shape, "auto", available_memory(least), total, "free").kept
+    plan = plan_activations(training.config, shape, "auto", available_memory(least), total, "free")
+    return Kept(plan.kept, plan.keeps_weights)
 
 
 @contextmanager
@@ -140,18 +159,18 @@ def sdpa(training: Training) -> Generator[Trainee, None, None]:
 
     Whole blocks are compiled, and as many keep all their activations as on the ring. The kernels are cuDNN's on a GPU.
     """
-    kept = kept_blocks(training)
+    kept = kept_of(training)
     with torch.device("meta"):
         model = Decoder(training.config)
         for layer, block in enumerate(model.layers):
             cast("Block", block).self_attn = SdpaAttention(training.config, layer, seed=0)
-    model.keep_activations("block", kept_blocks=kept)
-    step = step_of(on_device(model, training), training)
+    model.keep_activations("block", kept_blocks=kept.blocks)
+    step = step_of(on_device(model, training, kept), training)
     input_ids, labels = training.tokens()
     position_ids = torch.arange(training.seqlen, device=training.device)
     backend = SDPBackend.CUDNN_ATTENTION if training.device.type == "cuda" else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend):
-        yield Trainee(partial(step, input_ids, position_ids, labels=labels), {"kept_blocks": kept})
+        yield Trainee(partial(step, input_ids, position_ids, labels=labels), kept.facts)
 
 
 class SdpaAttention(Attention):
@@ -176,7 +195,7 @@ def torch_context_parallel(training: Training) -> Generator[Trainee, None, None]
 
     with torch.device("meta"):
         model = PeerDecoder(training.config)
-    step = step_of(on_device(model, training), training)
+    step = step_of(on_device(model, training, Kept()), training)
     input_ids, labels = (x.clone() for x in training.tokens())  # context_parallel cuts them in place
     position_ids = torch.arange(training.seqlen, device=training.device)
     set_rotate_method("allgather")
@@ -197,10 +216,10 @@ class PeerBlock(Block):
         self.before: Callable[[Tensor, Step], tuple[Tensor, Tensor, Tensor]] = self._before
         self.after: Callable[[Tensor, Tensor], Tensor] = self._after
 
-    def compile_parts(self, backend: str | Callable[..., Any]) -> None:
+    def compile_parts(self, backend: str | Callable[..., Any], options: dict[str, Any] | None) -> None:
         """Compiles the parts before and after attention."""
-        self.before = torch.compile(self._before, backend=backend, fullgraph=True)
-        self.after = torch.compile(self._after, backend=backend, fullgraph=True)
+        self.before = compiled(self._before, backend, options)
+        self.after = compiled(self._after, backend, options)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Returns the output of the block: (batch, seqlen, dim) -> (batch, seqlen, dim)."""
@@ -248,13 +267,15 @@ class PeerDecoder(Decoder):
         super().__init__(config)
         self.layers = nn.ModuleList(PeerBlock(config, layer) for layer in range(config.n_layers))
 
-    def compile_blocks(self, backend: str | Callable[..., Any] = "inductor") -> None:
+    def compile_blocks(
+        self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None
+    ) -> None:
         """Compiles the parts of each block."""
         for block in self.layers:
-            cast("PeerBlock", block).compile_parts(backend)
+            cast("PeerBlock", block).compile_parts(backend, options)
 
 
-def on_device(model: Decoder, training: Training) -> Decoder:
+def on_device(model: Decoder, training: Training, kept: Kept) -> Decoder:
     """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time.
 
     Linear layers of the blocks become float8 ones before, if `training.linears` asks for it.
@@ -262,8 +283,9 @@ def on_device(model: Decoder, training: Training) -> Decoder:
     check_float8(training.linears, training.device, training.dtype)
     use_float8(model.layers, training.linears, training.device, sharded=True, speak=False)
     if training.compiled:
-        model.compile_blocks()
-    shard_model(model, model.layers, training.weights, training.dtype, head=model.lm_head)
+        model.compile_blocks(options=compile_options(training.linears))
+    options: dict[str, Any] = {"head": model.lm_head, "reshard_after_forward": not kept.weights}
+    shard_model(model, model.layers, training.weights, training.dtype, **options)
     sum_gradients(model)
     model.to_empty(device=training.device)
     generator = torch.Generator(training.device).manual_seed(training.weights.get_rank())

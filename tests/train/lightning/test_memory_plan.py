@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.errors import ConfigError
-from ringflash.train.lightning import memory_plan
+from ringflash.train.lightning import memory_plan, ring_module
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_layers import TrainedLayer
@@ -89,7 +89,9 @@ def _on_rank() -> dict[str, Any]:
                 found[f"{name} {compiled}"] = train(replace(run, **options))
         found["transformers"] = [_train_transformers(**options) for options in _transformers_options()]
         plans.pop()
-        found["share"] = train(replace(RUN, checkpointing=None, memory="50%"))
+        with mock.patch.object(ring_module, "shard_model", wraps=ring_module.shard_model) as sharding:
+            found["share"] = train(replace(RUN, checkpointing=None, memory="50%"))
+        found["reshards"] = [call.kwargs["reshard_after_forward"] for call in sharding.mock_calls]
         found["small"] = attempt(replace(RUN, checkpointing=None, memory="0.0001GiB"))
         found["above"] = attempt(replace(RUN, checkpointing=None, memory="6GiB"))
     return found
@@ -121,6 +123,14 @@ def test_all_ranks_choose_what_the_least_memory_allows(ranks: list[dict[str, Any
     assert ranks[0]["plans"] == ranks[1]["plans"]
     assert [plan.kept for plan in ranks[0]["plans"]] == [2, 2, 4]
     assert ranks[0]["plans"][2].available == 2 * GIB  # half of the 4 GiB of rank 1
+
+
+def test_gathered_weights_stay_where_all_fit_and_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+    assert [plan.keeps_weights for plan in ranks[0]["plans"]] == [False, False, True]
+    assert ranks[0]["reshards"] == [False]
+    none, share = ranks[0]["none False"], ranks[0]["share"]
+    assert share.logged == none.logged
+    assert all(torch.equal(x, none.weights[name]) for name, x in share.weights.items())
 
 
 @pytest.mark.parametrize(

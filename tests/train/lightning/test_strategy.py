@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 from ringflash.compile_once import Compilations
 from ringflash.errors import ConfigError
@@ -90,6 +93,24 @@ def test_before_the_processes_have_met() -> None:
 def test_a_parameter_that_is_not_sharded() -> None:
     with pytest.raises(ConfigError, match="2 that are not, the first weight. Call fully_shard.* under RingAttention"):
         sum_gradients(torch.nn.Linear(3, 3))
+
+
+def _divisions() -> int:
+    """Returns the divisions in the backward of a module that is sharded over the ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(torch.nn.Linear(3, 3), mesh=mesh)
+    sum_gradients(model)
+    loss = model(torch.ones(2, 3)).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 3), 2.0 * dist.get_world_size()))
+    return sum(event.count for event in profiler.key_averages() if "div" in event.key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_summed_without_a_pass_that_divides_by_1(ranks: int) -> None:
+    assert run_ranks(ranks, _divisions) == [0] * ranks
 
 
 LOSSES = {"train/loss", "val/loss", "test/loss"}

@@ -71,6 +71,31 @@ def test_one_more_block_would_not_fit(gib: float) -> None:
         assert with_margin(more) > available
 
 
+def test_gathered_weights_stay_if_they_fit_beside_all_activations() -> None:
+    undecided = replace(SHAPE, reshard_after_forward=None)
+    plans = [plan_activations(SIX, undecided, "auto", int(gib * GIB), H200, "free") for gib in range(40, 141, 5)]
+    keeps = [plan.keeps_weights for plan in plans]
+    assert keeps == sorted(keeps)
+    assert {*keeps} == {False, True}
+    assert all(plan.kept == 6 and plan.planned <= plan.available for plan in plans if plan.keeps_weights)
+    assert any(plan.kept == 6 for plan in plans if not plan.keeps_weights)
+    freed, kept = (
+        estimate_memory(SIX, replace(SHAPE, kept_blocks=6, checkpointing="block", reshard_after_forward=reshard))
+        for reshard in (True, False)
+    )
+    assert plans[-1].estimate == kept
+    assert kept.gathered > freed.gathered
+    assert "6 of 6 blocks keep all, 0 recompute, gathered weights stay for the backward: " in str(plans[-1])
+
+
+def test_gathered_weights_are_freed_or_stay_as_asked() -> None:
+    for reshard in (True, False):
+        plan = plan_activations(SIX, replace(SHAPE, reshard_after_forward=reshard), "auto", H200, H200, "free")
+        assert plan.keeps_weights is not reshard
+    alone = replace(SHAPE, reshard_after_forward=None, copied=False)  # the weights are used as they are stored
+    assert not plan_activations(SIX, alone, "auto", H200, H200, "free").keeps_weights
+
+
 def test_a_budget_counts_where_it_is_less_than_the_free_memory() -> None:
     plans = [plan_activations(SIX, SHAPE, budget, int(70 * GIB), H200, "free on rank 3") for budget in ("50GiB", "90%")]
     assert [plan.available for plan in plans] == [50 * GIB, 70 * GIB]
