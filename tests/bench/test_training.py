@@ -78,9 +78,8 @@ def test_float8_linear_layers() -> None:
 
 
 def _with_linears() -> list[dict[str, Any]]:
-    mesh, choices = init_device_mesh("cpu", (2,)), ("compute", "fp8", "fp8_rowwise")
-    shape = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --linears"
-    return [row for choice in choices for row in throughput.run([*shape.split(), choice], mesh)]
+    options = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --linears compute fp8 fp8_rowwise"
+    return throughput.run(options.split(), init_device_mesh("cpu", (2,)))
 
 
 def _out_of_memory(*args: object) -> Decoder:

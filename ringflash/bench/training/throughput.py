@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -89,8 +90,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
-        full: dict[str, int] = {}  # contender: the context at which it ran out of memory
-        for number, seqlen in enumerate(sorted(options.contexts)):
+        full: dict[tuple[str, str], int] = {}  # contender and linears: the context at which it ran out of memory
+        cells = itertools.product(sorted(options.contexts), options.linears)
+        for number, (seqlen, linears) in enumerate(cells):
             training = Training(
                 config,
                 seqlen,
@@ -102,17 +104,17 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
                 options.cuda_graphs,
                 options.offload,
                 options.activations,
-                options.linears,
+                linears,
             )
             before, cell = rows, dict[str, dict[str, Any]]()
             for contender in turns(list(contenders), number):
                 row = cell[contender] = _row(contender, shape, training, dtype)
-                if contender in full:
-                    row["failed"] = f"not tried: out of memory at {full[contender]}"
+                if (at := full.get((contender, linears))) is not None:
+                    row["failed"] = f"not tried: out of memory at {at}"
                 else:
                     row |= _measure(contenders[contender], training, options, control)
                 if row.get("failed", "").startswith("OutOfMemoryError"):
-                    full[contender] = seqlen
+                    full[contender, linears] = seqlen
                 rows = [*before, *_compared([cell[each] for each in contenders if each in cell])]
                 ranks.write(options.json, "training", arguments, mesh, rows)
     if dist.get_rank() == 0:
@@ -139,9 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
     choices, text = ("none", "block", "auto"), "what blocks keep: all, little, or all in as many blocks as fit"
     parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
-    parser.add_argument(
-        "--linears", choices=get_args(LinearDtype), default="compute", help="float8 products (default: %(default)s)"
-    )
+    choices, text = get_args(LinearDtype), "float8 products (default: compute)"
+    parser.add_argument("--linears", choices=choices, nargs="+", default=["compute"], help=text)
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
     parser.add_argument("--png", type=Path, help="where to draw them")
@@ -248,6 +249,7 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
         ("shape", "shape", ""),
         ("context", "context", "d"),
         ("contender", "name", "<"),
+        ("linears", "linears", "<"),
         ("s/step", "seconds", ".3f"),
         ("tokens/s\na GPU", "tokens_per_second_per_gpu", ",.0f"),
         ("over\npeer", "over_peer", ".2f"),
