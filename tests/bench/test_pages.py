@@ -283,44 +283,45 @@ def test_training() -> None:
 def test_training_on_one_gpu() -> None:
     of = {
         (row["shape"].upper(), int(row["context"]), row["name"]): row
-        for row in rows("training-1gpu-1b", "training-1gpu-8b")
-    }
-    listed = table("training", "single")
-    assert len(of) == 2 * len(listed) == 12
-    for shape, context, *cells in listed:
-        assert_steps(cells, of[shape, int(context), "ringflash"], of[shape, int(context), "SDPA"])
-
-
-def test_flash_attention_with_attention_kept() -> None:
-    of = {
-        (row["shape"].upper(), int(row["context"]), row["name"]): row
-        for row in rows("training-1gpu-1b-flash", "training-1gpu-8b-flash")
+        for row in rows("training-1gpu-1b-flash", "training-1gpu-8b-flash", "training-1gpu-8b-2k-flash")
     }
     listed = table("training", "flash")
-    assert len(of) == 3 * len(listed) == 15
+    assert len(of) == 3 * len(listed) == 27
     for shape, context, *cells in listed:
         ours, *peers = (of[shape, int(context), name] for name in ("ringflash", "FlashAttention", "SDPA"))
-        rates = [row["tokens_per_second_per_gpu"] for row in (ours, *peers)]
-        for text, value in zip(cells, (rates[0], 100 * ours["mfu"], *rates[1:], rates[0] / rates[1]), strict=True):
+        rate, *others = (row["tokens_per_second_per_gpu"] for row in (ours, *peers))
+        expected = rate, 100 * ours["mfu"], ours["gib"], *others, *(rate / other for other in others)
+        for text, value in zip(cells, expected, strict=True):
             assert_rounded(text, value)
         assert peers[0]["kernels"] == "FA4"
+        assert (ours["kept_blocks"], ours["keeps_weights"]) == (
+            (4, False) if context == "131072" else (ours["layers"], True)
+        )
+    (block,) = rows("training-1gpu-8b-block")
+    assert block["loss"][0] == of["8B", 32768, "ringflash"]["loss"][0]
+    text = (PAGES / "training.md").read_text().replace("\n", " ")
+    kept = f"{block['tokens_per_second_per_gpu']:,.0f} tokens/s, {block['mfu']:.1%}, in {block['gib']:.1f} GiB"
+    assert kept in text
 
 
-def test_memory_budget_on_one_gpu() -> None:
-    records = {"1b-auto": "auto", "8b-auto": "auto", "8b-block": "block"}
-    of = {
-        (row["shape"].upper(), str(row["context"]), kept): row
-        for name, kept in records.items()
-        for row in rows(f"training-1gpu-{name}")
-    }
-    listed = table("training", "budget")
-    assert {tuple(cells[:3]) for cells in listed} == of.keys()
-    for *cell, rate, mfu, gib in listed:
-        row = of[cell[0], cell[1], cell[2]]
-        for text, value in ((rate, row["tokens_per_second_per_gpu"]), (mfu, 100 * row["mfu"]), (gib, row["gib"])):
+def test_float8() -> None:
+    of = {row["linears"]: row for row in rows("training-1gpu-8b-fp8")}
+    listed = table("training", "float8")
+    assert [name.strip("`") for name, *_ in listed] == list(of)
+    for name, *cells in listed:
+        row = of[name.strip("`")]
+        exact = row["seconds"], row["tokens_per_second_per_gpu"], 100 * row["mfu"], row["gib"]
+        for text, value in zip(cells, exact, strict=True):
             assert_rounded(text, value)
-        assert row["kept_blocks"] == (row["layers"] if cell[2] == "auto" else 0)
-    assert of["8B", "32768", "auto"]["loss"][0] == of["8B", "32768", "block"]["loss"][0]
+    losses = {row["run"]: row["loss"] for row in rows("training-curves-fp8")}
+    base = losses.pop("compute")
+    differences = {name: [(x - y) / y for x, y in zip(loss, base, strict=True)] for name, loss in losses.items()}
+    means = {name: sum(map(abs, each)) / len(each) for name, each in differences.items()}
+    assert (round(means["fp8"], 3), round(means["fp8_rowwise"], 3)) == (0.022, 0.011)
+    most = {name: max(map(abs, each)) for name, each in differences.items()}
+    assert (round(most["fp8"], 2), round(most["fp8_rowwise"], 2)) == (0.21, 0.05)
+    assert abs(differences["fp8"][145]) == most["fp8"]
+    assert round(sum(differences["fp8"][100:]) / 100, 3) == 0.021
 
 
 def test_claims_of_the_readme() -> None:

@@ -162,6 +162,15 @@ def cost_model(axes: Sequence[Any], records: Records) -> None:
     dress(axes[0], unit="TFLOP/s a GPU")
 
 
+def float8(axes: Sequence[Any], records: Records) -> None:
+    """Draws the losses of the first steps with linear layers in each dtype."""
+    for row in records.rows("training-curves-fp8"):
+        label = "bfloat16" if row["run"] == "compute" else row["run"]
+        axes[0].plot(range(len(row["loss"])), row["loss"], label=label, linewidth=1)
+    axes[0].set_xlabel("step")
+    dress(axes[0], unit="loss", from_zero=False)
+
+
 def traffic(axes: Sequence[Any], records: Records) -> None:
     """Draws counted and measured bytes of a forward and of the default backward."""
     labels = ["compulsory", "measured", "tiled", "standard"]
@@ -184,6 +193,7 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Any], Records], None], int, str, bo
     "masks": (masks, 2, "One H200, 32768 tokens, 16 heads, headdim 128, bfloat16", True),
     "cost-model": (cost_model, 1, "Forward and backward on four H200, 32:8 heads of 128", True),
     "traffic": (traffic, 2, "HBM traffic of 2 sequences of 8192 tokens, 16 heads of 128, on one H200", True),
+    "float8": (float8, 1, "A model of 136M parameters, 16384 tokens, one H200", True),
     "decode": (decode, 1, "One token for 8 sequences of 131072 on one H200", False),
 }
 
