@@ -170,7 +170,9 @@ def heads_by_ring(mesh: DeviceMesh, heads: int, layout: str, transport: str) -> 
     """
     if heads < 1 or mesh.size() % heads:
         remedy = "Choose divisors of the number of ranks."
-        raise ArgumentError("--heads", expected=f"numbers that divide {mesh.size()} ranks", got=heads, remedy=remedy)
+        raise ArgumentError(
+            "--head-splits", expected=f"numbers that divide {mesh.size()} ranks", got=heads, remedy=remedy
+        )
     shape = (mesh.size() // heads, heads)
     both = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("ring", "heads"))
     return partial(ours, context=rf.ContextParallel(both, layout, transport))
