@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import ringflash as rf
-from ringflash import extras
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.layouts.layout import LAYOUTS
 
@@ -166,15 +165,6 @@ def check_heads(options: argparse.Namespace) -> None:
     if options.nheads % options.nheads_kv:
         expected, remedy = f"a multiple of --nheads-kv {options.nheads_kv}", "Query heads share KV heads evenly."
         raise ArgumentError("--nheads", expected=expected, got=options.nheads, remedy=remedy)
-
-
-def check_picture(flag: str, path: Path | None, example: str) -> None:
-    """Raises ArgumentError unless `path`, if it is given, has the suffix of a picture; `example` has one."""
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        remedy = f"Name it {example}."
-        raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
-    if path is not None:
-        extras.require("plot", flag)
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads, check_picture
+from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads
+from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS

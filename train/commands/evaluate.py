@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, Told, add_shared, check_at_least, check_picture
+from ringflash.commands.options import REQUIRED, Told, add_shared, check_at_least
+from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.callbacks.report_picture import draw_by_position

@@ -16,10 +16,21 @@ from rich.table import Table
 
 import ringflash as rf
 from ringflash.commands.options import REQUIRED, add_shared, check_at_least
-from ringflash.train.callbacks.retrieval_accuracy import Cell, count, depth_names, draw, mean, tabulate, write
+from ringflash.train.callbacks.retrieval_accuracy import (
+    Cell,
+    RetrievalAccuracy,
+    count,
+    depth_names,
+    draw,
+    mean,
+    tabulate,
+    write,
+)
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
-from ringflash.train.data.retrieval import Grid, RetrievalTask
+from ringflash.train.commands.train import CALLBACKS, RingCLI
+from ringflash.train.commands.train import main as train
+from ringflash.train.data.retrieval import Grid, RetrievalDataModule, RetrievalTask
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.kv_cache import over_ranks
 from ringflash.train.remote import fetched
@@ -27,12 +38,18 @@ from ringflash.train.remote import fetched
 BATCH_TOKENS = 2**16
 
 
+class RetrievalCLI(RingCLI):
+    """Builds and runs the Trainer on a RetrievalDataModule, and counts right answers."""
+
+    name = "retrieval"
+    data = RetrievalDataModule
+    run_callbacks = CALLBACKS | {"retrieval": RetrievalAccuracy}
+    samples_text = False  # the task has no text
+
+
 def main(argv: Sequence[str]) -> int:
     """Trains with `fit`, `validate` or `test`, as `ringflash train` does; otherwise measures a checkpoint."""
     if argv and not argv[0].startswith("-"):
-        from ringflash.train.commands.retrieval_fit import RetrievalCLI
-        from ringflash.train.commands.train import main as train
-
         return train(argv, RetrievalCLI)
     options = _parser().parse_args(argv)
     check_at_least(options, ["seqlens", "depths", "samples"])
