@@ -8,7 +8,6 @@ It shows the tokens that each rank holds, the KV that each rank computes with at
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import os
 import sys
@@ -28,6 +27,7 @@ from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Hop, Plan, pair_table
+from ringflash.ring.ring_plan import make_plan
 
 WIDTH = 150  # columns, if the output is not a terminal
 MOST_COLUMNS = 8  # ranks up to which the table of hops has a column for each rank
@@ -48,16 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """Keeps plans from the collector of cycles, which would visit a million hops many times, also when Python exits.
-
-    Plans hold no cycles.
-    """
+    """Keeps plans from the collector of cycles, which would visit a million hops many times. Plans hold no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
-    atexit.register(gc.freeze)
     try:
         yield
     finally:
+        make_plan.cache_clear()  # or the collector visits the plans once more when Python exits
         if was_enabled:
             gc.enable()
 
