@@ -44,6 +44,10 @@ class ConfigError(ArgumentError):
     """A configuration key or value that no component understands."""
 
 
+class StateError(ArgumentError, RuntimeError):
+    """A call that an object does not allow yet, or not any more; `argument` names the object."""
+
+
 class DataError(ArgumentError):
     """A corpus that is missing, empty or too short."""
 
