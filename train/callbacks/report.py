@@ -137,6 +137,7 @@ def main(argv: Sequence[str]) -> int:
     if page.suffix != ".md":
         raise ArgumentError("--to", expected="a file that ends in .md", got=page, remedy=f"Name it {PAGE}.")
     picture = write_report(options.run, page)
+    # Printed: the paths are the output of `ringflash report`, for scripts to read.
     print("\n".join(str(path) for path in (page, picture) if path is not None))
     return 0
 
