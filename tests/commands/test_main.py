@@ -1,3 +1,5 @@
+"""The command line: help, unknown commands, benchmarks that need torchrun, `doctor`, and bad arguments."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""CUDA graphs of passes: when a pass is captured and replayed, which graphs are kept, and captures that fail."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
