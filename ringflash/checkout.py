@@ -1,4 +1,7 @@
-"""A check that the package is complete: in a checkout, two of its folders are symbolic links."""
+"""A check that the package is complete, in a file of its own because it runs before any other import.
+
+In a checkout, two of the package's folders are symbolic links.
+"""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class ContextParallel(TokenMeans):
             raise ArgumentError("cuda_graphs", expected="the symmetric transport", got=connection.kind, remedy=remedy)
         can_capture = connection.kind == "symmetric" and grid.ring > 1 and grid.heads == 1 and not debug
         captures = asked or (cuda_graphs == "auto" and can_capture)
-        self.replays = GraphCache(asked=asked) if captures else None
+        self.graphs = GraphCache(asked=asked) if captures else None
         self._control: ControlPlane | None = connection.control if both is None else both.control
         self.transport: Transport | None = connection.transport
         self.heads_transport: HeadsTransport | None = None if both is None else both.transport
@@ -161,7 +161,7 @@ class ContextParallel(TokenMeans):
         check_whole("world_size", world_size, 1, "Pass the number of virtual ranks.")
         self = cls.__new__(cls)
         self._connection = self._mesh_connection = self._control = self.transport = self.heads_transport = None
-        self.group = self.heads_group = self.replays = None
+        self.group = self.heads_group = self.graphs = None
         self.transport_kind, self.transport_reason = "local", "virtual ranks"
         grid = Grid.of(world_size, heads)
         _check_schedule(hops, inner_ring, grid)
@@ -196,7 +196,7 @@ class ContextParallel(TokenMeans):
         """
         self.prepared_calls, self.operator_calls = RecentCalls(), RecentCalls()
         self._control = cast("ControlPlane", Closed(self.rank))
-        self._connection = self._mesh_connection = self.transport = self.heads_transport = self.replays = None
+        self._connection = self._mesh_connection = self.transport = self.heads_transport = self.graphs = None
         self._left()
         _CONTEXTS.close_unused()
 

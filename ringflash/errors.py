@@ -44,6 +44,10 @@ class ConfigError(ArgumentError):
     """A configuration key or value that no component understands."""
 
 
+class StateError(ArgumentError, RuntimeError):
+    """A call that an object does not allow yet, or not any more; `argument` names the object."""
+
+
 class DataError(ArgumentError):
     """A corpus that is missing, empty or too short."""
 
@@ -112,14 +116,14 @@ class RingTimeout(RingflashError, TimeoutError):
         peers: the late ranks: if there are any, ranks that were waited for and sent no failure report.
         hop: the hop of the message that did not arrive; None in the agreement before the first hop.
         deadline: seconds that a rank waits for a message.
-        words: the failure report of each rank, in rank order.
+        reports: the failure report of each rank, in rank order.
         rank: the rank that raises.
     """
 
-    def __init__(self, peers: list[int], hop: int | None, deadline: float, words: list[str], *, rank: int) -> None:
+    def __init__(self, peers: list[int], hop: int | None, deadline: float, reports: list[str], *, rank: int) -> None:
         self.peers, self.hop, self.deadline, self.rank = peers, hop, deadline, rank
         super().__init__(
-            f"waited {deadline:g} s for {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(words)}\n"
+            f"waited {deadline:g} s for {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(reports)}\n"
             "See what these ranks do meanwhile, or give the context a longer timeout, and its group one longer still."
         )
 
@@ -130,14 +134,14 @@ class PeerLost(RingflashError, ConnectionError):
     Args:
         peers: the ranks that are gone.
         hop: the hop at which the loss was noticed; None in the agreement before the first hop.
-        words: the failure report of each rank, in rank order.
+        reports: the failure report of each rank, in rank order.
         rank: the rank that raises.
     """
 
-    def __init__(self, peers: list[int], hop: int | None, words: list[str], *, rank: int) -> None:
+    def __init__(self, peers: list[int], hop: int | None, reports: list[str], *, rank: int) -> None:
         self.peers, self.hop, self.rank = peers, hop, rank
         super().__init__(
-            f"lost {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(words)}\n"
+            f"lost {_ranks(peers)} at {_place(hop)} (seen on rank {rank}).\n{_table(reports)}\n"
             "Its own output says why it ended, or the system's log if it was killed."
         )
 
@@ -171,5 +175,5 @@ def _place(hop: int | None) -> str:
     return "the agreement before hop 0" if hop is None else f"hop {hop}"
 
 
-def _table(words: list[str]) -> str:
-    return "\n".join(f"  rank {rank}: {word}" for rank, word in enumerate(words))
+def _table(reports: list[str]) -> str:
+    return "\n".join(f"  rank {rank}: {report}" for rank, report in enumerate(reports))

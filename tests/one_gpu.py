@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 from ringflash.coordination.session import ControlPlane
-from ringflash.transport import reach
+from ringflash.transport import connect
 
 GPUS = torch.cuda.device_count()
 WORLDS = [2, 4, 8] if GPUS == 1 else sorted({2, GPUS}) if GPUS else [2]
@@ -36,7 +36,7 @@ def is_shared(world_size: int) -> bool:
 
 
 def _no_obstacle(control: ControlPlane, device: torch.device) -> str | None:
-    """Replaces `reach.obstacle`, which refuses ranks on one GPU; a collective exchange of texts like the original."""
+    """Replaces `peer_access_obstacle`, which refuses ranks on one GPU; exchanges texts as the original does."""
     control.tell("shared")
     return None
 
@@ -50,7 +50,7 @@ def init_process_group(backend: str, rank: int, world_size: int, store: Store, t
         compile_once_a_host()
     if backend == "nccl" and is_shared(world_size):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        reach.obstacle = _no_obstacle
+        connect.peer_access_obstacle = _no_obstacle
         torch.cuda.set_device(0)
         backend = "cpu:gloo,cuda:nccl"  # bound to no device, so that NCCL stays unused
     elif backend == "nccl":

@@ -243,7 +243,7 @@ PLANTS = (
         "ringflash/coordination/failures.py",
         "peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)",
         "peers = [r for r in range(world_size) if r != rank]",
-        ("tests/coordination/test_failures.py::test_words_of_ranks",),
+        ("tests/coordination/test_failures.py::test_reports_of_ranks",),
     ),
     Plant(
         "connections-left-open",

@@ -78,9 +78,9 @@ def test_attention_needs_no_extra_and_other_things_name_theirs() -> None:
 
 
 def test_a_picture_names_its_extra() -> None:
-    done = run_without(("matplotlib",), COMMANDS.format(commands=[("plan", *RING, "--image", "x.png")]))
+    done = run_without(("matplotlib",), COMMANDS.format(commands=[("plan", *RING, "--png", "x.png")]))
     assert done.returncode == 0, done.stderr
-    check_commands(done, [("--image needs", "plot")])
+    check_commands(done, [("--png needs", "plot")])
 
 
 def test_a_report_without_matplotlib_has_no_picture(

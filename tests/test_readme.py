@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any, Never
+from unittest.mock import patch
 
 import pytest
 
 import ringflash
+from ringflash.commands.main import main
 from tests.programs import output_of_text
 
 ROOT = Path(ringflash.__file__).parents[1]
@@ -45,6 +50,45 @@ def test_the_commands_of_make_are_those_of_the_makefile() -> None:
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert told == ["make train", "make test"]
     assert {command.split()[1] for command in told} <= set(targets)
+
+
+class Parsed(BaseException):
+    """The end of a command that has parsed its arguments."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+
+
+def options_of(arguments: list[str]) -> Namespace:
+    """Returns what a command parses from its arguments; it is not run."""
+    parse = ArgumentParser.parse_args
+
+    def stop(self: ArgumentParser, *args: Any) -> Never:
+        raise Parsed(parse(self, *args))
+
+    with patch.object(ArgumentParser, "parse_args", stop), pytest.raises(Parsed) as parsed:
+        main(arguments)
+    return parsed.value.options
+
+
+# Lightning calls a jsonargparse method by its deprecated name.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_the_commands_of_training_are_understood() -> None:
+    from ringflash.train.commands.configured import configured  # here, because Lightning takes seconds to import
+
+    section = README.read_text().split("\n## Training\n")[1].split("\n## ")[0]
+    commands = [shlex.split(line) for line in re.findall(r"^    ringflash (.*)$", section, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["prepare", "train", "export"]
+    prepare, export = options_of(commands[0]), options_of(commands[2])
+    assert (prepare.sources, prepare.tokenizer) == (["my/*.jsonl"], "path/to/tokenizer.json")
+    assert (export.to, export.max_position_embeddings) == (Path("FOLDER"), 65536)
+    action, flag, config, *rest = commands[1][1:]
+    assert (action, flag, config) == ("fit", "--config", "configs/h200-4.yaml")
+    run = configured([flag, str(ROOT / config), *rest])
+    assert run.ranks == 4
+    assert run.datamodule.context_length == export.max_position_embeddings
+    assert run.shape.vocab_size == 128256
+    assert Path(run.datamodule.sources) == prepare.to
 
 
 def test_the_readme_is_short() -> None:

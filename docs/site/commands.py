@@ -17,9 +17,6 @@ from sphinx.application import Sphinx
 from ringflash.commands.main import main
 from ringflash.train.commands.train import RingCLI
 
-# Defaults that depend on the machine which builds the site.
-MACHINE = {"processes": {"default": "machine's"}}
-
 
 class _Stop(BaseException):
     """The end of a command that was only started for its parser."""
@@ -83,7 +80,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             continue
         value = parser._get_formatter()._format_args(action, (action.metavar or action.dest).upper())  # type: ignore[operator]
         name = ", ".join(action.option_strings)
-        meaning = (action.help or "") % {**vars(action), **MACHINE.get(action.dest, {}), "prog": parser.prog}
+        meaning = (action.help or "") % {**vars(action), "prog": parser.prog}
         needed = "required. " if action.required and action.option_strings else ""
         yield f"{name} {value}".strip(), needed + meaning
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import __version__, reference
+from ringflash.commands.options import add_shared
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select
 from ringflash.masks import Causal
@@ -47,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """
     text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
     parser = argparse.ArgumentParser("ringflash doctor", description=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options = parser.parse_args([arg for arg in argv if arg != "--debug"])
+    add_shared(parser, "print_json", "debug")
+    options = parser.parse_args(argv)
     rows = facts()
     found = [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
     if options.json:

@@ -17,7 +17,8 @@ from ringflash.errors import ArgumentError, RingflashError
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 
-Commands = Mapping[str, tuple[str, str]]  # name: module below ringflash with a function `main`, line of the help
+# Name: module below ringflash with a function `main`, or "module:function"; line of the help.
+Commands = Mapping[str, tuple[str, str]]
 
 COMMANDS: Commands = {
     "train": (
@@ -29,7 +30,7 @@ COMMANDS: Commands = {
         "train a model of transformers, whole or by LoRA: `finetune fit --config FILE`",
     ),
     "dpo": (
-        "train.commands.dpo",
+        "train.commands.finetune:dpo",
         "train a model of transformers on preferences between two answers: `dpo fit --config FILE`",
     ),
     "prepare": ("train.commands.prepare", "turn text into token files to train on, with any tokenizer"),
@@ -106,11 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(commands: Commands, args: list[str]) -> int:
-    module, needs = commands[args[0]][0], f"`ringflash {args[0]}`"
+    module, _, function = commands[args[0]][0].partition(":")
+    needs = f"`ringflash {args[0]}`"
     if module.startswith("train."):
         extras.require("train", needs)
     try:
-        return import_module(f"ringflash.{module}").main(args[1:])
+        return getattr(import_module(f"ringflash.{module}"), function or "main")(args[1:])
     except ModuleNotFoundError as error:
         if (missing := extras.missing(error, needs)) is None:
             raise

@@ -1,30 +1,112 @@
-"""Options that several commands share: choices, defaults and checks."""
+"""Options that several commands share: their one dictionary of names, choices, defaults and checks."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ringflash as rf
-from ringflash import extras
 from ringflash.errors import ArgumentError, ConfigError
+from ringflash.layouts.layout import LAYOUTS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CONFIGS = Path(rf.__file__).parent / "configs"  # the package's own, which its wheel has too
 LEAVE_OUT = "Leave it out for the default."
+MASKS = ("causal", "full")
+
+# Options that several commands have. A name has one meaning everywhere, so another meaning needs another name. A plural
+# takes several values of its singular.
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_NUMBERS: dict[str, Any] = {**_NUMBER, "nargs": "+"}
+_FLAG: dict[str, Any] = {"action": "store_true"}
+SHARED: dict[str, dict[str, Any]] = {
+    "seqlen": _NUMBER | {"help": "tokens in the whole sequence"},
+    "seqlens": _NUMBERS | {"help": "lengths of the whole sequence, in tokens"},
+    "tokens": _NUMBER | {"help": "tokens in all sequences: the batch is tokens / seqlen"},
+    "batch": _NUMBER | {"help": "sequences in the batch"},
+    "nheads": _NUMBER | {"help": "query heads"},
+    "nheads_kv": _NUMBER | {"help": "KV heads"},
+    "headdim": _NUMBER | {"help": "width of a head"},
+    "headdims": _NUMBERS | {"help": "widths of a head"},
+    "dtype": {"choices": DTYPES, "help": "dtype of the tensors"},
+    "mask": {"choices": MASKS, "help": "mask before any window or documents"},
+    "masks": {"choices": MASKS, "nargs": "+", "help": "masks that are measured in turn"},
+    "window_left": _NUMBER | {"help": "keys seen before a query's own, as SlidingWindow.left"},
+    "window_right": _NUMBER | {"help": "keys seen after a query's own, as SlidingWindow.right"},
+    "num_documents": _NUMBER | {"help": "documents packed into the sequence"},
+    "world_size": _NUMBER | {"help": "ranks in the ring"},
+    "world_sizes": _NUMBERS | {"help": "numbers of ranks in the ring"},
+    "head_split": _NUMBER | {"help": "ranks that split the heads"},
+    "head_splits": _NUMBERS | {"help": "numbers of ranks that split the heads, measured in turn"},
+    "layout": {"help": f"cut of the sequence over ranks: one of {', '.join(LAYOUTS)}"},
+    "transport": {"help": "messages between ranks, as ContextParallel.transport"},
+    "backend": {"help": "kernels, as AttentionOptions.backend"},
+    "rounds": _NUMBER | {"help": "rounds of measurement, each over all contenders"},
+    "repeats": _NUMBER | {"help": "timed calls a round"},
+    "samples": _NUMBER | {"help": "samples that each cell of the table measures"},
+    "peers": _FLAG | {"help": "measure the installed peers too"},
+    "checkpoint": {"metavar": "FOLDER", "help": "checkpoint, as in runs/tiny-cpu/checkpoints/last"},
+    "tokenizer": {"metavar": "PATH", "help": 'tokenizer.json, a folder with one, or "bytes"'},
+    "val_fraction": {"type": float, "metavar": "SHARE", "help": "part of the tokens that is held out of training"},
+    "seed": _NUMBER | {"help": "seed of the random numbers"},
+    "device": {"metavar": "DEVICE", "help": "device to run on: auto, cpu or cuda"},
+    "processes": _NUMBER | {"help": "processes that share the work"},
+    "json": {"type": Path, "metavar": "FILE", "help": "write the figures there as JSON"},
+    "png": {"type": Path, "metavar": "FILE", "help": "draw the figures there: a .png, .svg or .pdf"},
+    "to": {"type": Path, "metavar": "PATH", "help": "where to write the result"},
+    "print_json": _FLAG | {"dest": "json", "help": "print one JSON object instead of a table"},
+    "config": {"type": Path, "action": "append", "metavar": "FILE", "help": "configuration; several are merged"},
+    "debug": _FLAG | {"help": "show tracebacks"},
+}
+REQUIRED = object()  # in place of a default
+
+
+@dataclass(frozen=True)
+class Told:
+    """Default that only the help tells: the command itself fills it in."""
+
+    text: str
+
+
+def add_shared(
+    parser: argparse.ArgumentParser,
+    *names: str,
+    choices: Mapping[str, Sequence[str]] | None = None,
+    **defaults: Any,
+) -> None:
+    """Adds options of `SHARED`, each with the type and help that it has in every command.
+
+    Args:
+        parser: parser of a command.
+        names: options without a default.
+        choices: fewer choices for an option, where the command does not take all.
+        defaults: options with their defaults; `REQUIRED` and `Told` are possible in place of a default.
+    """
+    for name, default in {**defaults, **dict.fromkeys(names)}.items():
+        keywords: dict[str, Any] = {**SHARED[name]}
+        if choices is not None and name in choices:
+            keywords["choices"] = choices[name]
+        if default is REQUIRED:
+            keywords["required"] = True
+        elif isinstance(default, Told):
+            keywords["help"] += f" (default: {default.text})"
+        elif default == []:
+            keywords["default"] = default
+        elif default is not None:
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            keywords |= {"default": default, "help": f"{keywords['help']} (default: {shown})"}
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that explain or prepare a training run."""
-    text = "configuration of the run; several are merged, as in `ringflash train fit`"
-    parser.add_argument("--config", type=Path, action="append", required=True, metavar="FILE", help=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, "print_json", "debug", config=REQUIRED)
 
 
 def config_arguments(options: argparse.Namespace) -> list[str]:
@@ -83,15 +165,6 @@ def check_heads(options: argparse.Namespace) -> None:
     if options.nheads % options.nheads_kv:
         expected, remedy = f"a multiple of --nheads-kv {options.nheads_kv}", "Query heads share KV heads evenly."
         raise ArgumentError("--nheads", expected=expected, got=options.nheads, remedy=remedy)
-
-
-def check_picture(flag: str, path: Path | None, example: str) -> None:
-    """Raises ArgumentError unless `path`, if it is given, has the suffix of a picture; `example` has one."""
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        remedy = f"Name it {example}."
-        raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
-    if path is not None:
-        extras.require("plot", flag)
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, float]]:

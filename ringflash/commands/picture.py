@@ -1,4 +1,4 @@
-"""File of a picture."""
+"""Pictures in files, apart from the options of commands because benchmarks and callbacks draw them too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ringflash import extras
+from ringflash.errors import ArgumentError
+
+
+def check_picture(flag: str, path: Path | None, example: str) -> None:
+    """Raises ArgumentError unless `path`, if it is given, has the suffix of a picture; `example` has one."""
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        remedy = f"Name it {example}."
+        raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
+    if path is not None:
+        extras.require("plot", flag)
 
 
 @contextmanager

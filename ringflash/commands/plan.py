@@ -2,13 +2,12 @@
 
 It shows the tokens that each rank holds, the KV that each rank computes with at each hop, and the FLOPs and bytes.
 
-    ringflash plan --seqlen 131072 --world-size 4 --layout balanced --documents lengths.txt --image plan.png
+    ringflash plan --seqlen 131072 --world-size 4 --layout balanced --document-lengths lengths.txt --png plan.png
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import os
 import sys
@@ -21,12 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import DTYPES, check_at_least, check_heads, check_picture
+from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads
+from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Hop, Plan, pair_table
+from ringflash.ring.ring_plan import make_plan
 
 WIDTH = 150  # columns, if the output is not a terminal
 MOST_COLUMNS = 8  # ranks up to which the table of hops has a column for each rank
@@ -35,7 +36,7 @@ MOST_COMPARED = 1024  # ranks up to which layouts are compared: each layout coun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables, and draws the picture if `--image` is given."""
+    """Prints the tables, and draws the picture if `--png` is given."""
     options = _parser().parse_args(argv)
     _check(options)
     mask = _mask(options)
@@ -47,16 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """Keeps plans from the collector of cycles, which would visit a million hops many times, also when Python exits.
-
-    Plans hold no cycles.
-    """
+    """Keeps plans from the collector of cycles, which would visit a million hops many times. Plans hold no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
-    atexit.register(gc.freeze)
     try:
         yield
     finally:
+        make_plan.cache_clear()  # or the collector visits the plans once more when Python exits
         if was_enabled:
             gc.enable()
 
@@ -71,28 +69,21 @@ def _show(mask: Mask, options: argparse.Namespace) -> None:
         console.print(_layouts(mask, options))
     else:
         console.print(f"Layouts are compared over up to {MOST_COMPARED} ranks.")
-    if options.image is not None:
+    if options.png is not None:
         from ringflash.commands.plan_picture import draw
 
-        draw(options.image, plans)
-        console.print(f"Drawn: {options.image}", markup=False)
+        draw(options.png, plans)
+        console.print(f"Drawn: {options.png}", markup=False)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash plan", description="Shows a ring's plan: nothing is run.")
-    parser.add_argument("--seqlen", type=int, required=True, help="tokens in the whole sequence")
-    parser.add_argument("--world-size", type=int, required=True, help="ranks in the ring")
-    parser.add_argument("--layout", default="zigzag", help=f"one of {', '.join(LAYOUTS)} (default: %(default)s)")
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="default: %(default)s")
-    parser.add_argument("--window", type=int, nargs="+", metavar="KEYS", help="seen before a query, and after it")
-    parser.add_argument("--documents", help="lengths of packed documents: 4096,512,..., or a file that holds them")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--nheads", type=int, default=32, help="query heads (default: %(default)s)")
-    parser.add_argument("--nheads-kv", type=int, default=8, help="KV heads (default: %(default)s)")
-    parser.add_argument("--headdim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of KV (default: %(default)s)")
-    parser.add_argument("--image", type=Path, metavar="PLAN.png", help="draw a picture too")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, seqlen=REQUIRED, world_size=REQUIRED, layout="zigzag", mask="causal")
+    add_shared(parser, "window_left", "window_right")
+    text = "lengths of packed documents: 4096,512,..., or a file that holds them"
+    parser.add_argument("--document-lengths", metavar="LENGTHS", help=text)
+    add_shared(parser, batch=1, nheads=32, nheads_kv=8, headdim=128, dtype="bfloat16")
+    add_shared(parser, "png", "debug")
     return parser
 
 
@@ -100,22 +91,20 @@ def _check(options: argparse.Namespace) -> None:
     positive = ["seqlen", "world_size", "batch", "nheads", "nheads_kv", "headdim"]
     check_at_least(options, positive, remedy="Pass a positive number.")
     check_heads(options)
-    if options.window is not None and len(options.window) > 2:
-        remedy = "Pass how many keys before a query it sees, and how many after."
-        raise ArgumentError("--window", expected="one or two numbers", got=options.window, remedy=remedy)
-    check_picture("--image", options.image, "plan.png")
+    check_at_least(options, ["window_left", "window_right"], 0, remedy="Leave it out for no limit.")
+    check_picture("--png", options.png, "plan.png")
 
 
 def _mask(options: argparse.Namespace) -> Mask:
     mask: Mask = rf.Causal() if options.mask == "causal" else Full()
-    if options.window is not None:
-        mask &= rf.SlidingWindow(*options.window)
-    if options.documents is not None:
-        lengths = _lengths(options.documents)
+    if options.window_left is not None or options.window_right is not None:
+        mask &= rf.SlidingWindow(options.window_left, options.window_right)
+    if options.document_lengths is not None:
+        lengths = _lengths(options.document_lengths)
         if sum(lengths) != options.seqlen:
             expected, got = f"lengths that sum to --seqlen {options.seqlen}", f"a sum of {sum(lengths)}"
             remedy = "Add what pads the sequence as a document, or change --seqlen."
-            raise ArgumentError("--documents", expected=expected, got=got, remedy=remedy)
+            raise ArgumentError("--document-lengths", expected=expected, got=got, remedy=remedy)
         mask &= rf.Documents([0, *accumulate(lengths)])
     return mask
 
@@ -127,8 +116,10 @@ def _lengths(given: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdigit() for word in words):
         wrong = next((word for word in words if not word.isascii() or not word.isdigit()), "none")
-        remedy = "Pass --documents 4096,512,3584, or a file of such numbers."
-        raise ArgumentError("--documents", expected="lengths, or a file that holds them", got=wrong, remedy=remedy)
+        remedy = "Pass --document-lengths 4096,512,3584, or a file of such numbers."
+        raise ArgumentError(
+            "--document-lengths", expected="lengths, or a file that holds them", got=wrong, remedy=remedy
+        )
     return [int(word) for word in words]
 
 

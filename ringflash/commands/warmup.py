@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ringflash as rf
-from ringflash.commands.options import add_run_options, check_at_least, config_arguments
+from ringflash.commands.options import Told, add_run_options, add_shared, check_at_least, config_arguments
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.masks import Mask
 
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_run_options(parser)
-    parser.add_argument("--processes", type=int, metavar="N", help=f"default: one a core, at most {MOST_PROCESSES}")
+    add_shared(parser, processes=Told(f"one a core, at most {MOST_PROCESSES}"))
     return parser
 
 

@@ -67,7 +67,7 @@ class FailureReport:
 
 
 def conclude(
-    words: Sequence[FailureReport],
+    reports: Sequence[FailureReport],
     ended: Sequence[int],
     world_size: int,
     deadline: float,
@@ -78,31 +78,31 @@ def conclude(
     """Returns the error that `rank` raises.
 
     Args:
-        words: the reports of the ranks, at least one.
+        reports: the reports of the ranks, at least one.
         ended: the ranks with a process that is known to have ended.
         world_size: number of ranks in the ring.
         deadline: seconds that a rank waits for a message.
         rank: the rank that raises.
         readable: whether this rank could read the reports of other ranks.
     """
-    raised = [word for word in words if word.kind == "raised"]
+    raised = [report for report in reports if report.kind == "raised"]
     if raised:
-        return PeerFailed([word.rank for word in raised], [word.text for word in raised], rank=rank)
-    said = {word.rank: word for word in words}
-    missing = [r for r in range(world_size) if r not in said]
-    waited_for = {peer for word in words for peer in word.peers}
+        return PeerFailed([report.rank for report in raised], [report.text for report in raised], rank=rank)
+    by_rank = {report.rank: report for report in reports}
+    missing = [r for r in range(world_size) if r not in by_rank]
+    waited_for = {peer for report in reports for peer in report.peers}
     # A rank without a report may just be busy: ranks that are gone, then ranks that were waited for, take precedence.
     gone = sorted({*ended} & {*missing})
-    behind = [word.rank for word in words if word.kind == "behind"]
+    behind = [report.rank for report in reports if report.kind == "behind"]
     peers = gone or sorted(waited_for & {*missing}) or missing or behind or sorted(waited_for)
-    late = [word for word in words if word.kind == "late"]
-    hop = next((word.hop for word in late or words if {*word.peers} & {*peers}), (late or words)[0].hop)
-    silence = "left no word" if readable else "unknown: the group's store, which holds reports, has ended"
-    texts = [str(said[r]) if r in said else silence for r in range(world_size)]
+    late = [report for report in reports if report.kind == "late"]
+    hop = next((report.hop for report in late or reports if {*report.peers} & {*peers}), (late or reports)[0].hop)
+    silence = "sent no failure report" if readable else "unknown: the group's store, which holds reports, has ended"
+    texts = [str(by_rank[r]) if r in by_rank else silence for r in range(world_size)]
     if gone or not late:
         return PeerLost(peers, hop, texts, rank=rank)
     if not missing and not behind:  # all live and wait for messages that no rank sends: their plans differ
-        texts = [f"{text}\n    {said[r].text}".rstrip() for r, text in enumerate(texts)]
+        texts = [f"{text}\n    {by_rank[r].text}".rstrip() for r, text in enumerate(texts)]
     return RingTimeout(peers, hop, deadline, texts, rank=rank)
 
 
@@ -307,25 +307,25 @@ class Faults:
             return self.store.check([_BROKEN])
         return False
 
-    def _end(self, word: FailureReport) -> RingflashError:
+    def _end(self, report: FailureReport) -> RingflashError:
         with self._lock:  # the watch thread may get here together with the thread that posts GPU work
             if self.error is None:
-                self._report(word)
+                self._report(report)
                 for close in self._breaks:
                     close()
-                words, ended = ([word], []) if word.kind == "raised" else self._collect_reports(word)
+                reports, ended = ([report], []) if report.kind == "raised" else self._collect_reports(report)
                 self.error = conclude(
-                    words, ended, self._world_size, self.deadline, self._rank, readable=self._is_readable()
+                    reports, ended, self._world_size, self.deadline, self._rank, readable=self._is_readable()
                 )
         for other in self._others:
             if other.error is None:
                 other.raised(self.error)
         return _copy_of(self.error)
 
-    def _report(self, word: FailureReport) -> None:
+    def _report(self, report: FailureReport) -> None:
         half = _LONGEST // 2
-        text = word.text if len(word.text) <= _LONGEST else f"{word.text[:half]}\n...\n{word.text[-half:]}"
-        fields = json.dumps(asdict(replace(word, text=text)), ensure_ascii=False)
+        text = report.text if len(report.text) <= _LONGEST else f"{report.text[:half]}\n...\n{report.text[-half:]}"
+        fields = json.dumps(asdict(replace(report, text=text)), ensure_ascii=False)
         if self.board is not None:
             self.board.put(self._rank, fields)
         with suppress(RuntimeError):  # the store may have ended with the rank that serves it
@@ -351,20 +351,20 @@ class Faults:
 
     def _collect_reports(self, own: FailureReport) -> tuple[list[FailureReport], list[int]]:
         """Returns the reports in rank order, once no further report is expected, and the ranks that had ended."""
-        start, words, ended = time.monotonic(), {own.rank: own}, list[int]()
+        start, reports, ended = time.monotonic(), {own.rank: own}, list[int]()
         while True:
             waited, readable = time.monotonic() - start, self._is_readable()
             # Looked up before the reports, so that the report of a rank in `ended` is not missed. Without reports only
             # the first ranks that ended count: others may have raised this error and then ended.
             if readable or not ended:
                 ended = self.ended()
-            missing = [rank for rank in range(self._world_size) if rank not in words]
+            missing = [rank for rank in range(self._world_size) if rank not in reports]
             for rank in missing:
-                word = self._report_of(rank)
-                if word is not None:
-                    words[rank] = word
-            raised = any(word.kind == "raised" for word in words.values())
+                report = self._report_of(rank)
+                if report is not None:
+                    reports[rank] = report
+            raised = any(report.kind == "raised" for report in reports.values())
             patience = ALONE if ended and not readable else GRACE
-            if raised or {*missing} - {*words} <= {*ended} or waited >= patience:
-                return [words[rank] for rank in sorted(words)], ended
+            if raised or {*missing} - {*reports} <= {*ended} or waited >= patience:
+                return [reports[rank] for rank in sorted(reports)], ended
             time.sleep(_POLL * (1 + self._world_size // 32))  # one process may serve the store for all ranks

@@ -14,10 +14,9 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
 from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import derivatives
-from ringflash.ops.call import AttentionCall
+from ringflash.ops.call import AttentionCall, AttentionOptions
 from ringflash.ops.guard import Phase, announce
 from ringflash.ops.one_device import OneDevice
-from ringflash.ops.options import AttentionOptions
 from ringflash.ops.prepared import PreparedCall, key_of
 from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.recent_calls import CacheInfo, RecentCalls

@@ -19,7 +19,7 @@ class Phase(Enum):
     """Progress of a rank in a call."""
 
     PREPARING = "its peers do not know of the call yet"
-    AGREEING = "an error that follows from what all ranks have said comes on all of them"
+    AGREEING = "an error that follows from what all ranks have posted comes on all of them"
     RUNNING = "peers may wait for its messages"
 
 
@@ -47,7 +47,7 @@ class Guard:
 def announce(context: ContextParallel, error: BaseException, phase: Phase) -> None:
     """Announces `error` of this rank to the peers of `context`, unless they know of it or raise the same one."""
     known = isinstance(error, RingflashError) and not isinstance(error, ArgumentError)
-    if context.faults is None or known or (context.replays is not None and context.replays.is_attempt):
+    if context.faults is None or known or (context.graphs is not None and context.graphs.is_attempt):
         return
     # A recomputed forward may raise inside of a backward: both guards see the error, and peers read it only once.
     handled: set[str] = error.__dict__.setdefault("_ringflash_contexts", set())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ringflash.dropout import Dropout
 from ringflash.masks import Mask
-from ringflash.ops.options import AttentionOptions
+from ringflash.ops.call import AttentionOptions
 from ringflash.torch_private import (
     are_transforms_active,
     dispatch_modes,

@@ -156,8 +156,8 @@ class RingCall:
         """
         context, plan = ranks.context, ranks.plans[0]
         kernel_run = replace(self._kernel_run, cache={})  # of this pass
-        score_config, replays = kernel_run.score_config, context.replays
-        if replays is None or not replays.takes(plan):
+        score_config, graphs = kernel_run.score_config, context.graphs
+        if graphs is None or not graphs.takes(plan):
             return compute(kernel_run, *inputs)
         words, tensors = plan.mask.spec
         if tensors or score_config.dropout_p or torch.cuda.is_current_stream_capturing():
@@ -171,7 +171,7 @@ class RingCall:
         plain = kernel_run.kernels, kernel_run.deterministic, score_config.softmax_scale, score_config.softcap
         kind = operation, words, plan.layout, *plain
         inputs = score_config.alibi_slopes, score_config.sinks, *inputs
-        return replays.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
+        return graphs.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
 
 
 def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> RingCall | OneDevice:
@@ -179,7 +179,7 @@ def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: Att
 
     CUDA graphs that the context asks for are those of a ring, also of one rank.
     """
-    if context.world_size > 1 or context.replays is not None:
+    if context.world_size > 1 or context.graphs is not None:
         return RingCall.of(context, q, k, v, call)
     context_by_name(context.name)
     context.check_alive()

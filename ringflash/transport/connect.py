@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from uuid import uuid4
 
 import torch
@@ -21,16 +24,12 @@ from ringflash.coordination.session import ControlPlane, is_alive
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError
 from ringflash.torch_private import timeouts_of
-from ringflash.transport import gloo, groups, nccl, reach
+from ringflash.transport import gloo, groups, nccl
 from ringflash.transport.all_to_all import HeadsTransport, ProcessGroupHeads
-from ringflash.transport.base import Transport
+from ringflash.transport.base import Transport, TwoLinks
 from ringflash.transport.gloo import GlooTransport
 from ringflash.transport.groups import backend_of, new_group
-from ringflash.transport.links import TwoLinks
 from ringflash.transport.nccl import NcclTransport
-
-# Frees finished works in reference cycles. Otherwise gloo frees them with the interpreter, and sometimes aborts.
-atexit.register(gc.collect)
 
 TRANSPORTS = ("auto", "nccl", "symmetric")
 DEADLINE = timedelta(minutes=5)
@@ -180,7 +179,7 @@ def connect(asked: ConnectRequest) -> Connection:
     if transport == "auto" and double:
         reason = "a ring of rings"
     elif transport != "nccl":
-        obstacle = reach.obstacle(control, device)
+        obstacle = peer_access_obstacle(control, device)
         if obstacle is None:
             moves, obstacle = _symmetric(control, own, device, watch)
             if moves is not None:
@@ -240,6 +239,7 @@ def _own_gloo(
     ranks: Sequence[int], through: Sequence[dist.ProcessGroup], deadline: timedelta
 ) -> tuple[dist.ProcessGroup, Faults]:
     """Returns a gloo group that the ring owns, and the `Faults` that turn failed waits in this group into errors."""
+    _collect_at_exit()
     own = new_group(ranks, through, timeout=deadline, backend="gloo")
     world = dist.group.WORLD
     assert world is not None
@@ -248,6 +248,15 @@ def _own_gloo(
     faults.on_break(lambda: gloo.close(own))
     faults.on_close(lambda: groups.close(own))
     return own, faults
+
+
+@cache
+def _collect_at_exit() -> None:
+    """Registers a collection for the end of the program, once a process.
+
+    It frees finished works in reference cycles. Otherwise gloo frees them with the interpreter, and sometimes aborts.
+    """
+    atexit.register(gc.collect)
 
 
 def _introduce(control: ControlPlane) -> None:
@@ -306,3 +315,31 @@ def deadline_of(group: dist.ProcessGroup, timeout: timedelta | float | None) -> 
             "rank was waited for: shorten this, or give init_process_group a longer timeout.",
         )
     return timedelta(seconds=seconds)
+
+
+def peer_access_obstacle(control: ControlPlane, device: torch.device) -> str | None:
+    """Returns the first reason why ranks cannot read each other's memory, or None; a collective.
+
+    The text is the same on every rank.
+    """
+    own = {"host": platform.node(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
+    ranks = [json.loads(text) for text in control.tell(json.dumps(own))]
+    found = [text for text in control.tell(_seen_from(control.rank, device, ranks)) if text]
+    return found[0] if found else None
+
+
+def _seen_from(rank: int, device: torch.device, ranks: list[dict[str, str]]) -> str:
+    """Returns the first obstacle between this rank and another; empty if there is none."""
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for peer, other in enumerate(ranks):
+        if peer == rank:
+            continue
+        if other["host"] != ranks[rank]["host"]:
+            return f"ranks {rank} and {peer} are on different hosts"
+        if other["gpu"] == ranks[rank]["gpu"]:
+            return f"ranks {rank} and {peer} share a GPU"
+        if other["gpu"] not in visible:
+            return f"the GPU of rank {peer} is hidden from rank {rank} (CUDA_VISIBLE_DEVICES)"
+        if not torch.cuda.can_device_access_peer(device, visible[other["gpu"]]):
+            return f"the GPU of rank {rank} has no peer access to that of rank {peer}"
+    return ""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shows on a CP
 
 
 def test_it_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--lengths", "40", "64", "--dtype", "float32", "--rounds", "2"]
+    arguments = ["--cache-seqlens", "40", "64", "--dtype", "float32", "--rounds", "2"]
     assert main([*arguments, "--json", str(tmp_path / "decode.json")]) == 0
     assert "ringflash" in capsys.readouterr().out
     record = json.loads((tmp_path / "decode.json").read_text())
@@ -27,7 +27,7 @@ def test_it_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_peer_that_cannot_is_said_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--lengths", "40", "--dtype", "float32", "--rounds", "1", "--seqlen-q", "3"]) == 0
+    assert main(["--cache-seqlens", "40", "--dtype", "float32", "--rounds", "1", "--seqlen-q", "3"]) == 0
     assert "40 torch math: ValueError: its causal diagonal begins at the first key" in capsys.readouterr().out
 
 

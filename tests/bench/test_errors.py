@@ -18,7 +18,7 @@ from ringflash.commands.main import main
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the rows of a small run, which also draws them."""
     folder = tmp_path_factory.mktemp("accuracy")
-    sizes = ["--seqlen", "128", "--world-sizes", "1", "16", "--depth-seqlen", "32", "--layers", "1", "3"]
+    sizes = ["--seqlen", "128", "--world-sizes", "1", "16", "--depth-seqlen", "32", "--layer-counts", "1", "3"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         files = ["--json", str(folder / "a.json"), "--png", str(folder / "a.png")]

@@ -56,7 +56,7 @@ def test_every_contender_has_its_figures(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="contenders of a GPU")
 def test_contenders_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, names = tmp_path / "kernels.json", ["ringflash fast", "ringflash deterministic", "SDPA flash (FA2)"]
-    cell = ["--seqlens", "256", "--headdims", "64", "--nheads", "2", "--tokens", "512", "--causal", "yes"]
+    cell = ["--seqlens", "256", "--headdims", "64", "--nheads", "2", "--tokens", "512", "--masks", "causal"]
     assert main(["bench", "kernels", *cell, "--json", str(path), "--only", *names]) == 0
     record = json.loads(path.read_text())
     assert [row["name"] for row in record["rows"]] == names
@@ -110,7 +110,8 @@ def test_a_contender_that_cannot_is_said_in_its_row(
     }  # fmt: skip
     monkeypatch.setattr(kernels, "contenders", lambda *_, **__: named)
     path = tmp_path / "kernels.json"
-    assert kernels.main([*CELL.split(), "--causal", "yes", "--json", str(path), "--png", str(tmp_path / "k.png")]) == 0
+    files = ["--json", str(path), "--png", str(tmp_path / "k.png")]
+    assert kernels.main([*CELL.split(), "--masks", "causal", *files]) == 0
     failed = {row["name"]: row["failed"] for row in json.loads(path.read_text())["rows"] if "failed" in row}
     wrong_row = failed.pop("wrong")
     assert wrong_row.startswith("ValueError: another result: ")
@@ -127,7 +128,7 @@ def test_a_contender_that_cannot_is_said_in_its_row(
 @pytest.mark.usefixtures("_without_gpus")
 def test_only_those_named_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
-    arguments = [*CELL.split(), "--causal", "no", "--json", str(path), "--only"]
+    arguments = [*CELL.split(), "--masks", "full", "--json", str(path), "--only"]
     assert main(["bench", "kernels", *arguments, "SDPA math", "ringflash deterministic"]) == 0
     record = json.loads(path.read_text())
     assert [row["name"] for row in record["rows"]] == ["ringflash deterministic", "SDPA math"]
@@ -172,7 +173,7 @@ def test_ours_failing_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -
 
     named = {"ringflash fast": raises}
     monkeypatch.setattr(kernels, "contenders", lambda *_, **__: named)
-    assert kernels.main([*CELL.split(), "--causal", "no"]) == 1
+    assert kernels.main([*CELL.split(), "--masks", "full"]) == 1
 
 
 @pytest.mark.usefixtures("_without_gpus")

@@ -22,7 +22,7 @@ from ringflash.bench.common import timing
 from ringflash.commands.main import main
 from ringflash.errors import ArgumentError
 
-CELL = "--seqlens 300 --headdims 16 --nheads 2 --window 40 --documents 4 --dtype float32 --rounds 2"
+CELL = "--seqlens 300 --headdims 16 --nheads 2 --window-left 39 --num-documents 4 --dtype float32 --rounds 2"
 NAMES = ["causal", "window of 40", "25% of blocks of 128", "4 documents of mixed lengths", "4 documents", "batch of 4"]
 
 
@@ -151,8 +151,8 @@ def test_a_peer_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("--documents 7", "--documents: expected a number that divides 300 tokens, got 7"),
-        ("--window 0", "--window: expected at least 1, got 0"),
+        ("--num-documents 7", "--num-documents: expected a number that divides 300 tokens, got 7"),
+        ("--window-left -1", "--window-left: expected at least 0, got -1"),
         ("--nheads-kv 3", "nheads: expected a positive multiple of nheads_kv = 3"),
         ("--backend cuda", "backend: expected one of "),
         ("--peers", "--peers: expected a GPU, got none"),

@@ -194,8 +194,8 @@ def test_what_is_given_is_what_is_used(tmp_path: Path) -> None:
         ("--tflops-forward 0", "--tflops-forward: expected more than 0, got 0.0"),
         ("--latency-us -1", "--latency-us: expected at least 0, got -1.0"),
         ("--nheads 12", "--nheads: expected a multiple of --nheads-kv 8, got 12"),
-        ("--heads 3", "heads: expected a divisor of 4 GPUs and of 32 query heads, got 3"),
-        ("--inner-ring 3", "inner ring: expected a divisor of the ring's 4 ranks, got 3"),
+        ("--head-split 3", "--head-split: expected a divisor of 4 GPUs and of 32 query heads, got 3"),
+        ("--inner-ring 3", "--inner-ring: expected a divisor of the ring's 4 ranks, got 3"),
         ("--measured no-such-file", "--measured: expected JSON of the ring benchmark, got no-such-file"),
     ],
 )

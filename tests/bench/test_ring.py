@@ -105,23 +105,24 @@ def test_two_processes_under_masks_and_by_number(tmp_path: Path) -> None:
 def _everything(folder: str) -> tuple[Any, ...]:
     mesh = init_device_mesh("cpu", (2,))
     common = ["--layout", "balanced", *SMALL.split(), "--seqlens", "64"]
-    windows = throughput.run([*common, "--window", "16", "--transport", "nccl", "--check"], mesh)[0]
+    windows = throughput.run([*common, "--window-left", "15", "--transport", "nccl", "--check"], mesh)[0]
     documents, fixed, graph = throughput.run(
-        [*common, "--documents", "3", "--hops", "grouped", "--variants", "fixed-lengths", "graph"], mesh
+        [*common, "--num-documents", "3", "--hops", "grouped", "--variants", "fixed-lengths", "graph"], mesh
     )
     assert fixed["name"] == "ringflash balanced, fixed-lengths"
     assert fixed["forward_ms"] > 0
     assert graph["failed"] == "Unavailable: a CUDA graph takes a GPU"
-    auto, by_heads = throughput.run([*common, "--hops", "auto", "--heads", "2", "--queued", "2"], mesh)
+    auto, by_heads = throughput.run([*common, "--hops", "auto", "--head-splits", "2", "--queued", "2"], mesh)
     assert auto["queued"] == 2
     assert "queued" not in documents
     assert by_heads["name"] == "ringflash balanced, heads over 2 ranks"
     assert by_heads["forward_ms"] > 0
-    with pytest.raises(ArgumentError, match="--heads: expected numbers that divide 2 ranks, got 3"):
-        throughput.run([*common, "--heads", "3"], mesh)
+    with pytest.raises(ArgumentError, match="--head-splits: expected numbers that divide 2 ranks, got 3"):
+        throughput.run([*common, "--head-splits", "3"], mesh)
     written = ["--json", f"{folder}/scaling.json", "--png", f"{folder}/scaling.png"]
     scaled = scaling.run([*SMALL.split(), "--seqlens", "32", "64", "--most-tokens", "32", *written], mesh)
-    for wrong, message in (("--gpus 3", "divisors of 2"), ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")):
+    few = ("--seqlens 8 --most-tokens 2", "at most 2 tokens a GPU")
+    for wrong, message in (("--world-sizes 3", "divisors of 2"), few):
         with pytest.raises(ArgumentError, match=message):
             scaling.run(wrong.split(), mesh)
     return windows, documents, auto, scaled, _sent(mesh), _zigzag(mesh)
@@ -301,7 +302,7 @@ def test_its_stand_in_for_flash_attn_is_there_for_one_import(tmp_path: Path, mon
 @given(seqlen=st.integers(1, 5000), documents=st.integers(1, 40))
 def test_documents_fill_the_sequence(seqlen: int, documents: int) -> None:
     if documents > seqlen:
-        with pytest.raises(ArgumentError, match="--documents: expected 1 to"):
+        with pytest.raises(ArgumentError, match="--num-documents: expected 1 to"):
             seen.lengths(seqlen, documents)
         return
     lengths = seen.lengths(seqlen, documents)
@@ -333,9 +334,9 @@ def test_one_kernel_has_the_work_of_the_mean_rank(world: int, window: int | None
     [
         ("--rounds 0", "--rounds: expected at least 1, got 0"),
         ("--queued 0", "--queued: expected at least 1, got 0"),
-        ("--window 0", "--window: expected at least 1, got 0"),
-        ("--documents 65", "--documents: expected 1 to 64, got 65"),
-        ("--peers --window 4", "--peers: expected the causal mask, got window of 4"),
+        ("--window-left -1", "--window-left: expected at least 0, got -1"),
+        ("--num-documents 65", "--num-documents: expected 1 to 64, got 65"),
+        ("--peers --window-left 3", "--peers: expected the causal mask, got window of 4"),
     ],
 )
 def test_bad_arguments_join_nothing(changed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +365,7 @@ def test_a_contender_that_fails_on_the_way_is_said_in_its_row(monkeypatch: pytes
     assert rows[0]["forward_exposed_us_a_hop"] == 0
 
 
-@pytest.mark.parametrize("changed", ["--gpus 0", "--most-tokens 0"])
+@pytest.mark.parametrize("changed", ["--world-sizes 0", "--most-tokens 0"])
 def test_bad_arguments_of_scaling(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
         scaling.main(changed.split())

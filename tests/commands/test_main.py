@@ -1,3 +1,5 @@
+"""The command line: help, unknown commands, benchmarks that need torchrun, `doctor`, and bad arguments."""
+
 from __future__ import annotations
 
 import json
@@ -112,7 +114,7 @@ def test_doctor_exits_with_1_when_a_needed_package_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _without(monkeypatch, "numpy")
-    assert main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--print-json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["problems"], found["facts"]["numpy"]) == (False, ["numpy"], "MISSING")
 
@@ -121,7 +123,7 @@ def test_doctor_does_without_an_optional_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _without(monkeypatch, "tensorboard")
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--print-json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["problems"]) == (True, [])
 
@@ -138,7 +140,7 @@ def test_doctor_finds_attention_with_a_wrong_result(
         return out + (1e-3 * out).detach() if wrong == "out" else out
 
     monkeypatch.setattr(doctor, "flash_attention", attention)
-    assert main(["doctor", "--json"]) == 1
+    assert main(["doctor", "--print-json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "self-test on cpu" in found["problems"]
     assert f"of {wrong}," in found["facts"]["self-test on cpu"]

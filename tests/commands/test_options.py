@@ -1,14 +1,115 @@
+"""Options have one name, one type and one meaning in all commands, and what they are given is checked."""
+
 from __future__ import annotations
 
 import pickle
-from argparse import Namespace
+import re
+from argparse import Action, ArgumentParser, Namespace
+from functools import cache
 from pathlib import Path
+from typing import Any, Never
+from unittest.mock import patch
 
 import pytest
 
-from ringflash.commands.options import CONFIGS, check_at_least, check_heads, check_positive, config_file, fill_in
+from ringflash.commands.main import BENCHMARKS, COMMANDS, main
+from ringflash.commands.options import (
+    CONFIGS,
+    REQUIRED,
+    SHARED,
+    Told,
+    add_shared,
+    check_at_least,
+    check_heads,
+    check_positive,
+    config_file,
+    fill_in,
+)
 from ringflash.errors import ArgumentError, CheckpointCorrupt, ConfigError
 from ringflash.integrations.transformers.mask import MaskAsTensor
+
+KEYS = {"train", "finetune", "dpo"}  # their options are the keys of a configuration
+# This benchmark declares its options itself: --layers and --contexts are its own names.
+OWN = {"bench training"}
+
+
+class Stop(BaseException):
+    """The end of a command that was only started for its parser."""
+
+
+def parser_of(command: str) -> ArgumentParser:
+    """Returns the parser of a command, which stops where it would parse its arguments."""
+    found: list[ArgumentParser] = []
+
+    def stop(self: ArgumentParser, *_: object) -> Never:
+        found.append(self)
+        raise Stop
+
+    with patch.multiple(ArgumentParser, parse_args=stop, parse_known_args=stop), pytest.raises(Stop):
+        main([*command.split(), "--help"])  # without it some benchmarks ask for torchrun
+    return found[0]
+
+
+@cache
+def options() -> dict[str, dict[str, Action]]:
+    """Returns the options of all commands and benchmarks: actions by the name of the option, then by the command."""
+    commands = [*(COMMANDS.keys() - KEYS - {"bench", "checkpoint"}), "checkpoint verify"]
+    found: dict[str, dict[str, Action]] = {}
+    for command in sorted({*commands, *(f"bench {name}" for name in BENCHMARKS)} - OWN):
+        for action in parser_of(command)._actions:
+            for name in action.option_strings:
+                found.setdefault(name, {})[command] = action
+    return {name: actions for name, actions in found.items() if name not in ("-h", "--help")}
+
+
+def meaning(action: Action) -> str:
+    """Returns the help of an option without its default."""
+    return re.sub(r" \(default: .*\)$", "", action.help or "")
+
+
+def kind(action: Action) -> tuple[Any, ...]:
+    """Returns what an option takes, and what it means."""
+    return type(action), action.type, action.nargs, action.metavar, action.dest, meaning(action)
+
+
+def test_an_option_has_one_type_and_one_meaning_in_all_commands() -> None:
+    assert len(options()) > 90  # parsers were found
+    for name, actions in options().items():
+        kinds = {command: kind(action) for command, action in actions.items()}
+        assert len({*kinds.values()}) == 1, (name, kinds)
+
+
+def test_options_of_several_commands_are_the_shared_ones() -> None:
+    several = {name for name, actions in options().items() if len(actions) > 1}
+    assert several <= {f"--{name.replace('_', '-')}" for name in SHARED}
+    for name, keywords in SHARED.items():
+        for action in options()[f"--{name.replace('_', '-')}"].values():
+            assert meaning(action) == keywords["help"]
+            assert "choices" not in keywords or {*(action.choices or ())} <= {*keywords["choices"]}
+
+
+def test_a_meaning_has_one_name() -> None:
+    names: dict[str, set[str]] = {}
+    for name, actions in options().items():
+        for action in actions.values():
+            names.setdefault(meaning(action), set()).add(name)
+    assert {text: found for text, found in names.items() if len(found) > 1} == {}
+
+
+def test_shared_options_tell_their_defaults() -> None:
+    parser = ArgumentParser()
+    choices = {"dtype": ("float32",)}
+    add_shared(parser, "png", seqlen=REQUIRED, seqlens=[1, 2], tokens=Told("many"), dtype="float32", choices=choices)
+    helps = {action.dest: action.help or "" for action in parser._actions}
+    assert "(default: 1 2)" in helps["seqlens"]
+    assert "(default: many)" in helps["tokens"]
+    assert "default" not in helps["seqlen"] + helps["png"]
+    given = parser.parse_args(["--seqlen", "3"])
+    assert given == Namespace(png=None, seqlen=3, seqlens=[1, 2], tokens=None, dtype="float32")
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--seqlen", "3", "--dtype", "float16"])
 
 
 def test_what_is_left_out_is_filled_in() -> None:

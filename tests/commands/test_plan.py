@@ -15,7 +15,7 @@ COMMON = ["plan", "--seqlen", "4096", "--world-size", "4"]
 def test_tables_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths, image = tmp_path / "lengths.txt", tmp_path / "made" / "plan.png"
     lengths.write_text("2048 512\n512 1024")
-    rest = ["--layout", "balanced", "--documents", str(lengths), "--window", "512", "--image", str(image)]
+    rest = ["--layout", "balanced", "--document-lengths", str(lengths), "--window-left", "512", "--png", str(image)]
     assert main([*COMMON, *rest]) == 0
     out = capsys.readouterr().out
     parts = "Causal() & Documents([0, 2048, 2560, 3072, 4096]) & SlidingWindow(left=512, right=None)"
@@ -43,7 +43,7 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_layouts_send_what_their_plans_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMON, "--window", "700"]) == 0
+    assert main([*COMMON, "--window-left", "700"]) == 0
     out = capsys.readouterr().out
     for layout in LAYOUTS:
         context = rf.ContextParallel.local(4, layout)
@@ -94,7 +94,7 @@ def test_more_ranks_than_columns(layout: str, capsys: pytest.CaptureFixture[str]
         layout,
         "--mask",
         "full",
-        "--image",
+        "--png",
         str(image),
     ]
     assert main(argv) == 0
@@ -112,12 +112,18 @@ def test_more_ranks_than_columns(layout: str, capsys: pytest.CaptureFixture[str]
         (["--world-size", "0"], "--world-size: expected at least 1, got 0"),
         (["--world-size", "5000"], "seqlen: expected at least one token a rank (5000 ranks), got 4096 tokens"),
         (["--nheads", "12"], "--nheads: expected a multiple of --nheads-kv 8, got 12"),
-        (["--window", "1", "2", "3"], "--window: expected one or two numbers, got [1, 2, 3]"),
-        (["--window", "-1"], "left: expected a whole number, at least 0, got -1"),
-        (["--documents", "4000"], "--documents: expected lengths that sum to --seqlen 4096, got a sum of 4000"),
-        (["--documents", "no-such-file"], "--documents: expected lengths, or a file that holds them, got no-such-file"),
-        (["--documents", ""], "--documents: expected lengths, or a file that holds them, got none"),
-        (["--image", "plan"], "--image: expected a .png, .svg or .pdf file, got plan"),
+        (["--window-right", "-2"], "--window-right: expected at least 0, got -2"),
+        (["--window-left", "-1"], "--window-left: expected at least 0, got -1"),
+        (
+            ["--document-lengths", "4000"],
+            "--document-lengths: expected lengths that sum to --seqlen 4096, got a sum of 4000",
+        ),
+        (
+            ["--document-lengths", "no-such-file"],
+            "--document-lengths: expected lengths, or a file that holds them, got no-such-file",
+        ),
+        (["--document-lengths", ""], "--document-lengths: expected lengths, or a file that holds them, got none"),
+        (["--png", "plan"], "--png: expected a .png, .svg or .pdf file, got plan"),
     ],
 )
 def test_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +135,7 @@ def test_bad_arguments(args: list[str], message: str, capsys: pytest.CaptureFixt
 
 def test_a_list_of_documents_longer_than_a_file_name(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ",".join(["10"] * 400)
-    assert main(["plan", "--seqlen", "4000", "--world-size", "2", "--documents", lengths]) == 0
+    assert main(["plan", "--seqlen", "4000", "--world-size", "2", "--document-lengths", lengths]) == 0
     assert "4000 tokens over 2 ranks" in " ".join(capsys.readouterr().out.split())
 
 

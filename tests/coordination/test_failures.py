@@ -131,7 +131,7 @@ def test_a_rank_that_hangs_is_named_within_the_deadline() -> None:
             assert outcome.fields["peers"] == [1]
             assert outcome.fields["hop"] in ({0, 1}, {1, 2}, {None})[case], outcome
             assert "waited 2 s for rank 1 at" in outcome.text
-            assert "rank 1: left no word" in outcome.text
+            assert "rank 1: sent no failure report" in outcome.text
         assert by_rank[1][case].kind == "RingTimeout"  # when rank 1 continues, the others have given up
 
 
@@ -410,29 +410,31 @@ def test_a_collective_that_is_done_just_after_a_wait_for_it_has_ended() -> None:
     assert faults.error is None
 
 
-def test_words_of_ranks() -> None:
-    def said(rank: int, kind: Any, hop: int | None, *peers: int) -> FailureReport:
+def test_reports_of_ranks() -> None:
+    def report(rank: int, kind: Any, hop: int | None, *peers: int) -> FailureReport:
         return FailureReport(rank, kind, hop, peers, f"plan or traceback of {rank}")
 
-    late, closed = said(2, "late", 1, 1), said(0, "closed", 2, 2)
+    late, closed = report(2, "late", 1, 1), report(0, "closed", 2, 2)
     error = conclude([closed, late], [], 4, 3.0, rank=0)  # no rank waited for rank 3
     assert isinstance(error, RingTimeout)
     assert (error.peers, error.hop, error.deadline, error.rank) == ([1], 1, 3.0, 0)
     error = conclude([closed, late], [1], 4, 3.0, rank=2)  # the process of rank 1 has ended
     assert isinstance(error, PeerLost)
     assert (error.peers, error.hop, error.rank) == ([1], 1, 2)
-    error = conclude([said(0, "closed", 1, 2)], [], 3, 3.0, rank=0)
+    error = conclude([report(0, "closed", 1, 2)], [], 3, 3.0, rank=0)
     assert isinstance(error, PeerLost)
     assert (error.peers, error.hop) == ([2], 1)
-    error = conclude([late, said(1, "raised", 0)], [], 3, 3.0, rank=2)
+    error = conclude([late, report(1, "raised", 0)], [], 3, 3.0, rank=2)
     assert isinstance(error, PeerFailed)
     assert error.ranks == [1]
-    error = conclude([said(0, "closed", None), said(2, "late", None)], [], 3, 3.0, rank=2)
+    error = conclude([report(0, "closed", None), report(2, "late", None)], [], 3, 3.0, rank=2)
     assert isinstance(error, RingTimeout)
     assert (error.peers, error.hop) == ([1], None)
-    error = conclude([said(0, "late", 1, 1), said(1, "late", None)], [], 2, 3.0, rank=0)
+    error = conclude([report(0, "late", 1, 1), report(1, "late", None)], [], 2, 3.0, rank=0)
     assert "rank 1: waited in the agreement before hop 0 until the deadline\n    plan or traceback of 1" in str(error)
-    error = conclude([said(0, "late", 1, 2), said(1, "closed", 1, 0), said(2, "behind", None)], [], 3, 3.0, rank=2)
+    error = conclude(
+        [report(0, "late", 1, 2), report(1, "closed", 1, 0), report(2, "behind", None)], [], 3, 3.0, rank=2
+    )
     assert isinstance(error, RingTimeout)
     assert (error.peers, error.hop) == ([2], 1)
     assert str(error).count("plan or traceback") == 0

@@ -1,3 +1,5 @@
+"""Tables on devices: recent ones are kept, dropped ones stay until they are read, and CUDA graphs keep theirs."""
+
 from __future__ import annotations
 
 from collections import deque

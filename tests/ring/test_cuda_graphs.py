@@ -1,3 +1,5 @@
+"""CUDA graphs of passes: when a pass is captured and replayed, which graphs are kept, and captures that fail."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,14 +25,14 @@ from tests.distributed import run_ranks
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
 def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST", 2)
-    replays, ran, started = GraphCache(), list[str](), list[str]()
+    graphs, ran, started = GraphCache(), list[str](), list[str]()
 
     def call(kind: str, x: Tensor, y: Tensor | None) -> Tensor:
         def compute(x: Tensor, y: Tensor | None) -> tuple[Tensor]:
             ran.append(kind)
             return (2 * x if y is None else x @ y,)
 
-        (result,) = replays.run(kind, compute, (x, y), nullcontext, lambda _: started.append(kind))
+        (result,) = graphs.run(kind, compute, (x, y), nullcontext, lambda _: started.append(kind))
         return result
 
     x = torch.randn(4, 8, device="cuda").T  # strided
@@ -39,10 +41,10 @@ def test_calls_of_a_kind_are_captured_and_the_last_kinds_kept(monkeypatch: pytes
         torch.testing.assert_close(result, 2 * (x + i), rtol=0, atol=0)
     assert (ran, started) == (["a"] * 3, ["a"] * 3)  # run eagerly twice, captured, then replayed
     torch.testing.assert_close(call("a", x, x.T.contiguous()), x @ x.T)  # another input makes another key
-    assert len(replays) == 1
+    assert len(graphs) == 1
     call("b", x, None)
     call("b", x, None)
-    assert len(replays) == 1  # the graph of "b"; the first graph of "a" was evicted
+    assert len(graphs) == 1  # the graph of "b"; the first graph of "a" was evicted
     call("a", x, None)
     assert ran[-1] == "a"
 
@@ -53,12 +55,12 @@ def test_tables_that_were_dropped_between_calls_are_uploaded_again() -> None:
     def table(n: int) -> Tensor:
         return uploaded([np.arange(n)], torch.device("cuda", 0))[0]
 
-    replays, x = GraphCache(), torch.ones(3, device="cuda")
+    graphs, x = GraphCache(), torch.ones(3, device="cuda")
     for call in range(4):
-        (result,) = replays.run("a", lambda x: (x + table(3),), (x + call,), nullcontext, lambda _: None)
+        (result,) = graphs.run("a", lambda x: (x + table(3),), (x + call,), nullcontext, lambda _: None)
         assert result.tolist() == [1 + call, 2 + call, 3 + call]
         table(4)
-    assert len(replays) == 1
+    assert len(graphs) == 1
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def _call(replays: GraphCache, events: list[str], kind: str = "a", x: Tensor | None = None) -> list[str]:
+def _call(graphs: GraphCache, events: list[str], kind: str = "a", x: Tensor | None = None) -> list[str]:
     """Calls a pass, and returns the events since the last call."""
 
     def compute(x: Tensor | None) -> tuple[int]:
@@ -90,27 +92,27 @@ def _call(replays: GraphCache, events: list[str], kind: str = "a", x: Tensor | N
         return (7,)
 
     events.clear()
-    run: Any = replays.run
+    run: Any = graphs.run
     assert run(kind, compute, (x,), nullcontext, lambda _: None) == (7,)
     return list(events)
 
 
 def test_a_pass_is_captured_right_after_it_has_run(events: list[str]) -> None:
-    replays = GraphCache()
+    graphs = GraphCache()
     for expected in (["compute"], ["compute", "capture", "compute"], ["replay"], ["replay"]):
-        assert _call(replays, events) == expected
+        assert _call(graphs, events) == expected
 
 
 def test_without_a_request_a_pass_is_captured_after_many_calls(events: list[str]) -> None:
-    replays = GraphCache(asked=False)
+    graphs = GraphCache(asked=False)
     for _ in range(cuda_graphs.UNASKED - 1):
-        assert _call(replays, events) == ["compute"]
-    assert _call(replays, events) == ["compute", "capture", "compute"]
-    assert _call(replays, events) == ["replay"]
+        assert _call(graphs, events) == ["compute"]
+    assert _call(graphs, events) == ["compute", "capture", "compute"]
+    assert _call(graphs, events) == ["replay"]
     for kind in range(cuda_graphs.MOST - 1):  # kinds that do not recur
-        assert _call(replays, events, str(kind)) == ["compute"]
-    assert _call(replays, events, "another") == ["compute", "synchronize"]  # the graph leaves the cache
-    assert _call(replays, events, "yet another") == ["compute"]
+        assert _call(graphs, events, str(kind)) == ["compute"]
+    assert _call(graphs, events, "another") == ["compute", "synchronize"]  # the graph leaves the cache
+    assert _call(graphs, events, "yet another") == ["compute"]
 
 
 @pytest.mark.parametrize(
@@ -126,11 +128,11 @@ def test_without_a_request_a_pass_is_captured_after_many_calls(events: list[str]
     ],
 )
 def test_without_a_request_kernels_get_tensors_like_their_copies(events: list[str], x: Tensor, taken: bool) -> None:
-    replays = GraphCache(asked=False)
+    graphs = GraphCache(asked=False)
     for _ in range(cuda_graphs.UNASKED):
-        _call(replays, events, x=x)
+        _call(graphs, events, x=x)
     assert ("capture" in events) == taken
-    assert _call(replays, events, x=x) == (["replay"] if taken else ["compute"])
+    assert _call(graphs, events, x=x) == (["replay"] if taken else ["compute"])
 
 
 def test_a_capture_that_fails_without_a_request_is_the_last(
@@ -139,26 +141,26 @@ def test_a_capture_that_fails_without_a_request_is_the_last(
     attempts = list[bool]()
 
     def graph(*_: Any) -> None:
-        attempts.append(replays.is_attempt)
+        attempts.append(graphs.is_attempt)
         raise error
 
     plan: Any = SimpleNamespace(grouped=True)
     monkeypatch.setattr(cuda_graphs, "_Graph", type("_Graph", (), {"__new__": graph}))
     monkeypatch.setattr(cuda_graphs, "UNASKED", 1)
-    replays, error = GraphCache(asked=False), RuntimeError("operation not permitted")
-    assert replays.takes(plan)
-    assert _call(replays, events) == ["compute"]
-    assert not replays.takes(plan)
-    assert (attempts, replays.is_attempt) == ([True], False)
+    graphs, error = GraphCache(asked=False), RuntimeError("operation not permitted")
+    assert graphs.takes(plan)
+    assert _call(graphs, events) == ["compute"]
+    assert not graphs.takes(plan)
+    assert (attempts, graphs.is_attempt) == ([True], False)
     assert "goes on without CUDA graphs" in caplog.text
     assert "operation not permitted" in caplog.text
-    replays, error = GraphCache(asked=False), PeerLost([1], 0, [], rank=0)
+    graphs, error = GraphCache(asked=False), PeerLost([1], 0, [], rank=0)
     with pytest.raises(PeerLost):  # a broken ring is not a failure of the capture
-        _call(replays, events)
-    replays, error = GraphCache(), RuntimeError("operation not permitted")
-    _call(replays, events)
+        _call(graphs, events)
+    graphs, error = GraphCache(), RuntimeError("operation not permitted")
+    _call(graphs, events)
     with pytest.raises(RuntimeError, match="not permitted"):
-        _call(replays, events)
+        _call(graphs, events)
 
 
 def test_without_a_request_grouped_hops_are_captured() -> None:
@@ -215,7 +217,7 @@ def _on_cpus() -> list[str]:
         with pytest.raises(ArgumentError) as caught:
             rf.ContextParallel(dist.group.WORLD, cuda_graphs=value)  # pyright: ignore[reportArgumentType]
         texts.append(str(caught.value))
-    assert rf.ContextParallel(dist.group.WORLD).replays is None
+    assert rf.ContextParallel(dist.group.WORLD).graphs is None
     return texts
 
 

@@ -43,8 +43,8 @@ def _hang_before_a_replay(graphs: bool | Literal["auto"]) -> Outcome:
     )
     for _ in range(3 if graphs is True else UNASKED + 1):
         call_ring(context)
-    assert context.replays is not None
-    assert len(context.replays) == 2
+    assert context.graphs is not None
+    assert len(context.graphs) == 2
     if context.rank == 1:
         _hang()
     return outcome_of(call_ring, context)

@@ -376,5 +376,5 @@ def test_a_rank_alone_keeps_the_ring_that_graphs_are_made_of() -> None:
         deterministic=False,
     )
     assert isinstance(call_of(context, q, q, q, call), OneDevice)
-    context.replays = GraphCache()
+    context.graphs = GraphCache()
     assert isinstance(call_of(context, q, q, q, call), RingCall)

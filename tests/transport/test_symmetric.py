@@ -161,8 +161,8 @@ def _replayed_calls(hops: str) -> int:
             problem = Problem.random(seqlen=1024, batch=1, heads=heads, mask=mask, seed=turn)
             for a, b in zip(_call(context, problem), _call(nccl, problem), strict=True):
                 assert torch.equal(a, b), (turn, mask, heads)
-    assert context.replays is not None
-    return len(context.replays)
+    assert context.graphs is not None
+    return len(context.graphs)
 
 
 @pytest.mark.parametrize("hops", ["ring", "grouped"])
@@ -180,9 +180,9 @@ def _captured_without_a_request() -> None:
         rf.ContextParallel(dist.group.WORLD, transport="symmetric", cuda_graphs=graphs) for graphs in ("auto", False)
     )
     failing = rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops="grouped")
-    assert plain.replays is None
-    assert context.replays is not None
-    assert failing.replays is not None
+    assert plain.graphs is None
+    assert context.graphs is not None
+    assert failing.graphs is not None
     local = problem.mapped(lambda x: context.shard(x).cuda())
     fused = torch.cat([local.q, local.k, local.v], 2).requires_grad_()
 
@@ -192,8 +192,8 @@ def _captured_without_a_request() -> None:
         return [out.detach(), *torch.autograd.grad(out, fused, local.dout)]
 
     def empty_results(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        assert failing.replays is not None
-        if failing.replays.is_attempt:
+        assert failing.graphs is not None
+        if failing.graphs.is_attempt:
             raise RuntimeError("cannot be captured")
         return tiles.empty_results(*inputs)
 
@@ -204,9 +204,9 @@ def _captured_without_a_request() -> None:
         for each in (context, failing):
             for a, b in zip(passes(each), expected, strict=True):
                 assert torch.equal(a, b), call
-    assert len(context.replays) == 2
-    assert len(failing.replays) == 2 * (dist.get_rank() != 1)
-    assert failing.replays.takes(failing.plan(problem.mask, 1024, row_bytes=1024)) == (dist.get_rank() != 1)
+    assert len(context.graphs) == 2
+    assert len(failing.graphs) == 2 * (dist.get_rank() != 1)
+    assert failing.graphs.takes(failing.plan(problem.mask, 1024, row_bytes=1024)) == (dist.get_rank() != 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -1,4 +1,4 @@
-"""Queries to the Trainer that are common to callbacks that measure a run."""
+"""Queries to the Trainer, apart from the callbacks because the LightningModules below them ask too."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class RingProgressBar(RichProgressBar):
                 self._printed_step, self._printed_at = step, now
                 of = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
                 texts = progress_texts(trainer.callback_metrics)
+                # Printed, not logged: without a terminal this line is the progress bar, on stdout as the bar is.
                 print(f"step {step}{of}", *(f"{name} {text}" for name, text in texts.items()), sep="  ", flush=True)
 
 

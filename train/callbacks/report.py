@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from ringflash.commands.options import Told, add_shared
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.extras import MissingExtra
 from ringflash.train.callbacks.loss_by_position import perplexity
@@ -130,13 +131,13 @@ def main(argv: Sequence[str]) -> int:
     """Writes the report on the given run, and prints the paths of the page and the picture."""
     parser = argparse.ArgumentParser("ringflash report", description="Draws a run's log, finished or not.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as in runs/tiny-cpu")
-    parser.add_argument("--to", type=Path, metavar="FILE", help=f"page to write (default: RUN/{PAGE})")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, "debug", to=Told(f"the page RUN/{PAGE}"))
     options = parser.parse_args(argv)
     page: Path = options.to or options.run / PAGE
     if page.suffix != ".md":
         raise ArgumentError("--to", expected="a file that ends in .md", got=page, remedy=f"Name it {PAGE}.")
     picture = write_report(options.run, page)
+    # Printed: the paths are the output of `ringflash report`, for scripts to read.
     print("\n".join(str(path) for path in (page, picture) if path is not None))
     return 0
 

@@ -85,6 +85,7 @@ class RunSummary(Callback):
         if not self.trained:
             if trainer.is_global_zero:
                 step = trainer.global_step
+                # Printed, not logged: it is what the console shows in place of the summary's table.
                 print(f"Already trained to step {step}: nothing was left to do. Raise trainer.max_steps to go on.")
             return
         sample = self._sample(pl_module) if self.sample_tokens else None

@@ -1,4 +1,7 @@
-"""States of all ranks' random number generators, saved in checkpoints so that a resumed run continues them."""
+"""States of all ranks' random number generators, apart from the files of a checkpoint because a strategy restores them.
+
+A resumed run continues them.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ringflash.errors import ConfigError
-from ringflash.train.commands.dpo import DpoCLI
-from ringflash.train.commands.finetune import FinetuneCLI
+from ringflash.train.commands.finetune import DpoCLI, FinetuneCLI
 from ringflash.train.commands.train import STRATEGY, NoLanguageModel, RingCLI, quieten
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig

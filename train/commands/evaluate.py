@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -21,12 +20,13 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import check_at_least, check_picture
+from ringflash.commands.options import REQUIRED, Told, add_shared, check_at_least
+from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.callbacks.report_picture import draw_by_position
 from ringflash.train.checkpoint.load import load_decoder_and_rest
-from ringflash.train.commands.launch import DEVICES, inference_dtype, ranks
+from ringflash.train.commands.launch import inference_dtype, ranks
 from ringflash.train.data.corpus import CACHE
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.data.samples import Packing, train_and_held_out
@@ -85,13 +85,13 @@ def record(found: Sequence[Bucket], **facts: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
-    check_at_least(options, ["samples"], remedy="Leave it out for all.")
+    check_at_least(options, ["max_samples"], remedy="Leave it out for all.")
     check_picture("--png", options.png, "loss.png")
     with ranks(options.device) as (device, context):
         named, options.checkpoint = options.checkpoint, fetched(options.checkpoint, "--checkpoint")
         decoder, rest = load_decoder_and_rest(options.checkpoint, dtype=inference_dtype(device))
         data, decoder = _data(options, rest.get(TextDataModule.__qualname__, {})), decoder.to(device)
-        batches = itertools.islice(data.val_dataloader(), options.samples)
+        batches = itertools.islice(data.val_dataloader(), options.max_samples)
         table = losses_by_position(decoder, batches, context)
         if context is not None:
             table = all_ranks(table.flatten(), dist.group.WORLD).sum(0).view_as(table)  # pyright: ignore[reportArgumentType]
@@ -117,17 +117,14 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash evaluate",
         description="Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks.",
     )
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
+    add_shared(parser, checkpoint=REQUIRED)
     parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")
     parser.add_argument("--context-length", type=int, required=True, metavar="N", help="tokens a sample")
-    parser.add_argument("--samples", type=int, metavar="N", help="at most (default: all that are held out)")
+    text = "samples to measure, at most (default: all that are held out)"
+    parser.add_argument("--max-samples", type=int, metavar="N", help=text)
     parser.add_argument("--documents", choices=get_args(Packing), help="how they are packed (default: as in training)")
-    parser.add_argument("--val-fraction", type=float, help="part that is held out (default: as in training)")
     parser.add_argument("--cache-dir", default=CACHE, help="of token files (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures too")
-    parser.add_argument("--png", type=Path, metavar="F", help="draw them too")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: %(default)s")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, "json", "png", "debug", val_fraction=Told("as in training"), device="auto")
     return parser
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ringflash.commands.options import DTYPES
+from ringflash.commands.options import DTYPES, REQUIRED, add_shared
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
@@ -34,17 +34,14 @@ GENERATION = "generation_config.json"
 def main(args: Sequence[str]) -> int:
     """Runs `ringflash export ...` and returns its exit code."""
     parser = argparse.ArgumentParser("ringflash export", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
-    parser.add_argument("--to", required=True, help="the new folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
+    add_shared(parser, "debug", checkpoint=REQUIRED, to=REQUIRED, dtype="float32")
     parser.add_argument(
         "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"
     )
     parser.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapters alone, as peft loads them")
     parser.add_argument("--base", help="of a LoRA run: folder or name of its base model, if it is no longer in place")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(args)
-    to = Path(options.to)
+    to = options.to
     check_new(to)
     options.checkpoint = fetched(options.checkpoint, "--checkpoint")
     tokenizer = tokenizer_of(options.checkpoint)

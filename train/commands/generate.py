@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ringflash.commands.options import REQUIRED, Told, add_shared
 from ringflash.errors import ArgumentError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
@@ -47,17 +48,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash generate", description="Continues prompts with a trained model.")
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/tiny-cpu/checkpoints/last")
-    parser.add_argument("--tokenizer", metavar="FILE", help='tokenizer.json or "bytes" (default: the run\'s own)')
+    add_shared(parser, "debug", checkpoint=REQUIRED, tokenizer=Told("the model's own"), device="auto", seed=0)
     parser.add_argument("--prompt", nargs="+", help='texts to continue, all at once (default: "def ")')
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue; it is not printed")
     parser.add_argument("--max-new-tokens", type=int, default=400, help="tokens to add, at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that come to P")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 

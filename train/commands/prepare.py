@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
+from ringflash.commands.options import REQUIRED, Told, add_shared
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare, skipped_rows
@@ -39,10 +39,7 @@ def main(argv: Sequence[str]) -> int:
         "ringflash prepare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sources", nargs="+", metavar="SOURCES", help='see above; "stdlib" is Python\'s own sources')
-    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="where the token files go")
-    parser.add_argument(
-        "--tokenizer", default=BYTES, metavar="FILE", help="a tokenizer.json, a folder with one, or bytes (the default)"
-    )
+    add_shared(parser, to=REQUIRED, tokenizer=BYTES)
     parser.add_argument("--end-of-document", metavar="TOKEN", help="the token after each document (default: its EOS)")
     parser.add_argument(
         "--begin-of-document", metavar="TOKEN", help="a token before each document of text (default: none)"
@@ -57,13 +54,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--max-line-mib", type=int, default=MAX_LINE >> 20, help="of a line of JSON, at most (default: %(default)s)"
     )
-    parser.add_argument("--val-fraction", type=float, help="part of the tokens to hold out when training")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=int, default=cores, help="that encode (default: the %(default)s cores)")
+    add_shared(parser, "val_fraction", "debug", processes=Told("one a core"))
     parser.add_argument(
         "--shard-mib", type=int, default=SHARD_BYTES >> 20, help="of text a file (default: %(default)s)"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(argv)
 
     console = Console(stderr=True)
@@ -88,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             options.sources,
             options.to.expanduser(),
             Recipe(tokenizer, options.text_field, chat, options.skip_bad, options.max_line_mib << 20),
-            processes=options.processes,
+            processes=len(os.sched_getaffinity(0)) if options.processes is None else options.processes,
             val_fraction=options.val_fraction,
             shard_bytes=options.shard_mib << 20,
             console=console,

@@ -1,25 +1,36 @@
 """`ringflash retrieval`: retrieval accuracy of a trained model by depth and length, as table, JSON and picture.
 
 ringflash retrieval fit --config configs/retrieval-cpu.yaml
-ringflash retrieval --checkpoint runs/retrieval-cpu/checkpoints/last --lengths 512 1024 --png retrieval.png
-torchrun --nproc-per-node 4 -m ringflash retrieval --checkpoint ... --lengths 16384 65536 --depths 10
+ringflash retrieval --checkpoint runs/retrieval-cpu/checkpoints/last --seqlens 512 1024 --png retrieval.png
+torchrun --nproc-per-node 4 -m ringflash retrieval --checkpoint ... --seqlens 16384 65536 --depths 10
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.train.callbacks.retrieval_accuracy import Cell, count, depth_names, draw, mean, tabulate, write
+from ringflash.commands.options import REQUIRED, add_shared, check_at_least
+from ringflash.train.callbacks.retrieval_accuracy import (
+    Cell,
+    RetrievalAccuracy,
+    count,
+    depth_names,
+    draw,
+    mean,
+    tabulate,
+    write,
+)
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
-from ringflash.train.data.retrieval import Grid, RetrievalTask
+from ringflash.train.commands.train import CALLBACKS, RingCLI
+from ringflash.train.commands.train import main as train
+from ringflash.train.data.retrieval import Grid, RetrievalDataModule, RetrievalTask
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.kv_cache import over_ranks
 from ringflash.train.remote import fetched
@@ -27,15 +38,22 @@ from ringflash.train.remote import fetched
 BATCH_TOKENS = 2**16
 
 
+class RetrievalCLI(RingCLI):
+    """Builds and runs the Trainer on a RetrievalDataModule, and counts right answers."""
+
+    name = "retrieval"
+    data = RetrievalDataModule
+    run_callbacks = CALLBACKS | {"retrieval": RetrievalAccuracy}
+    samples_text = False  # the task has no text
+
+
 def main(argv: Sequence[str]) -> int:
     """Trains with `fit`, `validate` or `test`, as `ringflash train` does; otherwise measures a checkpoint."""
     if argv and not argv[0].startswith("-"):
-        from ringflash.train.commands.retrieval_fit import RetrievalCLI
-        from ringflash.train.commands.train import main as train
-
         return train(argv, RetrievalCLI)
     options = _parser().parse_args(argv)
-    grid = Grid(tuple(options.lengths), options.depths, options.rows, options.seed)
+    check_at_least(options, ["seqlens", "depths", "samples"])
+    grid = Grid(tuple(options.seqlens), options.depths, options.samples, options.seed)
     with ranks(options.device) as (device, context):
         checkpoint = fetched(options.checkpoint, "--checkpoint")
         decoder = load_decoder(checkpoint, dtype=inference_dtype(device)).to(device)
@@ -65,17 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash retrieval",
         description="Measures how far back a trained model finds things; `retrieval fit --config FILE` trains one.",
     )
-    parser.add_argument("--checkpoint", required=True, help="folder, as in runs/retrieval-cpu/checkpoints/last")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens (default: 1024)")
+    add_shared(parser, checkpoint=REQUIRED, seqlens=[1024])
     parser.add_argument("--depths", type=int, default=10, help="parts of the context (default: %(default)s)")
-    parser.add_argument(
-        "--rows", type=int, default=10, help="sequences of each length and depth (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the sequences (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the accuracies there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, "json", "png", "debug", samples=10, seed=1, device="auto")
     return parser
 
 
@@ -83,7 +93,7 @@ def _show(
     cells: Sequence[Cell], options: argparse.Namespace, context: rf.ContextParallel | None, task: RetrievalTask
 ) -> None:
     ring = 1 if context is None else context.world_size
-    table = Table(title=f"right answers by depth, {options.rows} sequences each; {1 / task.num_keys:.0%} by chance")
+    table = Table(title=f"right answers by depth, {options.samples} sequences each; {1 / task.num_keys:.0%} by chance")
     table.add_column("tokens", justify="right")
     for name in depth_names(options.depths):
         table.add_column(name, justify="right")

@@ -1,7 +1,7 @@
 """`ringflash ruler`: RULER's synthetic tasks over lengths, on one device or, under torchrun, over a ring.
 
-ringflash ruler --checkpoint runs/h200-4/checkpoints/last --lengths 4096 8192
-torchrun --nproc-per-node 4 -m ringflash ruler --checkpoint folder-of-transformers --lengths 131072 --chat
+ringflash ruler --checkpoint runs/h200-4/checkpoints/last --seqlens 4096 8192
+torchrun --nproc-per-node 4 -m ringflash ruler --checkpoint FOLDER --seqlens 131072 --chat-template
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
+from ringflash.commands.options import REQUIRED, Told, add_shared
 from ringflash.errors import ArgumentError, CheckpointError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.manifest import locate
-from ringflash.train.commands.launch import DEVICES, inference_dtype, is_first, ranks
+from ringflash.train.commands.launch import inference_dtype, is_first, ranks
 from ringflash.train.data.chat import Chat
 from ringflash.train.data.ruler import TASKS, check_names, make_sample, score
 from ringflash.train.data.tokenizer import Tokenizer
@@ -91,11 +92,11 @@ def main(argv: Sequence[str]) -> int:
         prompts = _prompts(options, folder, of_transformers)
         check_names(options.tasks)
         for name in options.tasks:
-            make_sample(name, min(options.lengths), prompts.encode)  # raises before the model is loaded
+            make_sample(name, min(options.seqlens), prompts.encode)  # raises before the model is loaded
         decoder = _load(folder, of_transformers, device)
-        check_positions(decoder.config, max(options.lengths))
+        check_positions(decoder.config, max(options.seqlens))
         results = []
-        for length in options.lengths:
+        for length in options.seqlens:
             for name in options.tasks:
                 results.append(measure(decoder, prompts, name, length, options.samples, options.seed, context))
                 if is_first(context):
@@ -130,27 +131,21 @@ def measure(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ringflash ruler",
-        description="Scores of RULER's synthetic tasks by length; under torchrun, over a ring of all ranks.",
+        description="Scores of RULER's synthetic tasks by length, of a checkpoint or of a folder of transformers; "
+        "under torchrun, over a ring of all ranks. The length is that of prompt and answer.",
     )
-    parser.add_argument("--checkpoint", required=True, help="folder of a checkpoint, or of a model of transformers")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[4096], help="tokens of prompt and answer (default: 4096)"
-    )
+    add_shared(parser, checkpoint=REQUIRED, seqlens=[4096], samples=20, seed=0)
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"default: {' '.join(TASKS)}")
-    parser.add_argument("--samples", type=int, default=20, help="texts a task and length (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the texts (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="ask in the chat template of the tokenizer's folder")
-    parser.add_argument("--tokenizer", metavar="PATH", help='folder, tokenizer.json or "bytes" (default: the model\'s)')
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write scores and texts there")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    text = "ask in the chat template of the tokenizer's folder"
+    parser.add_argument("--chat-template", action="store_true", help=text)
+    add_shared(parser, "json", "debug", tokenizer=Told("the model's own"), device="auto")
     return parser
 
 
 def _prompts(options: argparse.Namespace, folder: Path, of_transformers: bool) -> Prompts:
     source = options.tokenizer or (folder if of_transformers else Tokenizer.folder_of_run(folder))
     tokenizer = Tokenizer.load(source)
-    if options.chat:  # the template writes the special tokens itself
+    if options.chat_template:  # the template writes the special tokens itself
         return Prompts(tokenizer, chat=Chat.load(source))
     return Prompts(tokenizer, tuple(tokenizer.prefix) if of_transformers else ())
 
@@ -174,22 +169,22 @@ def check_positions(config: ModelConfig, length: int) -> None:
     if most is not None and length > most:
         remedy = "Leave the length out, or raise max_position_embeddings if the model is meant for more."
         expected = f"at most {most}, the model's positions"
-        raise ArgumentError("--lengths", expected=expected, got=length, remedy=remedy)
+        raise ArgumentError("--seqlens", expected=expected, got=length, remedy=remedy)
 
 
 def _show(results: Sequence[Result], options: argparse.Namespace, world_size: int) -> None:
     scores = {(each.task, each.length): each.score for each in results}
     table = Table("task", title=f"RULER on the noise haystack: percent right, {options.samples} texts each")
-    for length in options.lengths:
+    for length in options.seqlens:
         table.add_column(f"{length:,}", justify="right")
     for task in options.tasks:
-        table.add_row(task, *(f"{scores[task, length]:.1f}" for length in options.lengths))
+        table.add_row(task, *(f"{scores[task, length]:.1f}" for length in options.seqlens))
     table.add_section()
-    means = [sum(scores[task, length] for task in options.tasks) / len(options.tasks) for length in options.lengths]
+    means = [sum(scores[task, length] for task in options.tasks) / len(options.tasks) for length in options.seqlens]
     table.add_row("mean", *(f"{mean:.1f}" for mean in means))
     Console().print(table)
     if options.json is not None:
-        facts = {name: getattr(options, name) for name in ("checkpoint", "samples", "seed", "chat")}
+        facts = {name: getattr(options, name) for name in ("checkpoint", "samples", "seed", "chat_template")}
         content = {**facts, "ranks": world_size, "results": [asdict(each) for each in results]}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=2) + "\n")

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ringflash.commands.options import add_shared
 from ringflash.errors import ArgumentError, CheckpointCorrupt
 from ringflash.train.checkpoint.manifest import complete_in, locate, verify
 from ringflash.train.remote import fetched
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints; at a URL the newest one"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_shared(parser, "debug")
     damaged = False
     for folder in (fetched(name, "folders") for name in parser.parse_args(argv[1:]).folders):
         for path in complete_in(folder) or [locate(folder)]:

@@ -103,7 +103,7 @@ def make_sample(name: str, length: int, encode: Encode, seed: int = 0, number: i
     if len(best.prompt) > budget:
         needed = len(best.prompt) + task.new_tokens
         remedy = "Raise the length, or leave the task out."
-        raise ArgumentError("--lengths", expected=f"at least {needed} tokens for {name}", got=length, remedy=remedy)
+        raise ArgumentError("--seqlens", expected=f"at least {needed} tokens for {name}", got=length, remedy=remedy)
     high, other, at_other = None, 0, 0  # the secant through sizes `low` and `other` leads to the next size
     # The number of tokens is about linear in the size, so this needs fewer encodings than bisection.
     while high is None or high - low > 1:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ringflash as rf
-from ringflash.errors import ConfigError
+from ringflash.errors import ConfigError, StateError
 from ringflash.torch_private import multiply_each
 from ringflash.train.lightning import user_modules
 from ringflash.train.lightning.batch import (
@@ -140,21 +140,21 @@ class RingAttentionStrategy(ShardedStrategy):
         code must call `context.forget_lengths()` before attention over sequences of another length.
         """
         if self._context is None:
-            raise RuntimeError("The context exists only after the strategy has set up its environment.")
+            raise _not_set_up("context")
         return self._context
 
     @property
     def shard_mesh(self) -> DeviceMesh:
         """Mesh over which weights are sharded: 1-D over all ranks, or (replicate, shard) with `replicate_size`."""
         if self._shard_mesh is None:
-            raise RuntimeError("The mesh exists only after the strategy has set up its environment.")
+            raise _not_set_up("shard_mesh")
         return self._shard_mesh
 
     @property
     def world_group(self) -> dist.ProcessGroup:
         """Process group of all ranks, data x context parallel."""
         if self._world_group is None:
-            raise RuntimeError("The group exists only after the strategy has set up its environment.")
+            raise _not_set_up("world_group")
         return self._world_group
 
     @property
@@ -388,6 +388,13 @@ class RingAttentionStrategy(ShardedStrategy):
                 alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in alike.items():
             multiply_each(gradients, share.to(device, dtype, non_blocking=True))
+
+
+def _not_set_up(name: str) -> StateError:
+    """Returns the error of a property that is read too early."""
+    expected, got = "a strategy that has set up its environment", "one that has not yet"
+    remedy = "Read it only after that: in `setup` or a later hook."
+    return StateError(f"strategy.{name}", expected=expected, got=got, remedy=remedy)
 
 
 def resolve_sizes(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ringflash.errors import ConfigError
+from ringflash.errors import ConfigError, StateError
 from ringflash.torch_private import TorchDispatchMode
 
 ActivationCheckpointing = Literal["none", "block"]
@@ -231,6 +231,8 @@ class _Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in KEPT:
             if not self.kept:
-                raise RuntimeError("What a checkpointed block kept is used up by its backward: run its forward again.")
+                expected, got = "the first backward of a forward", "another, after what the block kept was used up"
+                remedy = "Leave out retain_graph and run its forward again."
+                raise StateError("checkpointed block", expected=expected, got=got, remedy=remedy)
             return tuple(self.memory.unpack(x) for x in self.kept.pop(0))
         return func(*args, **(kwargs or {}))

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench host", description="Measures the host time of warm calls.")
-    add_options(parser, GPU, "128 512 1024 2048", "all calls")
+    add_options(parser, GPU, "128 512 1024 2048")
     parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
     return parser
 

@@ -35,13 +35,15 @@ from ringflash.bench.common.problem import Contender, Problem, Setup, add_option
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
-from ringflash.commands.options import DTYPES, fill_in
+from ringflash.commands.options import DTYPES, MASKS, Told, add_shared, fill_in
 from ringflash.errors import ArgumentError
 
 MATMUL = "matmul"
 BACKWARD = 2.5  # FLOPs of a backward over the FLOPs of a forward
 MIN_ROUNDS = 2
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+DESCRIPTION = """Measures flash_attention on one device; --peers adds SDPA, FlexAttention, FlashAttention-4 and standard
+attention."""
 FULL = {"seqlens": LENGTHS, "headdims": [64, 128, 256], "nheads": 16, "tokens": 16384, "rounds": 5}
 QUICK = {"seqlens": [1024, 8192], "headdims": [128], "nheads": 16, "tokens": 16384, "rounds": 3}
 CPU = {"seqlens": [64, 128], "headdims": [32], "nheads": 2, "tokens": 128, "rounds": 2}  # shows that it runs
@@ -77,19 +79,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench kernels", description="Measures flash_attention on one device.")
-    add_options(parser, FULL, "512 to 131072, doubling", "all contenders")
-    parser.add_argument("--causal", choices=("both", "yes", "no"), default="both")
-    parser.add_argument("--tokens", type=int, help="in all sequences: batch is tokens / seqlen (default: 16384)")
+    parser = argparse.ArgumentParser("ringflash bench kernels", description=DESCRIPTION)
+    add_options(parser, FULL, "512 to 131072, doubling")
+    add_shared(parser, "peers", "png", masks=[*MASKS], tokens=Told(str(FULL["tokens"])))
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, help="no further cell after this many seconds")
     parser.add_argument("--errors-to", type=int, default=8192, help="largest seqlen compared with float64")
-    parser.add_argument(
-        "--peers", action="store_true", help="SDPA, FlexAttention, FlashAttention-4, standard attention"
-    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, as the tables name them; peers too")
     parser.add_argument("--quick", action="store_true", help="1k and 8k tokens, headdim 128, three rounds")
-    parser.add_argument("--png", type=Path, help="where to draw them")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: join the JSON of earlier runs")
     parser.add_argument("--traffic", action="store_true", help="measure nothing: compute HBM bytes")
     parser.add_argument("--profile", action="store_true", help="as --traffic, beside what a profiler measures")
@@ -117,13 +114,12 @@ def _check(options: argparse.Namespace, computes: bool) -> None:
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
     """Returns the cells, short sequences first, so that an interrupted run has the most of them."""
-    masks = {"both": (True, False), "yes": (True,), "no": (False,)}[options.causal]
     size = DTYPES[options.dtype].itemsize
     return [
         Shape(max(1, options.tokens // seqlen), seqlen, options.nheads, options.nheads_kv, headdim, causal, size)
         for seqlen in sorted(options.seqlens)
         for headdim in options.headdims
-        for causal in masks
+        for causal in (mask == "causal" for mask in options.masks)
     ]
 
 

@@ -30,14 +30,17 @@ from ringflash.bench.common.problem import Problem, Setup, add_options, check_ag
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring.accuracy import TENSORS
-from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.commands.options import DTYPES, Told, add_shared, check_at_least
 from ringflash.errors import ArgumentError
 
 FAST = "backward_fast"
 MODES = {FAST: False, "backward_deterministic": True}
 PARTS = ("forward", *MODES)
-FULL = {"seqlens": [32768], "headdims": [64, 128], "nheads": 16, "window": 4096, "documents": 16, "rounds": 5}
-CPU = {"seqlens": [256], "headdims": [32], "nheads": 2, "window": 32, "documents": 4, "rounds": 2}  # shows that it runs
+DESCRIPTION = "Measures flash_attention under masks; --peers adds FlashAttention-4 and FlexAttention."
+FULL = {"seqlens": [32768], "headdims": [64, 128], "nheads": 16, "rounds": 5}
+FULL |= {"window_left": 4095, "num_documents": 16}
+CPU = {"seqlens": [256], "headdims": [32], "nheads": 2, "rounds": 2}  # shows that it runs
+CPU |= {"window_left": 31, "num_documents": 4}
 
 Key = tuple[str, str]  # a contender and a case
 
@@ -57,26 +60,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench masks", description="Measures flash_attention under masks.")
-    add_options(parser, FULL, "32768", "all cases")
-    parser.add_argument("--backend", default="auto", help="as AttentionOptions.backend (default: %(default)s)")
-    parser.add_argument("--window", type=int, help="keys that a query sees, its own among them (default: 4096)")
-    parser.add_argument("--documents", type=int, help="in a sequence, of mixed and of equal lengths (default: 16)")
-    parser.add_argument("--peers", action="store_true", help="FlashAttention-4, where installed, and FlexAttention too")
+    parser = argparse.ArgumentParser("ringflash bench masks", description=DESCRIPTION)
+    add_options(parser, FULL, "32768")
+    told: dict[str, Any] = {name: Told(str(FULL[name])) for name in ("window_left", "num_documents")}
+    add_shared(parser, "peers", backend="auto", **told)
     return parser
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
     """Raises ArgumentError for sizes that have no cases, and for peers that cannot run on `device`."""
-    check_at_least(options, ["seqlens", "window", "documents", "rounds"])
+    check_at_least(options, ["seqlens", "num_documents", "rounds"])
+    check_at_least(options, ["window_left"], 0)
     if options.peers and device.type != "cuda":
         remedy = "Leave it out: FlashAttention-4 and FlexAttention's backward run on GPUs."
         raise ArgumentError("--peers", expected="a GPU", got="none", remedy=remedy)
     for seqlen in options.seqlens:
-        if seqlen % options.documents:
+        if seqlen % options.num_documents:
             remedy = "They are compared with a batch, whose sequences are equally long."
             expected = f"a number that divides {seqlen} tokens"
-            raise ArgumentError("--documents", expected=expected, got=options.documents, remedy=remedy)
+            raise ArgumentError("--num-documents", expected=expected, got=options.num_documents, remedy=remedy)
 
 
 def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ def _measure(seqlen: int, headdim: int, options: argparse.Namespace, device: tor
     }
     if options.peers:
         contenders |= {"FlashAttention-4": {FAST: flash_attention_4}, "FlexAttention": {FAST: flex}}
-    for case in cases(seqlen, options.window, options.documents):
+    for case in cases(seqlen, options.window_left + 1, options.num_documents):
         if case.sequences == 1:  # a batch must agree with the documents before it
             expected = None
         for by, parts in contenders.items():

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import inf, isnan
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import DTYPES
+from ringflash.commands.options import Told, add_shared
 
 AGREEMENT = 0.05  # share of the largest value: above errors of low precision, below errors of a wrong mask or scale
 
@@ -138,23 +137,17 @@ class Setup:
 Contender = Callable[[Problem], AbstractContextManager[Setup]]
 
 
-def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], seqlens: str, rounds: str) -> None:
+def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], seqlens: str) -> None:
     """Adds the options that the benchmarks on one device share.
 
     Args:
         parser: parser of a benchmark.
         defaults: the defaults on a GPU, for the help.
         seqlens: the default of --seqlens, for the help.
-        rounds: what a round samples, for the help.
     """
-    parser.add_argument("--seqlens", type=int, nargs="+", help=f"default: {seqlens}")
-    headdims = " ".join(map(str, defaults["headdims"]))
-    parser.add_argument("--headdims", type=int, nargs="+", help=f"default: {headdims}")
-    parser.add_argument("--nheads", type=int, help=f"default: {defaults['nheads']}")
-    parser.add_argument("--nheads-kv", type=int, help="default: as --nheads")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--rounds", type=int, help=f"over {rounds} (default: {defaults['rounds']})")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every cell")
+    told: dict[str, Any] = {name: Told(str(defaults[name])) for name in ("nheads", "rounds")}
+    told["headdims"] = Told(" ".join(map(str, defaults["headdims"])))
+    add_shared(parser, "json", seqlens=Told(seqlens), nheads_kv=Told("as --nheads"), dtype="bfloat16", **told)
 
 
 def check_agreement(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor], of: str = "") -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringflash.bench.common import record
 from ringflash.bench.common.problem import Contender, Problem
-from ringflash.commands.options import DTYPES
+from ringflash.commands.options import add_shared
 from ringflash.errors import ArgumentError
 
 FORWARD_BACKWARD = 3.5  # FLOPs of both passes over the FLOPs of a forward
@@ -53,15 +53,8 @@ class Samples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that all benchmarks over ranks have in common."""
     lengths = [2**n for n in range(13, 21)]
-    parser.add_argument("--seqlens", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 2^20)")
-    parser.add_argument("--nheads", type=int, default=32)
-    parser.add_argument("--nheads-kv", type=int, default=8)
-    parser.add_argument("--headdim", type=int, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--transport", default="auto", help="as of ContextParallel (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls a round (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
+    add_shared(parser, "json", seqlens=lengths, nheads=32, nheads_kv=8, headdim=128, dtype="bfloat16")
+    add_shared(parser, layout="zigzag", transport="auto", repeats=3)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ringflash.bench.attention.traffic import Shape
 from ringflash.bench.common import record
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.cost_model.model import FAR, NEAR, Link, Machine, Prediction, Split, predict
-from ringflash.commands.options import DTYPES, check_at_least, check_heads, check_positive
+from ringflash.commands.options import DTYPES, add_shared, check_at_least, check_heads, check_positive
 from ringflash.errors import ArgumentError
 
 LAYOUTS = ("zigzag", "striped", "contiguous")  # candidates, the even ones first
@@ -54,37 +54,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     default = " (default: %(default)s)"
     add = parser.add_argument
-    add("--seqlens", type=int, nargs="+", default=[2**n for n in range(13, 21)], help="tokens in all" + default)
-    add("--world-sizes", type=int, nargs="+", default=[4, 8, 64, 1024], help="GPUs" + default)
+    add_shared(parser, "json", seqlens=[2**n for n in range(13, 21)], world_sizes=[4, 8, 64, 1024])
+    add_shared(parser, batch=1, nheads=32, nheads_kv=8, headdim=128, dtype="bfloat16")
+    add_shared(parser, layout="zigzag", transport="auto", head_split=1, choices={"transport": ("auto", *NEAR)})
     add("--choose-at", type=int, nargs="*", default=[2**17, 2**20, 2**23], help="tokens of the last table" + default)
-    add("--batch", type=int, default=1, help="sequences" + default)
-    add("--nheads", type=int, default=32, help="query heads" + default)
-    add("--nheads-kv", type=int, default=8, help="KV heads" + default)
-    add("--headdim", type=int, default=128, help=default.strip())
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v" + default)
-    add("--layout", default="zigzag", help="of the first table" + default)
-    add("--transport", choices=("auto", *NEAR), default="auto", help="auto: symmetric within a host, else nccl")
-    add("--heads", type=int, default=1, help="GPUs that split heads, in the first table" + default)
     add("--inner-ring", type=int, help="GPUs of an inner ring, in the first table (default: one ring)")
     machine = Machine()
-    add("--tflops-forward", type=float, default=machine.tflops_forward, help="of the kernel" + default)
-    add("--tflops-backward", type=float, default=machine.tflops_backward, help="of the kernel" + default)
+    add("--tflops-forward", type=float, default=machine.tflops_forward, help="the kernel's rate, forward" + default)
+    add("--tflops-backward", type=float, default=machine.tflops_backward, help="and backward" + default)
     add("--bandwidth-gb-s", type=float, help="within a host, a GPU and direction (default: that of the transport)")
     add("--latency-us", type=float, help="of a message within a host (default: that of the transport)")
     add("--taken", type=float, help="share of a message's time that kernels lose (default: that of the transport)")
     add("--network-gb-s", type=float, default=FAR.gb_s, help="between hosts, a GPU and direction" + default)
-    add("--network-latency-us", type=float, default=FAR.latency_us, help=default.strip())
+    add("--network-latency-us", type=float, default=FAR.latency_us, help="of a message between hosts" + default)
     add("--launch-us", type=float, default=machine.launch_us, help="of a hop on the GPU" + default)
     add("--issue-us", type=float, default=machine.issue_us, help="of a hop in Python; 0: CUDA graphs" + default)
-    add("--gpus-a-host", type=int, default=machine.gpus_a_host, help=default.strip())
+    add("--gpus-a-host", type=int, default=machine.gpus_a_host, help="GPUs of a host" + default)
     add("--measured", type=Path, metavar="RING.json", help="of `bench ring`: its figures beside the predictions")
-    add("--json", type=Path, help="where to write all of it")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     shape = ["seqlens", "world_sizes", "choose_at", "batch", "nheads", "nheads_kv", "headdim"]
-    check_at_least(options, [*shape, "heads", "gpus_a_host"])
+    check_at_least(options, [*shape, "head_split", "gpus_a_host"])
     check_positive(options, ["tflops_forward", "tflops_backward", "bandwidth_gb_s", "network_gb_s"])
     check_at_least(options, ["latency_us", "taken", "network_latency_us", "launch_us", "issue_us"], 0)
     check_heads(options)
@@ -120,7 +112,7 @@ def _shape(seqlen: int, options: argparse.Namespace) -> Shape:
 
 def _row(seqlen: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the predicted row of the split, layout and transport in the options."""
-    split = Split(world_size, options.heads, options.inner_ring)
+    split = Split(world_size, options.head_split, options.inner_ring)
     split.check(_shape(seqlen, options))
     possible = _transports(split, options)
     transport = possible[0] if options.transport == "auto" else options.transport

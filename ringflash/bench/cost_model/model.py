@@ -125,10 +125,10 @@ class Split:
         """Raises ArgumentError unless the ranks and the heads of `shape` allow this split."""
         if self.world_size % self.heads or shape.nheads % self.heads:
             expected = f"a divisor of {self.world_size} GPUs and of {shape.nheads} query heads"
-            raise ArgumentError("heads", expected=expected, got=self.heads, remedy="Split over fewer, or 1.")
+            raise ArgumentError("--head-split", expected=expected, got=self.heads, remedy="Split over fewer, or 1.")
         if self.inner is not None and self.ring % self.inner:
             expected = f"a divisor of the ring's {self.ring} ranks"
-            raise ArgumentError("inner ring", expected=expected, got=self.inner, remedy="Choose another, or none.")
+            raise ArgumentError("--inner-ring", expected=expected, got=self.inner, remedy="Choose another, or none.")
 
     def __str__(self) -> str:
         ring = f"ring {self.ring}" if self.inner is None else f"ring {self.ring // self.inner} x {self.inner}"

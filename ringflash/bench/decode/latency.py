@@ -1,7 +1,7 @@
 """The decoding benchmark: flash_decode and its peers over cache lengths, in one run with interleaved rounds.
 
     ringflash bench decode --json decode.json
-    ringflash bench decode --sweep --lengths 4096 131072
+    ringflash bench decode --sweep --cache-seqlens 4096 131072
 
 Figures are medians over rounds in a changing order. Bandwidth counts keys, values, queries and outputs once. It is
 compared with the bandwidth of a copying kernel, bytes read and written, which is timed in every round. The calls cycle
@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +27,21 @@ from ringflash.bench.common.problem import AGREEMENT, difference, failure
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
-from ringflash.commands.options import DTYPES
+from ringflash.commands.options import DTYPES, Told, add_shared
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}  # on a GPU, far larger than its L2
 COLD_BYTES = 2**29  # of all caches together: ten times an H200's L2
 HOST_CALLS = 20
-GPU = {"lengths": [4096, 8192, 16384, 32768, 65536, 131072], "batch": 8, "nheads": 32, "nheads_kv": 8, "headdim": 128}
-CPU = {"lengths": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # shows that it runs
+GPU = {
+    "cache_seqlens": [4096, 8192, 16384, 32768, 65536, 131072],
+    "batch": 8,
+    "nheads": 32,
+    "nheads_kv": 8,
+    "headdim": 128,
+}
+CPU = {"cache_seqlens": [64, 128], "batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 32}  # shows that it runs
 SWEPT = {"block_n": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
 SWEPT_SPLITS = (None, 4, 6, 8, 12, 16, 24)
 
@@ -50,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         raise ArgumentError("--sweep", expected="a GPU", got="the CPU", remedy=remedy)
     measure = _sweep if options.sweep else _measure
     rows: list[dict[str, Any]] = []
-    for length in options.lengths:
+    for length in options.cache_seqlens:
         heads = (options.nheads, options.nheads_kv, options.headdim)
         shape = CacheShape(length, options.batch, *heads, options.seqlen_q, DTYPES[options.dtype])
         rows += measure(shape, run.device, options.rounds)
@@ -61,16 +66,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench decode", description="Measures flash_decode beside its peers.")
-    parser.add_argument("--lengths", type=int, nargs="+", help="keys in the cache (default: 4096 to 131072, doubling)")
-    parser.add_argument("--batch", type=int, help="default: 8")
-    parser.add_argument("--nheads", type=int, help="default: 32")
-    parser.add_argument("--nheads-kv", type=int, help="default: 8")
-    parser.add_argument("--headdim", type=int, help="default: 128")
-    parser.add_argument("--seqlen-q", type=int, default=1, help="new tokens (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7, help="over all contenders (default: %(default)s)")
+    text = "lengths of the cache, in keys (default: 4096 to 131072, doubling)"
+    parser.add_argument("--cache-seqlens", type=int, nargs="+", metavar="N", help=text)
+    parser.add_argument("--seqlen-q", type=int, metavar="N", default=1, help="new tokens (default: %(default)s)")
+    told: dict[str, Any] = {name: Told(str(GPU[name])) for name in ("batch", "nheads", "nheads_kv", "headdim")}
+    add_shared(parser, "json", rounds=7, dtype="bfloat16", **told)
     parser.add_argument("--sweep", action="store_true", help="tiles and splits of flash_decode instead of peers")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every length")
     return parser
 
 

@@ -25,12 +25,22 @@ from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.ring.accuracy import TENSORS, plain_by_rows
 from ringflash.bench.ring.merging import Attention, ways
-from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.commands.options import DTYPES, Told, add_shared, check_at_least
 from ringflash.commands.picture import picture
 from ringflash.errors import ArgumentError
 
-GPU = {"seqlen": 8192, "world_sizes": [1, 2, 4, 8, 16, 32, 64], "layers": [1, 2, 4, 8, 16, 32], "depth_seqlen": 2048}
-CPU = {"seqlen": 512, "world_sizes": [1, 2, 4, 8, 16, 32, 64], "layers": [1, 2, 4, 8, 16, 32], "depth_seqlen": 256}
+GPU = {
+    "seqlen": 8192,
+    "world_sizes": [1, 2, 4, 8, 16, 32, 64],
+    "layer_counts": [1, 2, 4, 8, 16, 32],
+    "depth_seqlen": 2048,
+}
+CPU = {
+    "seqlen": 512,
+    "world_sizes": [1, 2, 4, 8, 16, 32, 64],
+    "layer_counts": [1, 2, 4, 8, 16, 32],
+    "depth_seqlen": 256,
+}
 HEADS, HEADDIM = 2, 64
 DEPTH_RANKS = 8
 GRADIENT = "gradient of the input"
@@ -51,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             raise ArgumentError(name, expected=expected, got=wrong[0], remedy="Choose powers of two.")
     dtype = DTYPES[options.dtype]
     rows = [*_over_ring_size(options.seqlen, options.world_sizes, device, dtype)]
-    rows += _over_depth(options.depth_seqlen, options.layers, device, dtype)
+    rows += _over_depth(options.depth_seqlen, options.layer_counts, device, dtype)
     _print(rows, run.device_name)
     run.write(rows)
     if options.png is not None:
@@ -62,13 +72,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     description = "Computes errors of rings against float64, by three ways to merge their hops."
     parser = argparse.ArgumentParser("ringflash bench accuracy", description=description)
-    parser.add_argument("--seqlen", type=int, help="default: 8192, on a CPU 512")
-    parser.add_argument("--world-sizes", type=int, nargs="+", help="default: 1 to 64, doubling")
-    parser.add_argument("--depth-seqlen", type=int, help="default: 2048, on a CPU 256")
-    parser.add_argument("--layers", type=int, nargs="+", help=f"on {DEPTH_RANKS} ranks; default: 1 to 32, doubling")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--png", type=Path, help="where to draw them")
+    add_shared(parser, seqlen=Told("8192, on a CPU 512"), world_sizes=Told("1 to 64, doubling"))
+    text = f"numbers of layers, measured on {DEPTH_RANKS} ranks (default: 1 to 32, doubling)"
+    parser.add_argument("--layer-counts", type=int, nargs="+", metavar="N", help=text)
+    text = "length of the sequence that goes through layers (default: 2048, on a CPU 256)"
+    parser.add_argument("--depth-seqlen", type=int, metavar="N", help=text)
+    add_shared(parser, "json", "png", dtype="bfloat16", choices={"dtype": ("bfloat16", "float16")})
     return parser
 
 

@@ -39,9 +39,9 @@ def ours(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None
     local = problem.map(partial(context.shard, mask=mask))
     call = partial(rf.ring_attention, context=context, mask=mask, return_lse=False)
     setup = Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
-    if context.replays is not None:
-        captured = context.replays.takes(context.plan(mask, problem.seqlen, row_bytes=problem.row_bytes))
-        for _ in range(context.replays.calls if captured else 0):  # from then on passes are replayed
+    if context.graphs is not None:
+        captured = context.graphs.takes(context.plan(mask, problem.seqlen, row_bytes=problem.row_bytes))
+        for _ in range(context.graphs.calls if captured else 0):  # from then on passes are replayed
             setup.forward_backward()
     yield setup
 
@@ -54,12 +54,12 @@ def without_messages(problem: Problem, context: rf.ContextParallel) -> Generator
     """
     transport = context.transport
     silent: Any = _Silent(transport)
-    context.transport, replays, context.replays = silent, context.replays, None  # graphs would send messages
+    context.transport, graphs, context.graphs = silent, context.graphs, None  # graphs would send messages
     try:
         with ours(problem, context) as setup:
             yield setup
     finally:
-        context.transport, context.replays = transport, replays
+        context.transport, context.graphs = transport, graphs
 
 
 class _Silent:
@@ -170,7 +170,9 @@ def heads_by_ring(mesh: DeviceMesh, heads: int, layout: str, transport: str) -> 
     """
     if heads < 1 or mesh.size() % heads:
         remedy = "Choose divisors of the number of ranks."
-        raise ArgumentError("--heads", expected=f"numbers that divide {mesh.size()} ranks", got=heads, remedy=remedy)
+        raise ArgumentError(
+            "--head-splits", expected=f"numbers that divide {mesh.size()} ranks", got=heads, remedy=remedy
+        )
     shape = (mesh.size() // heads, heads)
     both = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("ring", "heads"))
     return partial(ours, context=rf.ContextParallel(both, layout, transport))

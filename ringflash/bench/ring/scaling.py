@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring import peers
-from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.commands.options import DTYPES, Told, add_shared, check_at_least
 from ringflash.errors import ArgumentError
 
 Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, with this rank in them
@@ -36,7 +35,7 @@ Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by num
 
 def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row failed, else 0."""
-    names = ["seqlens", "gpus", "most_tokens", "rounds", "repeats"]
+    names = ["seqlens", "world_sizes", "most_tokens", "rounds", "repeats"]
     check_at_least(_parser().parse_args(argv), names)
     with ranks.joined("scaling", argv) as mesh:
         rows = run(argv, mesh)
@@ -53,11 +52,11 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
         ArgumentError: a number of GPUs does not divide all, or every length is too long or too short.
     """
     options = _parser().parse_args(arguments)
-    counts = sorted(set(options.gpus or default_counts(mesh.size())))
+    counts = sorted(set(options.world_sizes or default_counts(mesh.size())))
     for count in counts:
         if mesh.size() % count:
             remedy = "Start another number of processes, or leave it out."
-            raise ArgumentError("--gpus", expected=f"divisors of {mesh.size()}", got=count, remedy=remedy)
+            raise ArgumentError("--world-sizes", expected=f"divisors of {mesh.size()}", got=count, remedy=remedy)
     if not any(_measured(seqlen, counts, options) for seqlen in options.seqlens):
         remedy = "Name other lengths, or more of --most-tokens."
         expected = f"a length of at most {options.most_tokens} tokens a GPU and a token at least"
@@ -86,12 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash bench scaling", description="Measures ring_attention by length and GPUs."
     )
     ranks.add_options(parser)
-    parser.add_argument("--gpus", type=int, nargs="+", help="in a ring, divisors of all (default: 1, 2, 4 ... and all)")
+    add_shared(parser, "png", world_sizes=Told("1, 2, 4 ... and all"), rounds=3)
     parser.add_argument(
         "--most-tokens", type=int, default=2**18, help="a GPU; more are left out (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="over all numbers of GPUs (default: %(default)s)")
-    parser.add_argument("--png", type=Path, help="where to draw them")
     return parser
 
 

@@ -13,25 +13,25 @@ from ringflash.errors import ArgumentError
 SPREAD = 1.0  # deviation of log(length): the longest of 16 documents is a dozen times the median
 
 
-def mask(seqlen: int, window: int | None, documents: int | None) -> tuple[Any, str]:
+def mask(seqlen: int, window_left: int | None, documents: int | None) -> tuple[Any, str]:
     """Returns the mask and its name. None stands for the causal mask.
 
     Args:
         seqlen: tokens in the whole sequence.
-        window: number of keys that a query sees, its own included.
+        window_left: number of keys that a query sees before its own.
         documents: number of documents packed into the sequence.
 
     Raises:
-        ArgumentError: an empty window, fewer tokens than documents, or no documents.
+        ArgumentError: a negative window, fewer tokens than documents, or no documents.
     """
     seen: Any = rf.Causal()
     names = ["causal"]
-    if window is not None:
-        if window < 1:
-            remedy = "Pass how many keys a query sees, its own among them."
-            raise ArgumentError("--window", expected="at least 1", got=window, remedy=remedy)
-        seen &= rf.SlidingWindow(window - 1, 0)
-        names.append(f"window of {window}")
+    if window_left is not None:
+        if window_left < 0:
+            remedy = "Pass how many keys a query sees before its own."
+            raise ArgumentError("--window-left", expected="at least 0", got=window_left, remedy=remedy)
+        seen &= rf.SlidingWindow(window_left, 0)
+        names.append(f"window of {window_left + 1}")  # keys, with the query's own
     if documents is not None:
         seen &= rf.Documents([0, *accumulate(lengths(seqlen, documents))])
         names.append(f"{documents} documents")
@@ -46,7 +46,7 @@ def lengths(seqlen: int, documents: int) -> list[int]:
     """
     if not 1 <= documents <= seqlen:
         remedy = "Every document has at least a token."
-        raise ArgumentError("--documents", expected=f"1 to {seqlen}", got=documents, remedy=remedy)
+        raise ArgumentError("--num-documents", expected=f"1 to {seqlen}", got=documents, remedy=remedy)
     drawn = torch.randn(documents, generator=torch.Generator().manual_seed(documents), dtype=torch.float64)
     weights = (SPREAD * drawn).exp()
     found = [1 + int(share) for share in (weights / weights.sum() * (seqlen - documents)).tolist()]

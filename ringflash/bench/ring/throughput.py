@@ -11,8 +11,8 @@ forwards. Two yardsticks run in the same rounds:
 - the ring without messages: the same calls and kernels on the same plan, with nothing sent. The time that the real ring
   takes in addition is the exposed communication, divided by the number of hops. Both passes have the same number.
 
-With --window or --documents, TFLOP/s count visible pairs. "over its FLOPs" is then the time over FLOPs / (rate of the
-one kernel).
+With --window-left or --num-documents, TFLOP/s count visible pairs. "over its FLOPs" is then the time over FLOPs / (rate
+of the one kernel).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, Row, heads, print_table
 from ringflash.bench.ring import peers, seen
 from ringflash.bench.ring.accuracy import Yardstick
-from ringflash.commands.options import DTYPES, check_at_least
+from ringflash.commands.options import DTYPES, add_shared, check_at_least
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     named = peers.contenders(context, mesh, with_peers=options.peers)
     for name in options.variants:
         named[f"ringflash {context.layout}, {name}"] = peers.variant(name, mesh, context, options.transport)
-    for number in options.heads:
+    for number in options.head_splits:
         contender = peers.heads_by_ring(mesh, number, options.layout, options.transport)
         named[f"ringflash {context.layout}, heads over {number} ranks"] = contender
     rows: list[dict[str, Any]] = []
@@ -104,15 +104,12 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
     ranks.add_options(parser)
-    parser.add_argument("--hops", default="auto", help="as of ContextParallel (default: %(default)s)")
-    parser.add_argument("--window", type=int, help="keys that a query sees, its own among them")
-    parser.add_argument("--documents", type=int, help="packed into the sequence, of mixed lengths")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders (default: %(default)s)")
+    add_shared(parser, "window_left", "num_documents", "peers", rounds=5)
+    parser.add_argument("--hops", default="auto", help="schedule, as ContextParallel.hops (default: %(default)s)")
     text = "calls in a time, one after another, as in training (default: %(default)s)"
     parser.add_argument("--queued", type=int, default=1, help=text)
     parser.add_argument("--variants", choices=peers.VARIANTS, nargs="+", default=[], help="ringflash in other ways too")
-    parser.add_argument("--heads", type=int, nargs="+", default=[], help="ringflash with heads split over N ranks too")
-    parser.add_argument("--peers", action="store_true", help="peers too, as far as they are installed")
+    add_shared(parser, head_splits=[])
     parser.add_argument("--check", action="store_true", help="errors against float64, beside plain attention's")
     return parser
 
@@ -120,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> None:
     check_at_least(options, ["rounds", "repeats", "queued"])
     for seqlen in options.seqlens:
-        _, name = seen.mask(seqlen, options.window, options.documents)
+        _, name = seen.mask(seqlen, options.window_left, options.num_documents)
         if options.peers and name != "causal":
             remedy = "Leave out --peers: they know the causal mask alone."
             raise ArgumentError("--peers", expected="the causal mask", got=name, remedy=remedy)
@@ -133,7 +130,7 @@ def _measure_length(
     named: dict[str, Contender],
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    mask, mask_name = seen.mask(seqlen, options.window, options.documents)
+    mask, mask_name = seen.mask(seqlen, options.window_left, options.num_documents)
     sizes = {"nheads": options.nheads, "nheads_kv": options.nheads_kv, "headdim": options.headdim}
     problem = Problem.random(seqlen, **sizes, device=device, dtype=DTYPES[options.dtype], mask=mask)
     work = Work.of(problem, context)

@@ -118,7 +118,8 @@ def _run(folder: str) -> tuple[Tensor, Tensor]:
 
 def evaluate_arguments(folder: Path, name: str) -> list[str]:
     args = f"--checkpoint {folder}/last --corpus {folder}/text.txt --context-length 300 --cache-dir {folder}/cache"
-    return [*args.split(), "--val-fraction", "0.5", "--samples", "3", "--json", f"{folder}/{name}", "--device", "cpu"]
+    given = ["--val-fraction", "0.5", "--max-samples", "3", "--device", "cpu"]
+    return [*args.split(), *given, "--json", f"{folder}/{name}"]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def test_tokens_that_the_model_lacks() -> None:
 
 def test_bad_arguments(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     args = evaluate_arguments(run[0], "none.json")
-    for more, message in ((["--samples", "0"], "--samples"), (["--png", "loss.txt"], "--png")):
+    for more, message in ((["--max-samples", "0"], "--max-samples"), (["--png", "loss.txt"], "--png")):
         assert cli.main(["evaluate", *args, *more]) == 2
         assert message in capsys.readouterr().err
 

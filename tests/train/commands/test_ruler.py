@@ -34,7 +34,7 @@ from tests.train.data.chats import write_chat_tokenizer
 pytestmark = pytest.mark.xdist_group("ruler")
 
 POSITIONS = 2048
-ARGUMENTS = ["--lengths", "1000", "1100", "--tasks", "fwe", "niah_single_1", "--samples", "2", "--device", "cpu"]
+ARGUMENTS = ["--seqlens", "1000", "1100", "--tasks", "fwe", "niah_single_1", "--samples", "2", "--device", "cpu"]
 
 
 def _save(folder: str) -> None:
@@ -100,10 +100,10 @@ def test_right_answers_count(
         return oracle(tokenizer, prompts)
 
     monkeypatch.setattr(ruler, "continue_prompts", answer)
-    rest = ["--tasks", "niah_multikey_1", "--lengths", "1500", "--samples", "4", "--json", str(tmp_path / "new" / "x")]
+    rest = ["--tasks", "niah_multikey_1", "--seqlens", "1500", "--samples", "4", "--json", str(tmp_path / "new" / "x")]
     for batch, expected in ((1500, 100.0), (2**16, 25.0)):
         monkeypatch.setattr(ruler, "BATCH_TOKENS", batch)
-        assert main(["--checkpoint", str(run / "exported"), "--chat", "--device", "cpu", *rest]) == 0
+        assert main(["--checkpoint", str(run / "exported"), "--chat-template", "--device", "cpu", *rest]) == 0
         (result,) = json.loads((tmp_path / "new" / "x").read_text())["results"]
         assert result["score"] == expected
         assert f" {expected} " in capsys.readouterr().out
@@ -137,8 +137,8 @@ def test_prompts_of_a_chat_and_of_a_tokenizer_with_a_first_token(run: Path, tmp_
     ("options", "message"),
     [
         (["--tasks", "niah_single1"], r"--tasks: expected .*got 'niah_single1'\. Did you mean niah_single_1\?"),
-        (["--lengths", "4096", "300"], r"--lengths: expected at least \d+ tokens for niah_single_1, got 300"),
-        (["--tasks", "vt", "--lengths", "2049"], r"--lengths: expected at most 2048, the model's positions, got 2049"),
+        (["--seqlens", "4096", "300"], r"--seqlens: expected at least \d+ tokens for niah_single_1, got 300"),
+        (["--tasks", "vt", "--seqlens", "2049"], r"--seqlens: expected at most 2048, the model's positions, got 2049"),
         (["--samples", "0"], "--samples: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "tokenizer: expected .*got 'nowhere'"),
         (["--checkpoint", "nowhere"], "--checkpoint: expected a folder of .*got nowhere, no folder"),

@@ -10,9 +10,8 @@ import yaml
 
 import ringflash
 from ringflash.train.commands import train
-from ringflash.train.commands.dpo import DpoCLI
-from ringflash.train.commands.finetune import FinetuneCLI
-from ringflash.train.commands.retrieval_fit import RetrievalCLI
+from ringflash.train.commands.finetune import DpoCLI, FinetuneCLI
+from ringflash.train.commands.retrieval import RetrievalCLI
 
 # Lightning calls a jsonargparse method by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

@@ -172,7 +172,7 @@ def test_a_fixed_text() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_length_below_the_smallest_text(name: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"--lengths: expected at least \d+ tokens for {name}, got 200\. Raise"):
+    with pytest.raises(ArgumentError, match=rf"--seqlens: expected at least \d+ tokens for {name}, got 200\. Raise"):
         make_sample(name, 200, encode)
     with pytest.raises(ArgumentError) as error:
         make_sample(name, 3000 if name != "cwe" else 2900, lambda a, b: encode(a, b) * 9)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringflash.coordination import processes
-from ringflash.transport import reach
+from ringflash.transport import connect
 
 HERE = {"host": "a", "gpu": "0"}
 
@@ -28,7 +28,7 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, other: dict[str, str], acces
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: access)
-    assert reach._seen_from(0, torch.device("cuda", 0), [HERE, other]) == found
+    assert connect._seen_from(0, torch.device("cuda", 0), [HERE, other]) == found
 
 
 def test_processes_that_end() -> None:
