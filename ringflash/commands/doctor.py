@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import __version__, reference
-from ringflash.commands.options import add_shared
+from ringflash.commands.options import add_shared, put_json
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select
 from ringflash.masks import Causal
@@ -48,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
     """
     text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
     parser = argparse.ArgumentParser("ringflash doctor", description=text)
-    add_shared(parser, "print_json", "debug")
+    add_shared(parser, "json", "debug")
     options = parser.parse_args(argv)
     rows = facts()
     found = [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
     if options.json:
-        print(json.dumps({"ok": not found, "problems": found, "facts": rows}, indent=2))
+        put_json(options.json, {"ok": not found, "problems": found, "facts": rows})
     elif find_spec("rich") is None:  # rich is missing, and the rows say so
         print("\n".join(f"{name}: {value}" for name, value in rows.items()))
     else:

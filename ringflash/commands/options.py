@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CONFIGS = Path(rf.__file__).parent / "configs"  # the package's own, which its wheel has too
 LEAVE_OUT = "Leave it out for the default."
 MASKS = ("causal", "full")
+PRINTED = Path("-")  # in place of the file of --json
 
 # Options that several commands have. A name has one meaning everywhere, so another meaning needs another name. A plural
 # takes several values of its singular.
@@ -57,10 +59,15 @@ SHARED: dict[str, dict[str, Any]] = {
     "seed": _NUMBER | {"help": "seed of the random numbers"},
     "device": {"metavar": "DEVICE", "help": "device to run on: auto, cpu or cuda"},
     "processes": _NUMBER | {"help": "processes that share the work"},
-    "json": {"type": Path, "metavar": "FILE", "help": "write the figures there as JSON"},
+    "json": {
+        "type": Path,
+        "metavar": "FILE",
+        "nargs": "?",
+        "const": PRINTED,
+        "help": "write the result as JSON to FILE, or print it if there is no FILE",
+    },
     "png": {"type": Path, "metavar": "FILE", "help": "draw the figures there: a .png, .svg or .pdf"},
     "to": {"type": Path, "metavar": "PATH", "help": "where to write the result"},
-    "print_json": _FLAG | {"dest": "json", "help": "print one JSON object instead of a table"},
     "config": {"type": Path, "action": "append", "metavar": "FILE", "help": "configuration; several are merged"},
     "debug": _FLAG | {"help": "show tracebacks"},
 }
@@ -68,8 +75,8 @@ REQUIRED = object()  # in place of a default
 
 
 @dataclass(frozen=True)
-class Told:
-    """Default that only the help tells: the command itself fills it in."""
+class Described:
+    """Default that the help describes in words: the command itself fills it in."""
 
     text: str
 
@@ -86,7 +93,7 @@ def add_shared(
         parser: parser of a command.
         names: options without a default.
         choices: fewer choices for an option, where the command does not take all.
-        defaults: options with their defaults; `REQUIRED` and `Told` are possible in place of a default.
+        defaults: options with their defaults; `REQUIRED` and `Described` are possible in place of a default.
     """
     for name, default in {**defaults, **dict.fromkeys(names)}.items():
         keywords: dict[str, Any] = {**SHARED[name]}
@@ -94,7 +101,7 @@ def add_shared(
             keywords["choices"] = choices[name]
         if default is REQUIRED:
             keywords["required"] = True
-        elif isinstance(default, Told):
+        elif isinstance(default, Described):
             keywords["help"] += f" (default: {default.text})"
         elif default == []:
             keywords["default"] = default
@@ -104,9 +111,21 @@ def add_shared(
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
+def put_json(path: Path, content: Any) -> None:
+    """Writes `content` as JSON to `path`, which is replaced in one step, or prints it for `PRINTED`."""
+    text = json.dumps(content, indent=2)
+    if path == PRINTED:
+        print(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text + "\n")
+    unfinished.replace(path)
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that explain or prepare a training run."""
-    add_shared(parser, "print_json", "debug", config=REQUIRED)
+    add_shared(parser, "json", "debug", config=REQUIRED)
 
 
 def config_arguments(options: argparse.Namespace) -> list[str]:

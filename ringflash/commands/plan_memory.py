@@ -8,7 +8,6 @@ It needs no GPU, starts no run and reads no data.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringflash.commands.options import add_run_options, check_positive, config_arguments
+from ringflash.commands.options import add_run_options, check_positive, config_arguments, put_json
 from ringflash.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             blocks = {"kept_blocks": plan.kept, "keeps_weights": plan.keeps_weights}
             blocks |= {"planned": plan.planned, "available": plan.available}
         facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
-        print(json.dumps({**facts, **blocks, "bytes": figures}, indent=2))
+        put_json(options.json, {**facts, **blocks, "bytes": figures})
     else:
         fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
         _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)

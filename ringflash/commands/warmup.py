@@ -9,7 +9,6 @@ host, or with the same TRITON_CACHE_DIR, load what it compiled.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -26,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ringflash as rf
-from ringflash.commands.options import Told, add_run_options, add_shared, check_at_least, config_arguments
+from ringflash.commands.options import (
+    Described,
+    add_run_options,
+    add_shared,
+    check_at_least,
+    config_arguments,
+    put_json,
+)
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.masks import Mask
 
@@ -116,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         kernels = [asdict(outcome) for outcome in outcomes]
         compiled = sum(outcome.compiled for outcome in outcomes)
         figures = {"kernels": kernels, "compiled": compiled, "seconds": seconds, "processes": processes}
-        print(json.dumps(figures | {"cache": str(folder)}, indent=2))
+        put_json(options.json, figures | {"cache": str(folder)})
     else:
         _show(outcomes, seconds, processes, folder)
     return 1 if any(outcome.error for outcome in outcomes) else 0
@@ -131,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_run_options(parser)
-    add_shared(parser, processes=Told(f"one a core, at most {MOST_PROCESSES}"))
+    add_shared(parser, processes=Described(f"one a core, at most {MOST_PROCESSES}"))
     return parser
 
 

@@ -53,16 +53,16 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def _everything(folder: str) -> tuple[list[dict[str, Any]], ...]:
     mesh = init_device_mesh("cpu", (2,))
-    failed = throughput.run([*SMALL.split(), "--contexts", "64"], mesh)
+    failed = throughput.run([*SMALL.split(), "--seqlens", "64"], mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainees, "_attend", _gathered_attention)
         patch.setattr(flash_attention, "installed_kernels", lambda: Kernels("math", _forward, _backward))
         written = ["--json", f"{folder}/training.json", "--png", f"{folder}/training.png"]
-        rows = throughput.run([*SMALL.split(), "--contexts", "128", "64", *written], mesh)
+        rows = throughput.run([*SMALL.split(), "--seqlens", "128", "64", *written], mesh)
         for module in (trainees, flash_attention):
             patch.setattr(module, "on_device", _out_of_memory)
-        full = throughput.run([*SMALL.split(), "--contexts", "64", "128"], mesh)
-    shape = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --layers 3 --activations"
+        full = throughput.run([*SMALL.split(), "--seqlens", "64", "128"], mesh)
+    shape = "--shapes tiny --eager --steps 1 --warmup 1 --seqlens 64 --layers 3 --activations"
     choices = ("block", "none", "auto", "auto --offload")
     kept = [row for choice in choices for row in throughput.run([*shape.split(), *choice.split()], mesh)]
     return rows, failed, full, kept
@@ -78,7 +78,7 @@ def test_float8_linear_layers() -> None:
 
 
 def _with_linears() -> list[dict[str, Any]]:
-    options = "--shapes tiny --eager --steps 1 --warmup 1 --contexts 64 --linears compute fp8 fp8_rowwise"
+    options = "--shapes tiny --eager --steps 1 --warmup 1 --seqlens 64 --linears compute fp8 fp8_rowwise"
     return throughput.run(options.split(), init_device_mesh("cpu", (2,)))
 
 
@@ -189,7 +189,7 @@ def test_shapes_are_those_of_their_names(shape: str, billions: float) -> None:
     assert (config.n_layers * block + root) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-@pytest.mark.parametrize("changed", ["--layers 0", "--contexts 0", "--steps 0", "--warmup 0"])
+@pytest.mark.parametrize("changed", ["--layers 0", "--seqlens 0", "--steps 0", "--warmup 0"])
 def test_bad_arguments(changed: str) -> None:
     with pytest.raises(ArgumentError, match=f"{changed.split()[0]}: expected at least 1, got 0"):
         throughput.main(changed.split())
@@ -205,5 +205,5 @@ def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
 
 
 def _alone(folder: str) -> tuple[list[dict[str, Any]], ...]:
-    arguments = [*SMALL.split(), "--contexts", "64", "--layers", "1", "--activations", "none"]
+    arguments = [*SMALL.split(), "--seqlens", "64", "--layers", "1", "--activations", "none"]
     return (throughput.run(arguments, init_device_mesh("cpu", (1,))),)

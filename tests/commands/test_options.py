@@ -17,7 +17,7 @@ from ringflash.commands.options import (
     CONFIGS,
     REQUIRED,
     SHARED,
-    Told,
+    Described,
     add_shared,
     check_at_least,
     check_heads,
@@ -29,8 +29,6 @@ from ringflash.errors import ArgumentError, CheckpointCorrupt, ConfigError
 from ringflash.integrations.transformers.mask import MaskAsTensor
 
 KEYS = {"train", "finetune", "dpo"}  # their options are the keys of a configuration
-# This benchmark declares its options itself: --layers and --contexts are its own names.
-OWN = {"bench training"}
 
 
 class Stop(BaseException):
@@ -55,7 +53,7 @@ def options() -> dict[str, dict[str, Action]]:
     """Returns the options of all commands and benchmarks: actions by the name of the option, then by the command."""
     commands = [*(COMMANDS.keys() - KEYS - {"bench", "checkpoint"}), "checkpoint verify"]
     found: dict[str, dict[str, Action]] = {}
-    for command in sorted({*commands, *(f"bench {name}" for name in BENCHMARKS)} - OWN):
+    for command in sorted({*commands, *(f"bench {name}" for name in BENCHMARKS)}):
         for action in parser_of(command)._actions:
             for name in action.option_strings:
                 found.setdefault(name, {})[command] = action
@@ -99,7 +97,9 @@ def test_a_meaning_has_one_name() -> None:
 def test_shared_options_tell_their_defaults() -> None:
     parser = ArgumentParser()
     choices = {"dtype": ("float32",)}
-    add_shared(parser, "png", seqlen=REQUIRED, seqlens=[1, 2], tokens=Told("many"), dtype="float32", choices=choices)
+    add_shared(
+        parser, "png", seqlen=REQUIRED, seqlens=[1, 2], tokens=Described("many"), dtype="float32", choices=choices
+    )
     helps = {action.dest: action.help or "" for action in parser._actions}
     assert "(default: 1 2)" in helps["seqlens"]
     assert "(default: many)" in helps["tokens"]

@@ -34,7 +34,7 @@ def config() -> ModelConfig:
 
 
 def test_parts_are_those_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = run(capsys, "--gpu-memory", "140", "--print-json")
+    out, _ = run(capsys, "--gpu-memory", "140", "--json")
     figures: dict[str, Any] = json.loads(out)
     assert (figures["tokens"], figures["ranks"], figures["blocks"]) == (65536, 4, 32)
     estimate = estimate_memory(config(), SHAPE)
@@ -54,7 +54,7 @@ def test_parts_are_those_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_budget_chooses_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_activations(config(), SHAPE, "auto", int(140 * GIB) - RESERVE, int(140 * GIB), "")
     assert 0 < plan.kept < 32
-    out, _ = run(capsys, *BUDGET, "--print-json")
+    out, _ = run(capsys, *BUDGET, "--json")
     figures = json.loads(out)
     assert (figures["kept_blocks"], figures["keeps_weights"]) == (plan.kept, plan.keeps_weights)
     assert figures["planned"] == plan.planned
@@ -97,7 +97,7 @@ def test_errors(
 def test_configurations_are_merged_in_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("trainer:\n  devices: 8\n")
-    out, _ = run(capsys, "--config", str(more), *BUDGET, "--print-json")
+    out, _ = run(capsys, "--config", str(more), *BUDGET, "--json")
     assert json.loads(out)["ranks"] == 8
 
 

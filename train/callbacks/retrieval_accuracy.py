@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from ringflash import extras
+from ringflash.commands.options import put_json
 from ringflash.commands.picture import picture
 from ringflash.errors import ConfigError
 from ringflash.train.data.retrieval import Grid, RetrievalDataModule
@@ -149,11 +149,8 @@ def _data(trainer: pl.Trainer) -> RetrievalDataModule:
 
 
 def write(file: Path, cells: Sequence[Cell], **facts: Any) -> None:
-    """Writes `facts` and the cells as JSON."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        json.dumps(facts | {"mean": mean(cells), "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n"
-    )
+    """Writes `facts` and the cells as JSON, as `put_json`."""
+    put_json(file, facts | {"mean": mean(cells), "cells": [asdict(cell) for cell in cells]})
 
 
 def draw(file: Path, cells: Sequence[Cell]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, Told, add_shared, check_at_least
+from ringflash.commands.options import REQUIRED, Described, add_shared, check_at_least, put_json
 from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
@@ -105,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
     result = record(found, **facts)
     Console().print(_table(found, result))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        put_json(options.json, result)
     if options.png is not None:
         draw_by_position([("held out", [(b.first, b.last, b.loss) for b in found])], options.png)
     return 0
@@ -124,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-samples", type=int, metavar="N", help=text)
     parser.add_argument("--documents", choices=get_args(Packing), help="how they are packed (default: as in training)")
     parser.add_argument("--cache-dir", default=CACHE, help="of token files (default: %(default)s)")
-    add_shared(parser, "json", "png", "debug", val_fraction=Told("as in training"), device="auto")
+    add_shared(parser, "json", "png", "debug", val_fraction=Described("as in training"), device="auto")
     return parser
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from ringflash.commands.options import REQUIRED, Told, add_shared
+from ringflash.commands.options import REQUIRED, Described, add_shared
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare, skipped_rows
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--max-line-mib", type=int, default=MAX_LINE >> 20, help="of a line of JSON, at most (default: %(default)s)"
     )
-    add_shared(parser, "val_fraction", "debug", processes=Told("one a core"))
+    add_shared(parser, "val_fraction", "debug", processes=Described("one a core"))
     parser.add_argument(
         "--shard-mib", type=int, default=SHARD_BYTES >> 20, help="of text a file (default: %(default)s)"
     )

@@ -7,7 +7,6 @@ torchrun --nproc-per-node 4 -m ringflash ruler --checkpoint FOLDER --seqlens 131
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, Told, add_shared
+from ringflash.commands.options import REQUIRED, Described, add_shared, put_json
 from ringflash.errors import ArgumentError, CheckpointError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.manifest import locate
@@ -138,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"default: {' '.join(TASKS)}")
     text = "ask in the chat template of the tokenizer's folder"
     parser.add_argument("--chat-template", action="store_true", help=text)
-    add_shared(parser, "json", "debug", tokenizer=Told("the model's own"), device="auto")
+    add_shared(parser, "json", "debug", tokenizer=Described("the model's own"), device="auto")
     return parser
 
 
@@ -186,5 +185,4 @@ def _show(results: Sequence[Result], options: argparse.Namespace, world_size: in
     if options.json is not None:
         facts = {name: getattr(options, name) for name in ("checkpoint", "samples", "seed", "chat_template")}
         content = {**facts, "ranks": world_size, "results": [asdict(each) for each in results]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        put_json(options.json, content)

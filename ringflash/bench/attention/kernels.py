@@ -35,7 +35,7 @@ from ringflash.bench.common.problem import Contender, Problem, Setup, add_option
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
-from ringflash.commands.options import DTYPES, MASKS, Told, add_shared, fill_in
+from ringflash.commands.options import DTYPES, MASKS, Described, add_shared, fill_in
 from ringflash.errors import ArgumentError
 
 MATMUL = "matmul"
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringflash bench kernels", description=DESCRIPTION)
     add_options(parser, FULL, "512 to 131072, doubling")
-    add_shared(parser, "peers", "png", masks=[*MASKS], tokens=Told(str(FULL["tokens"])))
+    add_shared(parser, "peers", "png", masks=[*MASKS], tokens=Described(str(FULL["tokens"])))
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, help="no further cell after this many seconds")
     parser.add_argument("--errors-to", type=int, default=8192, help="largest seqlen compared with float64")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import Told, add_shared
+from ringflash.commands.options import Described, add_shared
 
 AGREEMENT = 0.05  # share of the largest value: above errors of low precision, below errors of a wrong mask or scale
 
@@ -145,9 +145,9 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], se
         defaults: the defaults on a GPU, for the help.
         seqlens: the default of --seqlens, for the help.
     """
-    told: dict[str, Any] = {name: Told(str(defaults[name])) for name in ("nheads", "rounds")}
-    told["headdims"] = Told(" ".join(map(str, defaults["headdims"])))
-    add_shared(parser, "json", seqlens=Told(seqlens), nheads_kv=Told("as --nheads"), dtype="bfloat16", **told)
+    told: dict[str, Any] = {name: Described(str(defaults[name])) for name in ("nheads", "rounds")}
+    told["headdims"] = Described(" ".join(map(str, defaults["headdims"])))
+    add_shared(parser, "json", seqlens=Described(seqlens), nheads_kv=Described("as --nheads"), dtype="bfloat16", **told)
 
 
 def check_agreement(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor], of: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ringflash.commands.options import fill_in
+from ringflash.commands.options import fill_in, put_json
 
 
 def command(program: str, arguments: Sequence[str]) -> str:
@@ -28,7 +27,7 @@ def command(program: str, arguments: Sequence[str]) -> str:
 
 
 def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Writes `rows` and the entries of `more` to `path`. An existing file is replaced in one step."""
+    """Writes `rows` and the entries of `more` to `path`, as `put_json`."""
     record = {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
@@ -37,10 +36,7 @@ def write(path: Path, command: str, device: str, rows: Sequence[Mapping[str, Any
         **more,
         "rows": rows,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    unfinished.replace(path)
+    put_json(path, record)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ringflash.bench.common.problem import AGREEMENT, difference, failure
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
-from ringflash.commands.options import DTYPES, Told, add_shared
+from ringflash.commands.options import DTYPES, Described, add_shared
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "lengths of the cache, in keys (default: 4096 to 131072, doubling)"
     parser.add_argument("--cache-seqlens", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--seqlen-q", type=int, metavar="N", default=1, help="new tokens (default: %(default)s)")
-    told: dict[str, Any] = {name: Told(str(GPU[name])) for name in ("batch", "nheads", "nheads_kv", "headdim")}
+    told: dict[str, Any] = {name: Described(str(GPU[name])) for name in ("batch", "nheads", "nheads_kv", "headdim")}
     add_shared(parser, "json", rounds=7, dtype="bfloat16", **told)
     parser.add_argument("--sweep", action="store_true", help="tiles and splits of flash_decode instead of peers")
     return parser

@@ -27,7 +27,7 @@ from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring import peers
-from ringflash.commands.options import DTYPES, Told, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least
 from ringflash.errors import ArgumentError
 
 Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, with this rank in them
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash bench scaling", description="Measures ring_attention by length and GPUs."
     )
     ranks.add_options(parser)
-    add_shared(parser, "png", world_sizes=Told("1, 2, 4 ... and all"), rounds=3)
+    add_shared(parser, "png", world_sizes=Described("1, 2, 4 ... and all"), rounds=3)
     parser.add_argument(
         "--most-tokens", type=int, default=2**18, help="a GPU; more are left out (default: %(default)s)"
     )

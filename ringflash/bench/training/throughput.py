@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -49,7 +48,7 @@ from ringflash.bench.training.trainees import (
     sdpa,
     torch_context_parallel,
 )
-from ringflash.commands.options import check_at_least
+from ringflash.commands.options import add_shared, check_at_least
 from ringflash.errors import RingflashError
 from ringflash.train.models.flops import peak_flops, training_flops
 from ringflash.train.torchao_private import LinearDtype
@@ -64,7 +63,7 @@ MEMORY_FRACTION = 0.95
 
 def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
-    check_at_least(_parser().parse_args(argv), ["contexts", "steps", "warmup", "layers"])
+    check_at_least(_parser().parse_args(argv), ["seqlens", "steps", "warmup", "layers"])
     with ranks.joined("training", argv) as mesh:
         rows = run(argv, mesh)
     return 1 if any("failed" in row for row in rows if row["name"] == OURS) else 0
@@ -91,7 +90,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     for shape in options.shapes:
         config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
         full: dict[tuple[str, str], int] = {}  # contender and linears: the context at which it ran out of memory
-        cells = itertools.product(sorted(options.contexts), options.linears)
+        cells = itertools.product(sorted(options.seqlens), options.linears)
         for number, (seqlen, linears) in enumerate(cells):
             training = Training(
                 config,
@@ -130,10 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     lengths = [2**n for n in range(13, 18)]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=lengths, help="tokens in all (default: 8192 to 131072)"
-    )
-    parser.add_argument("--peers", action="store_true", help="SDPA or context_parallel too, and FlashAttention")
+    add_shared(parser, "peers", "json", "png", seqlens=lengths)
     parser.add_argument("--steps", type=int, default=4, help="timed ones (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="blocks as they are, not compiled")
@@ -144,8 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     choices, text = get_args(LinearDtype), "float8 products (default: compute)"
     parser.add_argument("--linears", choices=choices, nargs="+", default=["compute"], help=text)
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after each contender's")
-    parser.add_argument("--png", type=Path, help="where to draw them")
     return parser
 
 

@@ -119,7 +119,7 @@ def test_train_names_finetune_for_its_options(folder: Path, capsys: pytest.Captu
 
 @needs_peft
 def test_the_memory_of_a_run_counts_what_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan-memory", "--config", "config.yaml", "--gpu-memory", "1", "--print-json"]
+    plan = ["plan-memory", "--config", "config.yaml", "--gpu-memory", "1", "--json"]
     assert main(plan) == 0
     lora = json.loads(capsys.readouterr().out)["bytes"]["chosen"]
     assert main([*plan, "--model.lora=null"]) == 0

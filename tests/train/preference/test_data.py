@@ -241,7 +241,7 @@ def test_the_commands_prepare_and_train(
     assert float(next(row["train/loss"] for row in rows if row["train/loss"])) == pytest.approx(0.693147, rel=1e-5)
     assert {"train/accuracy", "train/reward_margin", "val/reward_chosen", "val/reward_rejected"} <= rows[0].keys()
     capsys.readouterr()
-    assert main(["plan-memory", f"--config={config}", "--model.model=model", "--gpu-memory=80", "--print-json"]) == 0
+    assert main(["plan-memory", f"--config={config}", "--model.model=model", "--gpu-memory=80", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 65536 // 4
     assert main(["export", "--checkpoint=runs/dpo/checkpoints/last", "--to=tuned"]) == 0
     tuned = AutoModelForCausalLM.from_pretrained("tuned").state_dict()
