@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise torch looks for the driver each time that it is asked for GPUs
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit a handler that ignores SIGINT
 torch.set_num_threads(1)  # several processes share the cores

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ PRELOADED = [
     *("torch", "torch._dynamo", "lightning.pytorch", "jsonargparse", "hypothesis", "pytest", "ringflash"),
     *("ringflash.train.lightning.language_model", "ringflash.train.lightning.transformers_model", "accelerate"),
     *(() if one_gpu.GPUS else ("peft", "transformers.modeling_utils", "transformers.models.llama.modeling_llama")),
-    __name__,
+    *(__name__, "tests.train.preloaded"),
 ]
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -39,8 +37,6 @@ def _entry(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     gc.freeze()  # what the fork server made stays out of garbage collection, and so in memory that ranks share
-    # Each of Lightning's Trainers looks for callbacks in the metadata of all installed packages.
-    importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
     make_warnings_errors()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))

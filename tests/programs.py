@@ -41,20 +41,21 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OUTER}
 
 
-def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None) -> Finished:
+def run_program(arguments: Sequence[str], cwd: Path, *, ranks: int | None = None, **variables: str) -> Finished:
     """Runs a Python program to its end, and returns its output.
 
     Args:
         arguments: those of the interpreter: a path or `-m` and a module, then the program's own.
         cwd: the working directory.
         ranks: number of processes, with the variables that torchrun sets; None is one process without them.
+        **variables: more variables of the environment.
     """
     port = str(unused_port())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         processes = []
         for rank in range(ranks or 1):
             own = {} if ranks is None else _of_torchrun(rank, ranks, port)
-            process = start_program(arguments, cwd, f"{folder}/{rank}", **own)
+            process = start_program(arguments, cwd, f"{folder}/{rank}", **own, **variables)
             stack.callback(process.kill)
             processes.append(process)
         for process in processes:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import shutil
 import warnings
 from dataclasses import replace
-from functools import partialmethod
+from functools import cache, partialmethod
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.utilities import registry
 
 from ringflash.train.models.decoder import Decoder
 from tests.distributed import run_ranks
 from tests.train.conversations import prepare_conversations, train_on_conversations
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
+
+# Each of Lightning's Trainers looks for callbacks in the metadata of all installed packages.
+callbacks: Any = registry
+callbacks.entry_points = cache(entry_points)
 
 RESUMED = Run(epoch_batches=5, micro_batches=2, dtype="float64")
 RUNS = {

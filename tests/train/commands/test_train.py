@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from ringflash.train.commands import train
 from tests.patience import PATIENCE
 from tests.ports import unused_port
 from tests.programs import Finished, run_program, start_program
-from tests.train.command_line import COMMAND, CONFIG, command, environment, write_config
+from tests.train.command_line import COMMAND, CONFIG, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -71,7 +70,7 @@ class Fit:
     """A run of twelve steps on two processes, a run that resumes it up to step 16, and one with no steps left."""
 
     folder: Path
-    first: subprocess.CompletedProcess[str]
+    first: Finished
     resumed: Finished
     again: Finished
     left_over: list[int]
@@ -80,18 +79,11 @@ class Fit:
 @pytest.fixture(scope="module")
 def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     folder = tmp_path_factory.mktemp("fit")
-    config = str(write_config(folder, CONFIG))
-    options: dict[str, Any] = {
-        "cwd": folder,
-        "env": environment(),
-        "capture_output": True,
-        "text": True,
-        "timeout": PATIENCE,
-    }
-    first = subprocess.run(command("train", "fit", "--config", config), **options)
+    fit = ["-m", COMMAND, "train", "fit", "--config", str(write_config(folder, CONFIG))]
+    first = run_program(fit, folder, MASTER_PORT=str(unused_port()))
+    within(PATIENCE / 4, lambda: not children(folder))  # rank 1 may end after rank 0
     left_over = children(folder)
     more = ["--trainer.max_steps=16", "--trainer.devices=1", "--ckpt_path", "runs/test/checkpoints/last"]
-    fit = ["-m", COMMAND, "train", "fit", "--config", config]
     resumed = run_program([*fit, *more], folder)
     again = run_program([*fit, *more[:2], "--ckpt_path", "last"], folder)
     return Fit(folder, first, resumed, again, left_over)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +19,8 @@ from ringflash.compile_once import Compilations
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes, sum_gradients
 from tests.distributed import run_ranks
-from tests.patience import PATIENCE
 from tests.ports import unused_port
-from tests.programs import inherited
+from tests.programs import run_program
 from tests.train.runs import Run, sequences, train, train_alone
 
 Size = Literal["auto"] | int
@@ -194,14 +191,7 @@ def test_by_name_with_lightning_s_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[3]
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=inherited() | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(unused_port())},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    result = run_program([str(script)], tmp_path, PYTHONPATH=str(root), MASTER_PORT=str(unused_port()))
     assert result.returncode == 0, result.stderr
     first, second = (json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -114,8 +114,8 @@ def test_any_number_of_lengths_compiles(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_last_blocks_keep_everything_and_losses_stay_bitwise(compiled: bool) -> None:
     results = []
     choice: list[tuple[Any, int]] = [("none", 0), ("block", 0), ("block", 1), ("block", 2), ("block", 3)]
+    torch._dynamo.reset()
     for mode, kept in choice:
-        torch._dynamo.reset()
         decoder = Decoder(CONFIG)
         decoder.keep_activations(mode, kept_blocks=kept)
         if compiled:
