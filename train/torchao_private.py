@@ -145,8 +145,8 @@ def use_float8(
 def compile_options(linear_dtype: LinearDtype) -> dict[str, bool]:
     """Returns the options of the compiler for blocks with linear layers of `linear_dtype`.
 
-    By default it may join the reductions of a norm's backward over rows and over columns in one kernel. That kernel also
-    casts the result for the next float8 product, and writes its transposed operand a byte at a time.
+    By default it may join the reductions of a norm's backward over rows and over columns in one kernel. That kernel
+    also casts the result for the next float8 product, and writes its transposed operand a byte at a time.
     At 32768 tokens and a width of 4096 a block then takes 4 ms longer (H200, torch 2.11).
     """
     return {} if linear_dtype == "compute" else {"triton.mix_order_reduction": False}
