@@ -137,6 +137,7 @@ def _bench(args: list[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
     name = args[0] if args else "--help"
     if name in BENCHMARKS:
+        _check_json_file(name, args[1:])
         if name in ("ring", "scaling", "training"):
             _check_torchrun(name, args[1:])
         return _run(BENCHMARKS, args)
@@ -147,6 +148,13 @@ def _bench(args: list[str]) -> int:
     near = difflib.get_close_matches(name, BENCHMARKS, n=1)
     remedy = f"Did you mean {near[0]}?" if near else "Put its name first, then its arguments."
     raise ArgumentError("bench", expected=f"one of {', '.join(BENCHMARKS)}", got=repr(name), remedy=remedy)
+
+
+def _check_json_file(benchmark: str, args: list[str]) -> None:
+    """Raises ArgumentError for `--json` without a file: a benchmark writes its figures again after each cell."""
+    following = args[args.index("--json") + 1 :] if "--json" in args else ["FILE"]
+    if not following or following[0].startswith("-"):
+        raise ArgumentError("--json", expected="a FILE", got="none", remedy=f"Name one: --json {benchmark}.json.")
 
 
 def _check_torchrun(benchmark: str, args: list[str]) -> None:

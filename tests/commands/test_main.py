@@ -96,6 +96,12 @@ def test_a_benchmark_explains_itself(benchmark: str, capsys: pytest.CaptureFixtu
     assert "--seqlens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", [["--json"], ["--json", "--rounds", "1"]])
+def test_a_benchmark_writes_json_to_a_file(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", *given]) == 2
+    assert "--json: expected a FILE, got none. Name one: --json kernels.json." in capsys.readouterr().err
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
