@@ -460,7 +460,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
             "configure_model, with mesh=self.trainer.strategy.shard_mesh.",
         )
     if all(cast("DTensor", parameter).device_mesh.size() == 1 for parameter in model.parameters()):
-        return  # torch divides by no number then, but by a factor of 1 in a pass over all gradients
+        return  # without a factor torch does not divide here; with a factor of 1 it would divide all gradients
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -468,7 +468,10 @@ def sum_gradients(model: torch.nn.Module) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered weights. The weights of the root and the head stay gathered after a forward without a backward."""
+    """Frees gathered weights.
+
+    After a forward without a backward those of the root and the head stay, and those of blocks that do not free them.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

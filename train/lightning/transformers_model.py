@@ -23,7 +23,7 @@ from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.lightning.batch import check_tokens, documents_of, positions_of
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
-from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.strategy import RingAttentionStrategy, reshard
 from ringflash.train.lightning.transformers_head import states_loss, why_whole_logits
 from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
 from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block
@@ -190,6 +190,7 @@ class TransformersModel(RingModule):
         With `lora` the folder holds the adapters alone, for `peft.PeftModel.from_pretrained`.
         """
         if self.lora is not None:
+            reshard(self.decoder)  # gathered weights are rounded
             named = {name: x for name, x in self.decoder.named_parameters() if is_adapter(name)}
             adapters = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
             if self.trainer.is_global_zero:

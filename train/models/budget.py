@@ -151,7 +151,7 @@ def plan_activations(
             "smaller micro-batch, or more ranks.",
         )
     kept = max((k for k, choice in enumerate(choices) if with_margin(choice) <= available), default=0)
-    chosen, keeps_weights = choices[kept], shape.reshard_after_forward is False
+    chosen, keeps_weights = choices[kept], shape.copied and shape.reshard_after_forward is False
     if shape.reshard_after_forward is None and shape.copied and kept == config.n_layers:
         kept_shape = replace(shape, checkpointing="block", kept_blocks=kept, reshard_after_forward=False)
         with_weights = estimate_memory(config, kept_shape)

@@ -80,7 +80,11 @@ class DpoModel(TransformersModel):
         super().configure_model()
         if self.lora is None and not self._frozen:
             dtype = next(self.decoder.parameters()).dtype
-            self._frozen.append(self._make(dtype, "none", 0).requires_grad_(False).eval())
+            plan, self.activation_plan = self.activation_plan, None  # no backward needs weights of the reference
+            try:
+                self._frozen.append(self._make(dtype, "none", 0).requires_grad_(False).eval())
+            finally:
+                self.activation_plan = plan
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Makes the strategy weight micro-batches by pairs. Raises ArgumentError for a batch without pairs."""
