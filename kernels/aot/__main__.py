@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Compiles every shipped kernel, on a machine with or without a GPU."
-    parser = argparse.ArgumentParser("ringflash.kernels.aot", description=description)
+    parser = argparse.ArgumentParser("ringflash.kernels.aot", description=description, allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help="compile those too whose IR is the recorded one")
     parser.add_argument("--record", action="store_true", help="make what is found now the allowance")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases with these words: sm_90 dq d128")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import __version__, reference
-from ringflash.commands.options import add_shared, put_json
+from ringflash.commands.options import PRINTED, add_shared, put_json
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select
 from ringflash.masks import Causal
@@ -46,21 +46,22 @@ def main(argv: Sequence[str]) -> int:
         0 if nothing needed is missing and attention passed its self-test on each device, else 1.
     """
     text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
-    parser = argparse.ArgumentParser("ringflash doctor", description=text)
+    parser = argparse.ArgumentParser("ringflash doctor", description=text, allow_abbrev=False)
     add_shared(parser, "json", "debug")
     options = parser.parse_args(argv)
     rows = facts()
     found = [name for name, value in rows.items() if value.startswith(("MISSING", "FAILED"))]
     if options.json:
         put_json(options.json, {"ok": not found, "problems": found, "facts": rows})
-    elif find_spec("rich") is None:  # rich is missing, and the rows say so
-        print("\n".join(f"{name}: {value}" for name, value in rows.items()))
-    else:
+    if options.json != PRINTED:
         _print_table(rows)
     return 1 if found else 0
 
 
 def _print_table(rows: dict[str, str]) -> None:
+    if find_spec("rich") is None:  # it is missing, and the rows say so
+        print("\n".join(f"{name}: {value}" for name, value in rows.items()))
+        return
     from rich.console import Console  # imported here, because the report is plain text without rich
     from rich.table import Table
 

@@ -151,9 +151,9 @@ def _bench(args: list[str]) -> int:
 
 
 def _check_json_file(benchmark: str, args: list[str]) -> None:
-    """Raises ArgumentError for `--json` without a file: a benchmark writes its figures again after each cell."""
+    """Raises ArgumentError for `--json` without a file, since benchmarks write their figures again after each cell."""
     following = args[args.index("--json") + 1 :] if "--json" in args else ["FILE"]
-    if not following or following[0].startswith("-"):
+    if not following or following[0].startswith("-") or "--json=-" in args:
         raise ArgumentError("--json", expected="a FILE", got="none", remedy=f"Name one: --json {benchmark}.json.")
 
 

@@ -64,7 +64,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "metavar": "FILE",
         "nargs": "?",
         "const": PRINTED,
-        "help": "write the result as JSON to FILE, or print it if there is no FILE",
+        "help": "write the result as JSON to FILE; without FILE print it, which benchmarks do not",
     },
     "png": {"type": Path, "metavar": "FILE", "help": "draw the figures there: a .png, .svg or .pdf"},
     "to": {"type": Path, "metavar": "PATH", "help": "where to write the result"},
@@ -112,12 +112,22 @@ def add_shared(
 
 
 def put_json(path: Path, content: Any) -> None:
-    """Writes `content` as JSON to `path`, which is replaced in one step, or prints it for `PRINTED`."""
+    """Writes `content` as JSON to `path`, or prints it for `PRINTED`. A file is replaced in one step.
+
+    Raises:
+        ArgumentError: `path` is a folder.
+    """
     text = json.dumps(content, indent=2)
     if path == PRINTED:
         print(text)
         return
+    path = path.resolve()  # a link stays, and leads to the new file
+    if path.is_dir():
+        raise ArgumentError("--json", expected="a FILE", got=f"the folder {path}", remedy="Name a file in it.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device or pipe
+        path.write_text(text + "\n")
+        return
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text + "\n")
     unfinished.replace(path)

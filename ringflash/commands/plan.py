@@ -77,7 +77,9 @@ def _show(mask: Mask, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash plan", description="Shows a ring's plan: nothing is run.")
+    parser = argparse.ArgumentParser(
+        "ringflash plan", description="Shows a ring's plan: nothing is run.", allow_abbrev=False
+    )
     add_shared(parser, seqlen=REQUIRED, world_size=REQUIRED, layout="zigzag", mask="causal")
     add_shared(parser, "window_left", "window_right")
     text = "lengths of packed documents: 4096,512,..., or a file that holds them"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringflash.commands.options import add_run_options, check_positive, config_arguments, put_json
+from ringflash.commands.options import PRINTED, add_run_options, check_positive, config_arguments, put_json
 from ringflash.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             blocks |= {"planned": plan.planned, "available": plan.available}
         facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
         put_json(options.json, {**facts, **blocks, "bytes": figures})
-    else:
+    if options.json != PRINTED:
         fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
         _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)
     check_memory(chosen, shape, total)

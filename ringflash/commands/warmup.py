@@ -26,6 +26,7 @@ import torch
 
 import ringflash as rf
 from ringflash.commands.options import (
+    PRINTED,
     Described,
     add_run_options,
     add_shared,
@@ -123,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         compiled = sum(outcome.compiled for outcome in outcomes)
         figures = {"kernels": kernels, "compiled": compiled, "seconds": seconds, "processes": processes}
         put_json(options.json, figures | {"cache": str(folder)})
-    else:
+    if options.json != PRINTED:
         _show(outcomes, seconds, processes, folder)
     return 1 if any(outcome.error for outcome in outcomes) else 0
 

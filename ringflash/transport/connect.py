@@ -9,7 +9,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from uuid import uuid4
 
 import torch
@@ -30,6 +29,10 @@ from ringflash.transport.base import Transport, TwoLinks
 from ringflash.transport.gloo import GlooTransport
 from ringflash.transport.groups import backend_of, new_group
 from ringflash.transport.nccl import NcclTransport
+
+# Frees finished works in reference cycles. Otherwise gloo frees them with the interpreter, and sometimes aborts. Hooks
+# run last-in first, so this one, registered at import, follows the hook with which training leaves its group.
+atexit.register(gc.collect)
 
 TRANSPORTS = ("auto", "nccl", "symmetric")
 DEADLINE = timedelta(minutes=5)
@@ -239,7 +242,6 @@ def _own_gloo(
     ranks: Sequence[int], through: Sequence[dist.ProcessGroup], deadline: timedelta
 ) -> tuple[dist.ProcessGroup, Faults]:
     """Returns a gloo group that the ring owns, and the `Faults` that turn failed waits in this group into errors."""
-    _collect_at_exit()
     own = new_group(ranks, through, timeout=deadline, backend="gloo")
     world = dist.group.WORLD
     assert world is not None
@@ -248,15 +250,6 @@ def _own_gloo(
     faults.on_break(lambda: gloo.close(own))
     faults.on_close(lambda: groups.close(own))
     return own, faults
-
-
-@cache
-def _collect_at_exit() -> None:
-    """Registers a collection for the end of the program, once a process.
-
-    It frees finished works in reference cycles. Otherwise gloo frees them with the interpreter, and sometimes aborts.
-    """
-    atexit.register(gc.collect)
 
 
 def _introduce(control: ControlPlane) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from argparse import Action, ArgumentParser, Namespace
@@ -15,6 +16,7 @@ import pytest
 from ringflash.commands.main import BENCHMARKS, COMMANDS, main
 from ringflash.commands.options import (
     CONFIGS,
+    PRINTED,
     REQUIRED,
     SHARED,
     Described,
@@ -24,6 +26,7 @@ from ringflash.commands.options import (
     check_positive,
     config_file,
     fill_in,
+    put_json,
 )
 from ringflash.errors import ArgumentError, CheckpointCorrupt, ConfigError
 from ringflash.integrations.transformers.mask import MaskAsTensor
@@ -75,6 +78,30 @@ def test_an_option_has_one_type_and_one_meaning_in_all_commands() -> None:
     for name, actions in options().items():
         kinds = {command: kind(action) for command, action in actions.items()}
         assert len({*kinds.values()}) == 1, (name, kinds)
+
+
+def test_options_are_not_abbreviated() -> None:
+    """The name of an option that was dropped may begin that of another one."""
+    commands = [*(COMMANDS.keys() - KEYS - {"bench", "checkpoint"}), "checkpoint verify"]
+    parsers = {command: parser_of(command) for command in [*commands, *(f"bench {name}" for name in BENCHMARKS)]}
+    assert [command for command, parser in parsers.items() if parser.allow_abbrev] == []
+
+
+def test_json_goes_to_a_file_or_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_json(PRINTED, {"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    link, found = tmp_path / "link", tmp_path / "new" / "file.json"
+    link.symlink_to(found)
+    for content in (1, 2):
+        put_json(link, content)
+        assert json.loads(found.read_text()) == content
+    assert link.is_symlink()
+    put_json(Path("/dev/null"), {"a": 1})
+    assert Path("/dev/null").is_char_device()
+    for folder in (tmp_path, Path()):
+        with pytest.raises(ArgumentError, match="--json: expected a FILE, got the folder .*Name a file in it"):
+            put_json(folder, {})
+    assert [path.name for path in found.parent.iterdir()] == ["file.json"]
 
 
 def test_options_of_several_commands_are_the_shared_ones() -> None:

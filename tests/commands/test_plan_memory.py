@@ -51,7 +51,7 @@ def test_parts_are_those_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> 
     assert "kept_blocks" not in figures
 
 
-def test_a_budget_chooses_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_chooses_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_activations(config(), SHAPE, "auto", int(140 * GIB) - RESERVE, int(140 * GIB), "")
     assert 0 < plan.kept < 32
     out, _ = run(capsys, *BUDGET, "--json")
@@ -59,7 +59,9 @@ def test_a_budget_chooses_as_in_training(capsys: pytest.CaptureFixture[str]) -> 
     assert (figures["kept_blocks"], figures["keeps_weights"]) == (plan.kept, plan.keeps_weights)
     assert figures["planned"] == plan.planned
     assert figures["bytes"]["chosen"]["total"] == plan.estimate.total
-    out, _ = run(capsys, *BUDGET)
+    file = tmp_path / "plan.json"
+    out, _ = run(capsys, *BUDGET, "--json", str(file))
+    assert json.loads(file.read_text()) == figures
     assert f"Activations: {plan.kept} of 32 blocks keep all, {32 - plan.kept} recompute: " in out
     assert all(part in out for part in ("weights", "gathered", "loss", "peak", "of the host"))
     out, _ = run(capsys, *BUDGET, "--model.activation_memory=60%")

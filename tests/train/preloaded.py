@@ -1,4 +1,4 @@
-"""What fork servers prepare once for all ranks, because each rank that trains would prepare it again.
+"""Preparations that fork servers make once for all ranks, since each rank that trains would make them again.
 
 Importing this module fills tables that a first Trainer, compilation or model of transformers reads. It uses neither
 autograd nor a GPU, which no fork could use then.

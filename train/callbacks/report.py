@@ -129,7 +129,9 @@ class Report(Callback):
 
 def main(argv: Sequence[str]) -> int:
     """Writes the report on the given run, and prints the paths of the page and the picture."""
-    parser = argparse.ArgumentParser("ringflash report", description="Draws a run's log, finished or not.")
+    parser = argparse.ArgumentParser(
+        "ringflash report", description="Draws a run's log, finished or not.", allow_abbrev=False
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as in runs/tiny-cpu")
     add_shared(parser, "debug", to=Described(f"the page RUN/{PAGE}"))
     options = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, Described, add_shared, check_at_least, put_json
+from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, check_at_least, put_json
 from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
         raise DataError("corpus", expected="held-out tokens with a label", got="none", remedy=remedy)
     facts = {"checkpoint": str(named), "corpus": options.corpus, "context_length": options.context_length}
     result = record(found, **facts)
-    Console().print(_table(found, result))
+    if options.json != PRINTED:
+        Console().print(_table(found, result))
     if options.json is not None:
         put_json(options.json, result)
     if options.png is not None:
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ringflash evaluate",
         description="Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks.",
+        allow_abbrev=False,
     )
     add_shared(parser, checkpoint=REQUIRED)
     parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")

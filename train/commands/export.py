@@ -33,7 +33,7 @@ GENERATION = "generation_config.json"
 
 def main(args: Sequence[str]) -> int:
     """Runs `ringflash export ...` and returns its exit code."""
-    parser = argparse.ArgumentParser("ringflash export", description=__doc__)
+    parser = argparse.ArgumentParser("ringflash export", description=__doc__, allow_abbrev=False)
     add_shared(parser, "debug", checkpoint=REQUIRED, to=REQUIRED, dtype="float32")
     parser.add_argument(
         "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"

@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash generate", description="Continues prompts with a trained model.")
+    parser = argparse.ArgumentParser(
+        "ringflash generate", description="Continues prompts with a trained model.", allow_abbrev=False
+    )
     add_shared(parser, "debug", checkpoint=REQUIRED, tokenizer=Described("the model's own"), device="auto", seed=0)
     parser.add_argument("--prompt", nargs="+", help='texts to continue, all at once (default: "def ")')
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue; it is not printed")

@@ -36,7 +36,10 @@ as a list of messages. Without "prompt", "chosen" and "rejected" are whole conve
 def main(argv: Sequence[str]) -> int:
     """Runs `ringflash prepare ...` and returns its exit code."""
     parser = argparse.ArgumentParser(
-        "ringflash prepare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "ringflash prepare",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("sources", nargs="+", metavar="SOURCES", help='see above; "stdlib" is Python\'s own sources')
     add_shared(parser, to=REQUIRED, tokenizer=BYTES)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, add_shared, check_at_least
+from ringflash.commands.options import PRINTED, REQUIRED, add_shared, check_at_least
 from ringflash.train.callbacks.retrieval_accuracy import (
     Cell,
     RetrievalAccuracy,
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ringflash retrieval",
         description="Measures how far back a trained model finds things; `retrieval fit --config FILE` trains one.",
+        allow_abbrev=False,
     )
     add_shared(parser, checkpoint=REQUIRED, seqlens=[1024])
     parser.add_argument("--depths", type=int, default=10, help="parts of the context (default: %(default)s)")
@@ -100,8 +101,8 @@ def _show(
     for i in range(0, len(cells), options.depths):
         row = cells[i : i + options.depths]
         table.add_row(f"{row[0].length:,}", *(f"{cell.accuracy:.0%}" for cell in row))
-    console = Console()
-    console.print(table, f"mean {mean(cells):.1%}, a ring of {ring}", sep="\n")
+    if options.json != PRINTED:
+        Console().print(table, f"mean {mean(cells):.1%}, a ring of {ring}", sep="\n")
     if options.json is not None:
         write(options.json, cells, checkpoint=str(options.checkpoint), ranks=ring, chance=1 / task.num_keys)
     if options.png is not None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import REQUIRED, Described, add_shared, put_json
+from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, put_json
 from ringflash.errors import ArgumentError, CheckpointError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.manifest import locate
@@ -132,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "ringflash ruler",
         description="Scores of RULER's synthetic tasks by length, of a checkpoint or of a folder of transformers; "
         "under torchrun, over a ring of all ranks. The length is that of prompt and answer.",
+        allow_abbrev=False,
     )
     add_shared(parser, checkpoint=REQUIRED, seqlens=[4096], samples=20, seed=0)
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"default: {' '.join(TASKS)}")
@@ -181,7 +182,8 @@ def _show(results: Sequence[Result], options: argparse.Namespace, world_size: in
     table.add_section()
     means = [sum(scores[task, length] for task in options.tasks) / len(options.tasks) for length in options.seqlens]
     table.add_row("mean", *(f"{mean:.1f}" for mean in means))
-    Console().print(table)
+    if options.json != PRINTED:
+        Console().print(table)
     if options.json is not None:
         facts = {name: getattr(options, name) for name in ("checkpoint", "samples", "seed", "chat_template")}
         content = {**facts, "ranks": world_size, "results": [asdict(each) for each in results]}

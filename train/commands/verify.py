@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         got, remedy = repr(argv[0]) if argv else "nothing", "Run `ringflash checkpoint verify FOLDER`."
         raise ArgumentError("checkpoint", expected="verify", got=got, remedy=remedy)
     parser = argparse.ArgumentParser(
-        "ringflash checkpoint verify", description="Compares checkpoints with what was saved."
+        "ringflash checkpoint verify", description="Compares checkpoints with what was saved.", allow_abbrev=False
     )
     parser.add_argument(
         "folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints; at a URL the newest one"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import ringflash as rf
-from ringflash.errors import ConfigError
+from ringflash.errors import ConfigError, StateError
 from ringflash.train.callbacks.nonfinite import NonFinite, StepResult
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.callbacks.progress import RingProgressBar
@@ -187,7 +187,8 @@ class RingModule(pl.LightningModule, ABC):
     def decoder(self) -> Any:
         """The model; available after `configure_model` has run."""
         if self._decoder is None:
-            raise RuntimeError("The decoder exists only after configure_model.")
+            remedy = "Read it only after that: in `setup` or a later hook."
+            raise StateError("decoder", expected="a module after configure_model", got="one before it", remedy=remedy)
         return self._decoder
 
     @property

@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench hops", description="Measures the forward of a hop by its role.")
+    parser = argparse.ArgumentParser(
+        "ringflash bench hops", description="Measures the forward of a hop by its role.", allow_abbrev=False
+    )
     add_options(parser, FULL, "4096 to 32768, doubling")
     add_shared(parser, backend="auto", tokens=Described(str(FULL["tokens"])))
     return parser

@@ -61,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench host", description="Measures the host time of warm calls.")
+    parser = argparse.ArgumentParser(
+        "ringflash bench host", description="Measures the host time of warm calls.", allow_abbrev=False
+    )
     add_options(parser, GPU, "128 512 1024 2048")
     parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
     return parser

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench kernels", description=DESCRIPTION)
+    parser = argparse.ArgumentParser("ringflash bench kernels", description=DESCRIPTION, allow_abbrev=False)
     add_options(parser, FULL, "512 to 131072, doubling")
     add_shared(parser, "peers", "png", masks=[*MASKS], tokens=Described(str(FULL["tokens"])))
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")

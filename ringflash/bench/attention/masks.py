@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench masks", description=DESCRIPTION)
+    parser = argparse.ArgumentParser("ringflash bench masks", description=DESCRIPTION, allow_abbrev=False)
     add_options(parser, FULL, "32768")
     told: dict[str, Any] = {name: Described(str(FULL[name])) for name in ("window_left", "num_documents")}
     add_shared(parser, "peers", backend="auto", **told)

@@ -214,7 +214,7 @@ def draw(name: str, records: Path, to: Path) -> Path:
 
 def main() -> None:
     """Draws every picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("records", type=Path, help="docs/benchmarks")
     parser.add_argument("to", type=Path, help="the folder of the pictures")
     args = parser.parse_args()

@@ -100,16 +100,23 @@ def _scaling_curves(ax: Any, rows: Rows, key: str, length: Any) -> None:
             ax.plot(*zip(*points, strict=True), "o-", ms=3.5, label=short(tokens))
 
 
+def _contender(row: Mapping[str, Any]) -> str:
+    linears = row.get("linears", "compute")
+    return row["name"] if linears == "compute" else f"{row['name']}, {linears}"
+
+
 def draw_training(path: Path, rows: Rows, device: str) -> None:
     """Draws tokens/s a GPU over contexts to `path`, with a panel for each shape and a curve for each contender.
 
+    A contender with float8 linear layers has a curve of its own.
+
     Failed rows are left out. Points are labelled with their MFU.
     """
-    shapes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "name"))
+    shapes, names = list(dict.fromkeys(row["shape"] for row in rows)), list(dict.fromkeys(map(_contender, rows)))
     with picture(path, (1.0 + 5.0 * len(shapes), 4.2)) as figure:
         for ax, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
             for name in names:
-                shown = [r for r in rows if r["shape"] == shape and r["name"] == name and "failed" not in r]
+                shown = [r for r in rows if r["shape"] == shape and _contender(r) == name and "failed" not in r]
                 points = sorted((row["context"], row["tokens_per_second_per_gpu"]) for row in shown)
                 if points:
                     ax.plot(*zip(*points, strict=True), "o-", ms=4, color=f"C{names.index(name)}", label=name)

@@ -108,7 +108,7 @@ def trace_bytes(trace: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one pass once under a profiler. `measure` starts it in a process of its own."""
-    parser = argparse.ArgumentParser("ringflash.bench.common.profiler")
+    parser = argparse.ArgumentParser("ringflash.bench.common.profiler", allow_abbrev=False)
     parser.add_argument("sizes", type=int, nargs=6, help="batch, seqlen, nheads, nheads_kv, headdim, causal")
     parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--pass", dest="what", choices=PASSES, required=True)

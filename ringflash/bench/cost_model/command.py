@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "ringflash bench model", description="Predicts causal ring attention from figures of the machine; runs nothing."
+        "ringflash bench model",
+        description="Predicts causal ring attention from figures of the machine; runs nothing.",
+        allow_abbrev=False,
     )
     default = " (default: %(default)s)"
     add = parser.add_argument

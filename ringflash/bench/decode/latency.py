@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench decode", description="Measures flash_decode beside its peers.")
+    parser = argparse.ArgumentParser(
+        "ringflash bench decode", description="Measures flash_decode beside its peers.", allow_abbrev=False
+    )
     text = "lengths of the cache, in keys (default: 4096 to 131072, doubling)"
     parser.add_argument("--cache-seqlens", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--seqlen-q", type=int, metavar="N", default=1, help="new tokens (default: %(default)s)")

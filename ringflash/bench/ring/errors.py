@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Computes errors of rings against float64, by three ways to merge their hops."
-    parser = argparse.ArgumentParser("ringflash bench accuracy", description=description)
+    parser = argparse.ArgumentParser("ringflash bench accuracy", description=description, allow_abbrev=False)
     add_shared(parser, seqlen=Described("8192, on a CPU 512"), world_sizes=Described("1 to 64, doubling"))
     text = f"numbers of layers, measured on {DEPTH_RANKS} ranks (default: 1 to 32, doubling)"
     parser.add_argument("--layer-counts", type=int, nargs="+", metavar="N", help=text)

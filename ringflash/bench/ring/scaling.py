@@ -82,7 +82,7 @@ def default_counts(world_size: int) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "ringflash bench scaling", description="Measures ring_attention by length and GPUs."
+        "ringflash bench scaling", description="Measures ring_attention by length and GPUs.", allow_abbrev=False
     )
     ranks.add_options(parser)
     add_shared(parser, "png", world_sizes=Described("1, 2, 4 ... and all"), rounds=3)

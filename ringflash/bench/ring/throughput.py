@@ -102,7 +102,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench ring", description="Measures ring_attention beside its peers.")
+    parser = argparse.ArgumentParser(
+        "ringflash bench ring", description="Measures ring_attention beside its peers.", allow_abbrev=False
+    )
     ranks.add_options(parser)
     add_shared(parser, "window_left", "num_documents", "peers", rounds=5)
     parser.add_argument("--hops", default="auto", help="schedule, as ContextParallel.hops (default: %(default)s)")

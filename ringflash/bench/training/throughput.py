@@ -125,7 +125,9 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "ringflash bench training", description="Measures training steps on a ring, beside others' attention."
+        "ringflash bench training",
+        description="Measures training steps on a ring, beside others' attention.",
+        allow_abbrev=False,
     )
     lengths = [2**n for n in range(13, 18)]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--offload", action="store_true", help="ringflash keeps activations in the host's memory")
     choices, text = ("none", "block", "auto"), "what blocks keep: all, little, or all in as many blocks as fit"
     parser.add_argument("--activations", choices=choices, default="block", help=f"{text} (default: %(default)s)")
-    choices, text = get_args(LinearDtype), "float8 products (default: compute)"
+    choices, text = get_args(LinearDtype), "dtypes of linear layers, measured in turn (default: compute)"
     parser.add_argument("--linears", choices=choices, nargs="+", default=["compute"], help=text)
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
     return parser
@@ -253,4 +255,4 @@ def _print(rows: Sequence[dict[str, Any]], device: str) -> None:
         ("loss\nfirst, last", lambda row: ", ".join(f"{loss:.3f}" for loss in row["loss"]), ">"),
     ]
     title = f"Training steps of one sequence: {first['dtype']}, {how}, {device}"
-    print_table(title, columns, rows, "{shape}, {context}, {name}")
+    print_table(title, columns, rows, "{shape}, {context}, {name}, {linears}")

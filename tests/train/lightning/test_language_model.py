@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ringflash.errors import ArgumentError, ConfigError
+from ringflash.errors import ArgumentError, ConfigError, StateError
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
@@ -153,7 +153,7 @@ def test_a_context_longer_than_the_model_s(
 
 
 def test_before_configure_model() -> None:
-    with pytest.raises(RuntimeError, match="only after configure_model"):
+    with pytest.raises(StateError, match="a module after configure_model"):
         _ = LanguageModel(MODEL).decoder
 
 
