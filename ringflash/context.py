@@ -109,9 +109,9 @@ class ContextParallel(TokenMeans):
         group, mesh, grid = group_of(mesh_or_group)
         _check_schedule(hops, inner_ring, grid)
         deadline = deadline_of(group, timeout)
-        asked = ConnectRequest(group, transport, deadline, inner_ring is not None, fixed_lengths)
-        known = (each for each in _CONTEXTS.connections(Connection) if each.serves(asked))
-        connection = _CONTEXTS.shared(next(known, None), [group]) or connect(asked)
+        request = ConnectRequest(group, transport, deadline, inner_ring is not None, fixed_lengths)
+        known = (each for each in _CONTEXTS.connections(Connection) if each.serves(request))
+        connection = _CONTEXTS.shared(next(known, None), [group]) or connect(request)
         both = None
         if mesh is not None:
             heads = mesh.get_group(HEADS)

@@ -470,7 +470,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
 def reshard(model: torch.nn.Module) -> None:
     """Frees gathered weights.
 
-    After a forward without a backward those of the root and the head stay, and those of blocks that do not free them.
+    A forward without a backward leaves the root, the head, and blocks with `reshard_after_forward=False` gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

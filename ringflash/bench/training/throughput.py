@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, get_args
 
 import torch
@@ -90,7 +89,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     for shape in options.shapes:
         config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
         full: dict[tuple[str, str], int] = {}  # contender and linears: the context at which it ran out of memory
-        cells = itertools.product(sorted(options.seqlens), options.linears)
+        cells = product(sorted(options.seqlens), options.linears)
         for number, (seqlen, linears) in enumerate(cells):
             training = Training(
                 config,
