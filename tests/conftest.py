@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inhe
 torch.set_num_threads(1)  # several processes share the cores
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests import interpreter  # here, because it imports Triton
+    from tests.helpers import interpreter  # here, because it imports Triton
 
     interpreter.prepare()
 
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Tests of ranks that share one GPU get as many groups as there are turns on it. With `--dist loadgroup` the other
     workers then run other tests, where they would wait for a turn.
     """
-    from tests import one_gpu  # here, because it imports the library
+    from tests.helpers import one_gpu  # here, because it imports the library
 
     if one_gpu.GPUS == 1:
         # Files of such tests, and no others, import `one_gpu` as a module.

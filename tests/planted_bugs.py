@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.names import ROOT
+from tests.helpers.names import ROOT
 
 SUMMARY = "Plants known bugs in a copy of the tree and reports whether the tests notice them."
 COPIED = ("configs", "kernels", "pyproject.toml", "ringflash", "tests", "train")

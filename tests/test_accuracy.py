@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 
 
 @pytest.mark.parametrize("mask", [None, rf.Causal()])

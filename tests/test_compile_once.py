@@ -17,7 +17,7 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made a
 from triton.runtime.cache import get_cache_manager
 
 from ringflash.compile_once import Compilations, compile_once_a_host
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 KEY = "00" * 32
 FILE = "kernel.json"

@@ -15,8 +15,8 @@ from ringflash.dropout import kept, philox
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full
-from tests.accuracy import as_tensor
-from tests.distributed import run_ranks
+from tests.helpers.accuracy import as_tensor
+from tests.helpers.distributed import run_ranks
 
 WORD = 0xFFFFFFFF
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from tests import operators
-from tests.accuracy import Problem
+from tests.helpers import operators
+from tests.helpers.accuracy import Problem
+from tests.helpers.strategies import block_sparse
 from tests.ops.test_decode import Decoding
 from tests.ops.test_modes import MODES
-from tests.strategies import block_sparse
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 SEQLEN = 40  # two tiles, the last of them short

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import all_pairs
+from tests.helpers.pairs import all_pairs
 
 CHOICES = [("abc", range(3)), ("ab", range(3), "xyz", (True, False)), (range(10), "abcd", range(3), range(3), "xy")]
 

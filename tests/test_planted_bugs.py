@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.names import ROOT, is_defined
+from tests.helpers.names import ROOT, is_defined
 from tests.planted_bugs import PLANTS, Plant, failures, main
 
 REPORT = """<testsuites><testsuite>

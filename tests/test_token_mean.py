@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 VOCAB, SEQLEN, STEPS, MICRO_BATCHES = 23, 31, 2, 2
 LAYOUT = "contiguous"  # the rank that holds the prompt has no valid token

@@ -21,8 +21,8 @@ from torch.distributed import (
 
 import ringflash
 from ringflash import torch_private
-from tests.frames import frames_of
-from tests.private_names import is_private, private_imports
+from tests.helpers.frames import frames_of
+from tests.helpers.private_names import is_private, private_imports
 
 ROOT = Path(ringflash.__file__).parent
 

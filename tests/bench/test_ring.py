@@ -30,8 +30,8 @@ from ringflash.bench.ring import accuracy, peers, ring_flash_attn, scaling, seen
 from ringflash.bench.ring.throughput import Work, main
 from ringflash.errors import ArgumentError
 from tests.bench.exactness import largest_error
-from tests.distributed import run_ranks
-from tests.patience import PATIENCE
+from tests.helpers.distributed import run_ranks
+from tests.helpers.patience import PATIENCE
 
 SMALL = "--nheads 4 --nheads-kv 2 --headdim 16 --dtype float32 --rounds 1 --repeats 1"
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from ringflash.errors import ArgumentError
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import parameter_counts
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 SMALL = "--shapes tiny --peers --eager --steps 2 --warmup 1"
 

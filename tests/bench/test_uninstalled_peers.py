@@ -21,9 +21,9 @@ import ringflash as rf
 from ringflash.bench.attention.single import Unavailable
 from ringflash.bench.common.problem import Problem
 from ringflash.bench.ring import magi_attention, transformer_engine
-from tests.accuracy import as_tensor
 from tests.bench.exactness import largest_error
-from tests.distributed import run_ranks
+from tests.helpers.accuracy import as_tensor
+from tests.helpers.distributed import run_ranks
 
 
 class _DotProductAttention:

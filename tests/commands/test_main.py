@@ -17,7 +17,7 @@ from ringflash import __version__
 from ringflash.commands import doctor
 from ringflash.commands.doctor import facts
 from ringflash.commands.main import main
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 
 def test_help_is_quick_to_come() -> None:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from tests.accuracy import Problem, as_tensor
-from tests.distributed import run_ranks
-from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
-from tests.patience import PATIENCE
+from tests.helpers.accuracy import Problem, as_tensor
+from tests.helpers.distributed import run_ranks
+from tests.helpers.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+from tests.helpers.patience import PATIENCE
 
 Counts = tuple[int, int, int]  # numbers of descriptors and threads, MiB of resident memory
 SLACK = (4, 4, 16)

@@ -26,9 +26,9 @@ from ringflash.coordination.failures import FailureReport, Faults, conclude
 from ringflash.coordination.watch import Watch
 from ringflash.errors import ArgumentError, PeerFailed, PeerLost, RankMismatch, RingTimeout
 from ringflash.ring.plan import Plan
-from tests.accuracy import Problem
-from tests.distributed import run_ranks
-from tests.faults import (
+from tests.helpers.accuracy import Problem
+from tests.helpers.distributed import run_ranks
+from tests.helpers.faults import (
     Outcome,
     call_ring,
     die,
@@ -38,7 +38,7 @@ from tests.faults import (
     run_to_their_ends,
     usual_seconds,
 )
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 WORLD = 3
 

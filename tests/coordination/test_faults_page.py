@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.names import ROOT, is_defined
+from tests.helpers.names import ROOT, is_defined
 
 ROW = re.compile(r"\| (\d+) \| (.+?) \| (.+?) \| (.*) \|")
 ROWS = [

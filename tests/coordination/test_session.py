@@ -11,7 +11,7 @@ from ringflash.coordination.session import _MAX_CALLS, ControlPlane
 from ringflash.coordination.words import KEPT, GlooWords
 from ringflash.errors import RingflashError
 from ringflash.transport.connect import _introduce, _own_gloo
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 CALL = {"operation": "attention", "seqlen": 8}
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ringflash.coordination import threads
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 # The thread of this program is nearly always in C++ code. If nothing waited for it, it would still run when the
 # interpreter ends, and would abort the process.

@@ -17,7 +17,7 @@ from ringflash.coordination.processes import together
 from ringflash.coordination.words import KEPT, WIDTH, GlooWords, Rows, SharedWords, Words
 from ringflash.errors import RingTimeout
 from tests.coordination.test_session import control_of_all
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 
 def _exchanges() -> list[str]:

@@ -20,7 +20,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError, RingflashError
 from ringflash.integrations.transformers.mask import Asked, describe
 from ringflash.integrations.transformers.positions import on_host, resolve_mask
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.integrations.transformers.rope import largest_position, rotary_modules
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.integrations.hf_families import model_of
 from tests.integrations.test_hf import FAMILIES, SEQLEN, by_name, relative, run, tokens
 

@@ -16,9 +16,9 @@ from ringflash.kernels.select import _in_triton
 from ringflash.kernels.triton import backend
 from ringflash.kernels.triton.backend import TRITON
 from ringflash.masks import Full, Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
+from tests.helpers.strategies import block_sparse
 from tests.kernels.triton.test_backend import DEVICE, GPU, ROUNDING
-from tests.strategies import block_sparse
 
 PLAIN = ScoreConfig(softmax_scale=0.125)
 

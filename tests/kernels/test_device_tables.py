@@ -13,7 +13,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels import device_tables as tables
 from ringflash.kernels.device_tables import device_tables
 from ringflash.masks import Mask
-from tests.accuracy import Problem
+from tests.helpers.accuracy import Problem
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.triton.test_backend import DEVICE, GPU
 

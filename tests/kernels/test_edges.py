@@ -8,11 +8,11 @@ import torch
 
 import ringflash as rf
 from ringflash.masks import Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
+from tests.helpers.strategies import block_sparse
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.triton.test_backend import DEVICE, ROUNDING
 from tests.ops.test_decode import Decoding
-from tests.strategies import block_sparse
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in Triton's interpreter

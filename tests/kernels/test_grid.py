@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from tests.accuracy import Problem, assert_accurate_together
+from tests.helpers.accuracy import Problem, assert_accurate_together
 from tests.kernels.backends import GPU_BACKENDS
 from tests.kernels.triton.test_backend import DEVICE, GPU, ROUNDING
 

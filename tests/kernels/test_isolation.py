@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.masks import Mask, as_mask
-from tests.accuracy import Problem
+from tests.helpers.accuracy import Problem
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.ops.test_decode import FIVE, NINE, Decoding, visible
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import ringflash as rf
 from ringflash.kernels import c_launcher, launch
 from ringflash.kernels.launch import Launches, layout, statistics
-from tests.accuracy import Problem, as_tensor
+from tests.helpers.accuracy import Problem, as_tensor
 from tests.kernels.conftest import Compiled
 
 

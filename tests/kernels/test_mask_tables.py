@@ -27,7 +27,7 @@ from ringflash.kernels.mask_tables import (
 from ringflash.kernels.triton.schedule import Programs, make_programs
 from ringflash.layouts.layout import LAYOUTS, Chunk, make_layout, positions
 from ringflash.masks import Bitmap, Full, Mask
-from tests.strategies import masks, single_masks
+from tests.helpers.strategies import masks, single_masks
 
 SEQLEN = 90
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 listed = masks(SEQLEN).filter(lambda mask: mask.bitmap() is not None)
 
 
-# Strategies are made once, as in `tests.strategies`.
+# Strategies are made once, as in `tests.helpers.strategies`.
 layouts, ranks = st.sampled_from(LAYOUTS), [st.integers(0, world - 1) for world in range(1, 5)]
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import ringflash as rf
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
+from tests.helpers.strategies import block_sparse, masks
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.triton.test_backend import DEVICE, DTYPES, GPU, ROUNDING
-from tests.strategies import block_sparse, masks
 
 SEQLEN = 70
 INTERPRETED = settings(deadline=None, max_examples=100 if GPU else 4, suppress_health_check=[HealthCheck.too_slow])

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import ringflash as rf
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, as_tensor, assert_accurate, assert_accurate_together
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate, assert_accurate_together
+from tests.helpers.strategies import block_sparse, masks, modes
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 from tests.kernels.triton.test_backend import DEVICE, DTYPES, GPU, ROUNDING
 from tests.ops.test_modes import MODES
-from tests.strategies import block_sparse, masks, modes
 
 SEQLEN = 515 if GPU else 83
 # A mode takes seconds in the interpreter, so modes that share no code are tested together.

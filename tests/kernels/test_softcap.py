@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.triton.test_backend import DEVICE, DTYPES, ROUNDING
 
 MASKS = [None, rf.Causal() & rf.SlidingWindow(60)]

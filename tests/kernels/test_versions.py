@@ -9,7 +9,7 @@ from triton.experimental.gluon.language import _semantic
 
 import ringflash
 from ringflash.kernels import versions
-from tests.private_names import private_imports
+from tests.helpers.private_names import private_imports
 
 ROOT = Path(ringflash.__file__).parent
 PRIVATE = {

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.masks import Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
+from tests.helpers.strategies import block_sparse
 from tests.kernels.backends import GPU_BACKENDS
 from tests.ops.test_decode import FIVE, NINE, Decoding, assert_decoded
-from tests.strategies import block_sparse
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -11,7 +11,7 @@ from ringflash.layouts.balance import EVEN, balanced, critical_path, reaches
 from ringflash.layouts.cuts import joined
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Plan
-from tests.strategies import block_sparse
+from tests.helpers.strategies import block_sparse
 
 SEQLEN = 32768
 ALL_MOVE = 1.0  # fraction `moved` when every key moves to every other rank

@@ -13,7 +13,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS, MOST_STRIPES, STRIPE, Chunk, make_layout
 from ringflash.masks import Full, Mask
-from tests.strategies import masks
+from tests.helpers.strategies import masks
 
 layouts = st.sampled_from(LAYOUTS)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.masks import Bitmap, Full, Mask, as_mask, described, mask_from_spec, spec_of
-from tests.strategies import bitmap_masks, masks
+from tests.helpers.strategies import bitmap_masks, masks
 
 SEQLEN = 40
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import ringflash as rf
 from ringflash.masks import Mask
-from tests.strategies import block_sparse, masks
+from tests.helpers.strategies import block_sparse, masks
 
 SEQLEN = 60
 

@@ -14,7 +14,7 @@ from ringflash import reference
 from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
 
 MASKS = [None, rf.Causal()]
 LENGTHS = [(1, 1), (3, 3), (64, 128), (113, 203), (239, 1), (300, 256), (799, 3), (257, 1025)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from tests.accuracy import as_tensor
+from tests.helpers.accuracy import as_tensor
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

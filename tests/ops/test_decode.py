@@ -16,8 +16,8 @@ from ringflash import reference
 from ringflash.errors import ArgumentError, RankMismatch
 from ringflash.masks import Mask
 from ringflash.ops import decode_op
-from tests.accuracy import BARS, rms_of
-from tests.distributed import run_ranks
+from tests.helpers.accuracy import BARS, rms_of
+from tests.helpers.distributed import run_ranks
 
 NINE = (-1, 0, 1, 1, 2, 2, 3, 3, 4)
 FIVE = (-1, 0, 0, 1, -1)

@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
-from tests.accuracy import as_tensor
+from tests.helpers.accuracy import as_tensor
 
 # torch warns when its forward mode is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

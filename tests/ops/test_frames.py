@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from tests.frames import frames_of
+from tests.helpers.frames import frames_of
 
 
 def _flash_attention() -> Callable[[], object]:

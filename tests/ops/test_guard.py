@@ -18,8 +18,8 @@ from ringflash.errors import ArgumentError
 from ringflash.ops import attention, decode, decode_op, derivatives, ring_call
 from ringflash.ops.call import AttentionCall
 from ringflash.ring import tiles
-from tests.distributed import run_ranks
-from tests.faults import Outcome, call_ring, outcome_of, usual_seconds
+from tests.helpers.distributed import run_ranks
+from tests.helpers.faults import Outcome, call_ring, outcome_of, usual_seconds
 
 WORLD = 3
 DEADLINE = 25.0

@@ -13,9 +13,9 @@ import ringflash as rf
 from ringflash import reference
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
-from tests.accuracy import Problem, as_tensor, assert_accurate
-from tests.pairs import all_pairs
-from tests.strategies import masks, modes
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.pairs import all_pairs
+from tests.helpers.strategies import masks, modes
 
 SEQLEN = 70
 MODES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ import ringflash as rf
 from ringflash.errors import ArgumentError
 from ringflash.masks import Mask
 from ringflash.ring import schedule
-from tests.accuracy import as_tensor, rms_of
+from tests.helpers.accuracy import as_tensor, rms_of
 
 # torch 2.11 warns when its compiler is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")

@@ -16,7 +16,7 @@ from ringflash import recent_calls, reference
 from ringflash.errors import ArgumentError
 from ringflash.ops.attention import cache_info
 from ringflash.ops.prepared import key_of
-from tests.accuracy import as_tensor
+from tests.helpers.accuracy import as_tensor
 
 
 def _inputs(seqlen: int = 24, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

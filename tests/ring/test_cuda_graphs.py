@@ -19,7 +19,7 @@ from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.ring import cuda_graphs
 from ringflash.ring.cuda_graphs import GraphCache, _by_dtype, _Memory
 from ringflash.torch_private import copy_each
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")

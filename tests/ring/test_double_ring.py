@@ -18,10 +18,10 @@ from ringflash.ops import ring_call
 from ringflash.ring.plan import Kind, Plan
 from ringflash.transport.base import FAR, Message
 from ringflash.transport.local import LocalNetwork, LocalTransport
-from tests.accuracy import Problem, assert_accurate
-from tests.pairs import all_pairs
+from tests.helpers.accuracy import Problem, assert_accurate
+from tests.helpers.pairs import all_pairs
+from tests.helpers.strategies import masks, modes
 from tests.ring.test_planners import meets, transfer_at
-from tests.strategies import masks, modes
 
 SIZES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2), (3, 1), (4, 4)]  # (ring, inner ring)
 MASKS = {

@@ -23,11 +23,11 @@ from ringflash.ring.gathered_plan import receives_at_most
 from ringflash.ring.plan import Plan, Transfer
 from ringflash.transport.base import Message, Slot, Span
 from ringflash.transport.local import LocalTransport
-from tests.accuracy import Problem, as_tensor, assert_accurate
-from tests.distributed import run_ranks
-from tests.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
-from tests.pairs import all_pairs
-from tests.strategies import block_sparse, masks, modes
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.distributed import run_ranks
+from tests.helpers.faults import Outcome, call_ring, outcome_of, planted, raise_out_of_memory
+from tests.helpers.pairs import all_pairs
+from tests.helpers.strategies import block_sparse, masks, modes
 
 SEQLEN = 61
 MASKS: dict[str, Mask | None] = {

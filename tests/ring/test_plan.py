@@ -10,8 +10,8 @@ from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Kind, Plan
+from tests.helpers.strategies import block_sparse, masks
 from tests.ring.test_planners import meets, transfer_at
-from tests.strategies import block_sparse, masks
 
 SEQLEN = 37
 MASKS = [

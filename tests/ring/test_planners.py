@@ -13,7 +13,7 @@ import ringflash as rf
 from ringflash.layouts.layout import LAYOUTS, Chunk, positions
 from ringflash.masks import Full, Mask
 from ringflash.ring.plan import Batch, Kind, Plan, Transfer
-from tests.strategies import block_sparse
+from tests.helpers.strategies import block_sparse
 
 SEQLEN = 37
 MASKS = [

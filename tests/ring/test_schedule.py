@@ -15,10 +15,10 @@ from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from ringflash.ring import buffers
 from ringflash.transport.base import Slot
-from tests.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
-from tests.distributed import run_ranks
-from tests.pairs import all_pairs
-from tests.strategies import block_sparse
+from tests.helpers.accuracy import NAMES, Problem, as_tensor, assert_accurate, rms_of
+from tests.helpers.distributed import run_ranks
+from tests.helpers.pairs import all_pairs
+from tests.helpers.strategies import block_sparse
 
 MASKS = [None, rf.Causal()]
 SEQLEN = 61

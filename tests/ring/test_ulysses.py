@@ -15,8 +15,8 @@ from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Mask
 from ringflash.ring.ulysses import HeadSplit
-from tests.accuracy import Problem, as_tensor, assert_accurate, rms_of
-from tests.strategies import masks, modes
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate, rms_of
+from tests.helpers.strategies import masks, modes
 
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (1, 4), (2, 4)]  # ring x heads
 HEADS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]

@@ -14,7 +14,7 @@ from ringflash.kernels.eager.backend import EAGER
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
 from ringflash.state import LN2, LOG2E
-from tests.accuracy import as_tensor
+from tests.helpers.accuracy import as_tensor
 
 # One query over two tiles of four keys, softmax_scale 1.
 Q = [1.0, 0, 2, 1]

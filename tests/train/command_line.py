@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from tests.ports import unused_port
-from tests.programs import inherited
+from tests.helpers.ports import unused_port
+from tests.helpers.programs import inherited
 
 CONFIG: dict[str, Any] = {
     "model": {

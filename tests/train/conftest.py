@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import registry
 
 from ringflash.train.models.decoder import Decoder
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.conversations import prepare_conversations, train_on_conversations
 from tests.train.runs import MODEL, Outcome, Run, attempt, train
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import registry
 
-from tests import one_gpu
+from tests.helpers import one_gpu
 
 # Each of Lightning's Trainers looks for callbacks in the metadata of all installed packages.
 kept = cache(entry_points)

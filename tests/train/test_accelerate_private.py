@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import ringflash
 from ringflash.errors import ConfigError
 from ringflash.train import accelerate_private
-from tests.distributed import run_ranks
-from tests.private_names import private_imports
+from tests.helpers.distributed import run_ranks
+from tests.helpers.private_names import private_imports
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ringflash
-from tests.patience import PATIENCE
-from tests.programs import output_of
+from tests.helpers.patience import PATIENCE
+from tests.helpers.programs import output_of
 
 EXAMPLES = Path(ringflash.__file__).parents[1] / "docs" / "examples"
 

@@ -25,8 +25,8 @@ import ringflash
 from ringflash.train import lightning_private
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.distributed import run_ranks
-from tests.private_names import is_private, private_imports
+from tests.helpers.distributed import run_ranks
+from tests.helpers.private_names import is_private, private_imports
 from tests.train.lightning.test_synchronisations import trained
 from tests.train.runs import MODEL, Run
 

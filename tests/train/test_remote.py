@@ -22,7 +22,7 @@ from ringflash.train.data.corpus import load_corpus
 from ringflash.train.data.prepare import Recipe, prepare
 from ringflash.train.data.tokenizer import RUN_FOLDER, Tokenizer
 from ringflash.train.remote import RemoteCopy, check_remote, fetch, fetched, newest_at, whole_url
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.callbacks.test_checkpointing import Fitted, fit
 
 ROOT = Path(__file__).parents[2]

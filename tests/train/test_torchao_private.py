@@ -39,7 +39,7 @@ from ringflash.train.torchao_private import (
     make_adamw_8bit,
     use_float8,
 )
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as TransformersRun
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.models.test_memory import LLAMA_8B, WIDE, kept_bytes

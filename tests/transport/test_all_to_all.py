@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, RankMismatch
-from tests.accuracy import Problem
-from tests.distributed import run_ranks
+from tests.helpers.accuracy import Problem
+from tests.helpers.distributed import run_ranks
 
 PROBLEMS = [
     Problem.random(seqlen=37, heads=(4, 2), dtype=torch.float64, mask=rf.Causal(), dropout=rf.Dropout(0.1, seed=3)),

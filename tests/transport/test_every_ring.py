@@ -12,12 +12,12 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.layouts.layout import LAYOUTS
 from ringflash.masks import Full, Mask
-from tests import one_gpu
-from tests.accuracy import Problem, as_tensor, assert_accurate
-from tests.distributed import run_ranks
+from tests.helpers import one_gpu
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.distributed import run_ranks
+from tests.helpers.pairs import all_pairs
+from tests.helpers.strategies import block_sparse
 from tests.kernels.triton.test_backend import ROUNDING
-from tests.pairs import all_pairs
-from tests.strategies import block_sparse
 
 ON_GPUS = one_gpu.GPUS > 0
 WORLDS = one_gpu.WORLDS if ON_GPUS else [2, 3]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import ringflash as rf
 from ringflash.ring.cuda_graphs import UNASKED
-from tests import one_gpu
-from tests.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
+from tests.helpers import one_gpu
+from tests.helpers.faults import Outcome, call_ring, die, outcome_of, planted, raise_out_of_memory, run_to_their_ends
 
 pytestmark = pytest.mark.skipif(one_gpu.GPUS == 0, reason="needs a GPU")
 WORLDS = one_gpu.WORLDS if one_gpu.GPUS == 1 else [2]

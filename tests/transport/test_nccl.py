@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringflash as rf
-from tests.accuracy import Problem, as_tensor, assert_accurate
-from tests.distributed import run_ranks
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.distributed import run_ranks
 from tests.kernels.triton.test_backend import ROUNDING
 
 GPUS = torch.cuda.device_count()

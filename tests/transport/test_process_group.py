@@ -17,9 +17,9 @@ from ringflash.ops.ring_call import RingCall, call_of
 from ringflash.ring.cuda_graphs import GraphCache
 from ringflash.transport.base import Message, Span
 from ringflash.transport.nccl import in_order
-from tests.accuracy import Problem, as_tensor, assert_accurate
-from tests.distributed import RankFailure, run_ranks, try_ranks
-from tests.faults import Outcome, outcome_of
+from tests.helpers.accuracy import Problem, as_tensor, assert_accurate
+from tests.helpers.distributed import RankFailure, run_ranks, try_ranks
+from tests.helpers.faults import Outcome, outcome_of
 
 PROBLEMS = [
     Problem.random(seqlen=seqlen, dtype=dtype, mask=mask, batch=1)

@@ -15,9 +15,9 @@ from ringflash import torch_private
 from ringflash.errors import ArgumentError
 from ringflash.ring import cuda_graphs, schedule, tiles
 from ringflash.transport import rendezvous
-from tests import one_gpu
-from tests.accuracy import Problem, as_tensor
-from tests.distributed import run_ranks
+from tests.helpers import one_gpu
+from tests.helpers.accuracy import Problem, as_tensor
+from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(one_gpu.GPUS == 0, reason="needs a GPU")
 WORLDS = one_gpu.WORLDS

@@ -19,7 +19,7 @@ from ringflash.kernels.aot import record
 from ringflash.kernels.aot.cases import DTYPES, LAUNCHES, MASKS, MODES, cases
 from ringflash.kernels.aot.compiler import Usage, parse_ptxas
 from ringflash.kernels.aot.record import HOPPER_SPILLS, Record, compare, forgotten, over_limit, read, spilling, write
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 from tests.test_imports import ALLOWED
 
 LOG = """

@@ -19,7 +19,7 @@ from ringflash.kernels.triton.backend import TRITON, TritonBackend
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
 from ringflash.state import AttentionState
-from tests.strategies import block_sparse
+from tests.helpers.strategies import block_sparse
 
 CPU = torch.device("cpu")
 SEQLEN = 48

@@ -15,7 +15,7 @@ from ringflash.kernels.hopper.config import dq_tile
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full
-from tests.accuracy import Problem
+from tests.helpers.accuracy import Problem
 from tests.kernels.backends import GPU_BACKENDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

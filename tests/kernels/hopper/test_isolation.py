@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.masks import Mask, as_mask
-from tests.accuracy import Problem
+from tests.helpers.accuracy import Problem
 from tests.kernels.backends import GPU_BACKENDS
 
 pytestmark = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")

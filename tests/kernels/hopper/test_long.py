@@ -10,7 +10,7 @@ from ringflash.kernels.hopper.config import LONG_VISITS, forward_config
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.backends import GPU_BACKENDS
 
 CASES = [(6500, rf.Causal()), (9000, rf.Causal() & rf.SlidingWindow(4000, 0)), (6500, rf.KeyPadding([6400]))]

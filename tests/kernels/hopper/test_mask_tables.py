@@ -12,7 +12,7 @@ import ringflash as rf
 from ringflash.kernels.hopper.mask_tables import Intervals, are_ascending, intervals
 from ringflash.layouts.layout import LAYOUTS, Chunk, make_layout, positions
 from ringflash.masks import Full, Mask
-from tests.strategies import masks
+from tests.helpers.strategies import masks
 
 SEQLEN = 203
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ MASKS: list[Mask] = [
 interval_masks = masks(SEQLEN).filter(lambda mask: mask.bitmap() is None)
 
 
-# Strategies are made once, as in `tests.strategies`.
+# Strategies are made once, as in `tests.helpers.strategies`.
 layouts, ranks = st.sampled_from(LAYOUTS), [st.integers(0, world - 1) for world in range(1, 5)]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from tests.accuracy import Problem
+from tests.helpers.accuracy import Problem
 from tests.kernels.backends import GPU_BACKENDS
 
 pytestmark = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")

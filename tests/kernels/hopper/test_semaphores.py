@@ -7,7 +7,7 @@ import ringflash as rf
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.backends import GPU_BACKENDS
 
 NEEDS_SM_90 = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")

@@ -5,7 +5,7 @@ import torch
 
 import ringflash as rf
 from ringflash.masks import Mask
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.backends import GPU_BACKENDS
 
 pytestmark = pytest.mark.skipif("hopper" not in GPU_BACKENDS, reason="needs sm_90")

@@ -8,7 +8,7 @@ import torch
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from tests.accuracy import Problem, assert_accurate
+from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.backends import DTYPE_OF, GPU_BACKENDS
 
 GPU = torch.cuda.is_available()

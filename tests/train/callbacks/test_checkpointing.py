@@ -35,7 +35,7 @@ from ringflash.train.lightning.preemption import Preemption
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.loss import TokenLosses
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.runs import whole
 
 pytestmark = pytest.mark.xdist_group("checkpointing")

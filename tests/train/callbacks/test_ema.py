@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ringflash.errors import ConfigError
 from ringflash.train.callbacks.ema import ExponentialMovingAverage
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.test_token_mean import make_batches, make_model
 from tests.train.lightning.test_user_modules import UserModule, quiet
 from tests.train.runs import whole

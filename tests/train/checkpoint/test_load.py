@@ -29,7 +29,7 @@ from ringflash.train.checkpoint.load import load, load_decoder
 from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, Keep, locate, verify
 from ringflash.train.checkpoint.safe_reader import SafeReader
 from ringflash.train.checkpoint.save import save
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.conftest import Worlds
 from tests.train.runs import MODEL, Outcome
 

@@ -21,8 +21,8 @@ from ringflash.train.checkpoint import save as saving
 from ringflash.train.checkpoint.manifest import complete_in, partial_of, verify
 from ringflash.train.checkpoint.safe_reader import SafeReader
 from ringflash.train.checkpoint.save import Progress, SaveOptions, Saver
-from tests.distributed import run_ranks
-from tests.faults import Outcome, outcome_of, run_to_their_ends
+from tests.helpers.distributed import run_ranks
+from tests.helpers.faults import Outcome, outcome_of, run_to_their_ends
 
 
 def die(*args: Any) -> None:

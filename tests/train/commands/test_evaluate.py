@@ -34,7 +34,7 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 

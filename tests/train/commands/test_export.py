@@ -21,7 +21,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.generate import Sampling, continue_prompts
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.data.corpora import write_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from ringflash.commands.main import main
-from tests.programs import output_of
+from tests.helpers.programs import output_of
 from tests.train.command_line import COMMAND, CONFIG, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.

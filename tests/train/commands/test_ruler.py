@@ -28,7 +28,7 @@ from ringflash.train.data.chat import Chat
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.models.config import ModelConfig, RopeScaling
 from ringflash.train.models.decoder import Decoder
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.data.chats import write_chat_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ruler")

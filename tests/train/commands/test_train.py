@@ -21,9 +21,9 @@ from ringflash.commands.main import main
 from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.checkpoint.manifest import verify
 from ringflash.train.commands import train
-from tests.patience import PATIENCE
-from tests.ports import unused_port
-from tests.programs import Finished, run_program, start_program
+from tests.helpers.patience import PATIENCE
+from tests.helpers.ports import unused_port
+from tests.helpers.programs import Finished, run_program, start_program
 from tests.train.command_line import COMMAND, CONFIG, write_config
 
 # Lightning calls a jsonargparse method by its deprecated name.

@@ -16,7 +16,7 @@ from ringflash.train.data.module import TextDataModule
 from ringflash.train.data.prepare import Recipe, prepare
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.data.corpora import learnt_files, write_lines, write_tokenizer
 
 TEXT = "".join(chr(33 + i % 90) for i in range(1000))

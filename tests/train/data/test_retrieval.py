@@ -37,7 +37,7 @@ from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 TASK = RetrievalTask(32)
 CONFIG = ModelConfig(vocab_size=32, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)

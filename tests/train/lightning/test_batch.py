@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError, RingflashError
 from ringflash.train.lightning.batch import agree_on_batch, check_batch, check_tokens, cut_keys, document_positions
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 
 def ids(*shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype
 from ringflash.train.models.config import ModelConfig
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train import runs
 from tests.train.conftest import OF_ANY_SIZE, RUNS, Worlds
 from tests.train.runs import Outcome, Run, attempt, sequences, train

@@ -17,7 +17,7 @@ from ringflash.train.data.module import TextDataModule
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.models.config import RopeScaling
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.conftest import RUNS, Worlds
 from tests.train.runs import MODEL, Data, Outcome, Recorded, Run
 

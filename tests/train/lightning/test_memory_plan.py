@@ -24,7 +24,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.budget import plan_activations, with_margin
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as TransformersRun
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.runs import MODEL, Data, Outcome, Recorded, Run, attempt, train, whole

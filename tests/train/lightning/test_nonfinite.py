@@ -18,7 +18,7 @@ from ringflash.train.callbacks.nonfinite import NonFinite, NonFiniteError, StepR
 from ringflash.train.lightning import ring_module
 from ringflash.train.lightning.optimizer import OptimizerConfig, can_skip_on_device, make_adamw
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_synchronisations import Fused, trained
 from tests.train.runs import MODEL, Run
 

@@ -18,7 +18,7 @@ from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.preemption import Preemption
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_user_modules import quiet
 from tests.train.runs import MODEL, sequences, whole
 from tests.train.runs import Run as Sequences

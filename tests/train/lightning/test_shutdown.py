@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("shutdown")
 

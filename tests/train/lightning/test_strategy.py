@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from ringflash.compile_once import Compilations
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes, sum_gradients
-from tests.distributed import run_ranks
-from tests.ports import unused_port
-from tests.programs import run_program
+from tests.helpers.distributed import run_ranks
+from tests.helpers.ports import unused_port
+from tests.helpers.programs import run_program
 from tests.train.runs import Run, sequences, train, train_alone
 
 Size = Literal["auto"] | int

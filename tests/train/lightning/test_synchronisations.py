@@ -27,7 +27,7 @@ from ringflash.train.lightning.preemption import Preemption
 from ringflash.train.lightning.ring_module import RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_model import TransformersModel
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.runs import MODEL, Data, Run
 from tests.train.synchronisations import Synchronisations
 

@@ -25,7 +25,7 @@ from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.weights.tensor_files import TensorFiles
 from ringflash.train.weights.transformers_weights import NotInParts, check_in_parts
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.runs import whole
 
 transformers = pytest.importorskip("transformers")

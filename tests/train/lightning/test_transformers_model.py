@@ -28,7 +28,7 @@ from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.loss import count_valid, token_losses
 from ringflash.train.models.memory import TrainingShape, estimate_memory
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.runs import SEQLEN, Outcome, sequences, whole
 from tests.train.runs import Run as Sequences
 

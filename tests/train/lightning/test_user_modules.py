@@ -27,7 +27,7 @@ import ringflash as rf
 from ringflash.errors import ConfigError, RingflashError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, sum_gradients
 from ringflash.train.lightning.user_modules import WatchedBatch
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.test_token_mean import TinyModel, alone, make_batches, make_model
 
 

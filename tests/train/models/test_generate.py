@@ -9,7 +9,7 @@ from ringflash.errors import ArgumentError
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.generate import Sampling, continue_prompts
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 CONFIG = ModelConfig(vocab_size=31, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48)
 PROMPT = torch.tensor([3, 1, 4, 1, 5])

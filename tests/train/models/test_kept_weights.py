@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_model import TransformersModel
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.runs import Run as Sequences
 from tests.train.runs import sequences

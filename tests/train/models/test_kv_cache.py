@@ -16,7 +16,7 @@ from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.generate import Sampling, continue_prompts
 from ringflash.train.models.kv_cache import KVCache
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.xdist_group("cache")
 

@@ -12,7 +12,7 @@ from ringflash.errors import ArgumentError
 from ringflash.train.models import linear_loss
 from ringflash.train.models.linear_loss import chunk_rows, linear_token_loss
 from ringflash.train.models.loss import token_losses
-from tests.accuracy import rms_of
+from tests.helpers.accuracy import rms_of
 
 VOCAB, DIM = 19, 8
 

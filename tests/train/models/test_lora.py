@@ -29,7 +29,7 @@ from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.adapter_folder import load_adapter
 from ringflash.train.models.lora import Lora, add_adapters, check_base, digest_of, is_adapter
 from ringflash.train.models.loss import count_valid, token_losses
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.runs import Outcome, sequences, whole

@@ -33,7 +33,7 @@ from ringflash.train.models.huggingface import read_config
 from ringflash.train.models.loss import count_valid, token_losses
 from ringflash.train.models.weights import Weights
 from ringflash.train.weights.tensor_files import COMPARED_ROWS, SINGLE, TensorFiles, local_part
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.runs import SEQLEN, Data, Run, sequences, whole
 
 CONFIG = ModelConfig(

@@ -21,7 +21,7 @@ from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import TokenFiles
 from ringflash.train.preference.chat import PairChat
 from ringflash.train.preference.data import PreferenceDataModule
-from tests.programs import output_of
+from tests.helpers.programs import output_of
 from tests.train.command_line import COMMAND
 from tests.train.data.chats import MARKED, PLAIN, messages, write_chat_tokenizer, write_rows
 from tests.train.data.corpora import write_tokenizer

@@ -23,7 +23,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.lora import Lora, add_adapters, base_modules, is_adapter, without_adapters
 from ringflash.train.preference.module import DpoModel
 from ringflash.train.weights.nf4 import round_nf4
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.models.test_lora import fill_adapters

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 import ringflash.train
 from ringflash.errors import ArgumentError, ConfigError, PeerFailed, RankMismatch
 from ringflash.extras import MissingExtra
-from tests.distributed import run_ranks
-from tests.programs import OUTER
+from tests.helpers.distributed import run_ranks
+from tests.helpers.programs import OUTER
 from tests.train.trainer.runs import Outcome, Rows, Run, collate, make_trainer, train
 
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from ringflash.errors import ConfigError
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.trainer.runs import Rows, Run, collate, make_model
 
 pytest.importorskip("transformers")

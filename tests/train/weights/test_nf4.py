@@ -21,7 +21,7 @@ from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.lora import Lora, add_adapters, base_modules, digest_of, is_adapter
 from ringflash.train.models.memory import TrainingShape, estimate_memory
 from ringflash.train.weights.nf4 import NF4Linear, check_nf4, packed, round_nf4, store_nf4, unpacked
-from tests.distributed import run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.models.test_lora import FEW, Run, fill_adapters, fit_alone, logits_of, train

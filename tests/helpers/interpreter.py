@@ -19,7 +19,7 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests import operators
+from tests.helpers import operators
 
 TENSOR = ("handle", "shape", "numel", "type", "dtype")  # attributes of tensors
 

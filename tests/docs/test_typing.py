@@ -13,7 +13,7 @@ import pytest
 
 import ringflash
 import ringflash.train
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 ROOT = Path(ringflash.__file__).parents[1]
 

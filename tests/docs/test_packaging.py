@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import ringflash
-from tests.patience import PATIENCE
+from tests.helpers.patience import PATIENCE
 
 ROOT = Path(ringflash.__file__).parents[1]
 SKIPPED = ("__pycache__", "*.pyc", ".git", ".venv", "build", "dist", "*.egg-info", "runs", ".*_cache", ".hypothesis")

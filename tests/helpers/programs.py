@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import PRELOADED, PROCESSES
-from tests.patience import PATIENCE
-from tests.ports import unused_port
+from tests.helpers.distributed import PRELOADED, PROCESSES
+from tests.helpers.patience import PATIENCE
+from tests.helpers.ports import unused_port
 
 OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables of an enclosing distributed run
 

@@ -20,9 +20,9 @@ from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[repo
 
 import ringflash as rf
 from ringflash.ring import tiles
-from tests import distributed, one_gpu
-from tests.accuracy import Problem, as_tensor
-from tests.strict import make_warnings_errors
+from tests.helpers import distributed, one_gpu
+from tests.helpers.accuracy import Problem, as_tensor
+from tests.helpers.strict import make_warnings_errors
 
 
 @dataclass

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from tests import one_gpu
-from tests.strict import make_warnings_errors
+from tests.helpers import one_gpu
+from tests.helpers.strict import make_warnings_errors
 
 # The fork server imports these modules once for all ranks, so that a rank starts in milliseconds. Without
 # torch._dynamo in the list, the first call of an operator would import it, which takes seconds; ranks that train import

@@ -13,7 +13,7 @@ import pytest
 
 import ringflash
 from ringflash.commands.main import main
-from tests.programs import output_of_text
+from tests.helpers.programs import output_of_text
 
 ROOT = Path(ringflash.__file__).parents[1]
 README = ROOT / "README.md"

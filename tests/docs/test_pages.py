@@ -26,7 +26,7 @@ from ringflash.kernels.decode_step import sight_of
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.kernels.select import choose
 from ringflash.kernels.triton.backend import DTYPES as TRITON_DTYPES
-from tests.programs import output_of_text
+from tests.helpers.programs import output_of_text
 
 ROOT = Path(rf.__file__).parents[1]
 DOCS = ROOT / "docs"
