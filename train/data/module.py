@@ -68,6 +68,8 @@ class TextDataModule(pl.LightningDataModule):
         self.documents: Packing = documents
         self.seed, self.cache_dir, self._asked_val_fraction = seed, Path(cache_dir), val_fraction
         self._samples: tuple[TokenSamples, TokenSamples] | None = None
+        self._train_loader: ResumableLoader | None = None
+        self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     def prepare_data(self) -> None:
         """Encodes text, in one process of a machine."""
@@ -81,6 +83,7 @@ class TextDataModule(pl.LightningDataModule):
                 token ids, or its initial weights come from a folder with another tokenizer. Or no sample of
                 conversations has a token to learn.
         """
+        self._position = None
         tokens = load_corpus(self.sources, self.cache_dir)
         begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
         if begins_with is not None and not tokens.tokenizer.agrees_with(Path(begins_with)):
@@ -138,8 +141,13 @@ class TextDataModule(pl.LightningDataModule):
         return self._samples[1]
 
     def train_dataloader(self) -> ResumableLoader:
-        """Returns a loader that shuffles every epoch differently."""
-        return self._loader(self.train_samples(), shuffle=True)
+        """Returns a loader that shuffles every epoch differently, and begins after the batches of a checkpoint."""
+        loader = self._train_loader = self._loader(self.train_samples(), shuffle=True)
+        if self._position is not None:
+            # Lightning loads the state of a loader too, except where its own epoch has ended, as after max_epochs.
+            loader.start_after(self._position)
+            self._position = None
+        return loader
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
         """Returns a loader in order, or an empty list when nothing is held out."""
@@ -151,7 +159,11 @@ class TextDataModule(pl.LightningDataModule):
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that give a position in an epoch its meaning."""
+        """Returns the position in the training samples, and the settings that give the position its meaning."""
+        position = {} if self._train_loader is None else {"position": self._train_loader.state_dict()}
+        return self._settings() | position
+
+    def _settings(self) -> dict[str, Any]:
         return {
             "corpus": self.tokens.header.digest,
             "context_length": self.context_length,
@@ -161,8 +173,12 @@ class TextDataModule(pl.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises DataError when the checkpoint's position refers to other samples."""
-        now = self.state_dict()
+        """Takes the checkpoint's position, after which training continues.
+
+        Raises:
+            DataError: the position refers to other samples.
+        """
+        now = self._settings()
         differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
         if differing:
             raise DataError(
@@ -171,6 +187,7 @@ class TextDataModule(pl.LightningDataModule):
                 got=", ".join(differing),
                 remedy="Resume with the same data section; batch_size and the number of ranks may change.",
             )
+        self._position = state_dict.get("position")
 
     def _check_learnt(self, *, speak: bool) -> None:
         """Logs how many samples have no token to learn; their loss is 0 and has no weight.

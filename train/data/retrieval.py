@@ -242,6 +242,8 @@ class RetrievalDataModule(pl.LightningDataModule):
         self.first_length, self.double_every = first_length, double_every
         self.grid = Grid(tuple(val_lengths or (context_length,)), val_depths, val_rows, seed)
         self._task: RetrievalTask | None = None
+        self._train_loader: TrainingLoader | None = None
+        self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     @property
     def task(self) -> RetrievalTask:
@@ -260,13 +262,17 @@ class RetrievalDataModule(pl.LightningDataModule):
         if vocab_size is None:
             expected, got = "a LanguageModel, whose vocabulary the task is made for", "another module"
             raise ConfigError("model", expected=expected, got=got, remedy="Train a LanguageModel.")
-        self._task = RetrievalTask(vocab_size)
+        self._task, self._position = RetrievalTask(vocab_size), None
 
     def train_dataloader(self) -> TrainingLoader:
-        """Returns endless batches; an epoch has the number that the Trainer's max_steps need."""
+        """Returns endless batches after those of a checkpoint; an epoch has the number that max_steps needs."""
         rank, ranks = self._ranks()
         steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
-        return TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
+        loader = TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
+        if self._position is not None:  # Lightning leaves it out if its epoch has ended, as after max_time
+            loader.load_state_dict(self._position)
+        self._train_loader, self._position = loader, None
+        return loader
 
     def val_dataloader(self) -> MeasuringLoader:
         """Returns the held-out sequences, length by length and depth by depth."""
@@ -277,17 +283,25 @@ class RetrievalDataModule(pl.LightningDataModule):
     test_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that give the number of a batch its meaning."""
+        """Returns the number of batches so far, and the settings that give the number its meaning."""
+        return self._settings() | ({"position": self._train_loader.state_dict()} if self._train_loader else {})
+
+    def _settings(self) -> dict[str, int]:
         names = ("context_length", "batch_size", "first_length", "double_every", "seed")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises DataError when the checkpoint's batches were others."""
-        now = self.state_dict()
+        """Takes the checkpoint's number of batches, after which training continues.
+
+        Raises:
+            DataError: the checkpoint's batches were others.
+        """
+        now = self._settings()
         differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
         if differing:
             expected, remedy = "the sequences that the checkpoint was trained on", "Resume with the same data section."
             raise DataError("data", expected=expected, got=", ".join(differing), remedy=remedy)
+        self._position = state_dict.get("position")
 
     def _ranks(self) -> tuple[int, int]:
         given = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}

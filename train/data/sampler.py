@@ -65,7 +65,10 @@ class BatchSampler(DistributedSampler[list[int]]):
         self.consumed = self.batches_before = self.handed_out = 0
 
     def __len__(self) -> int:
-        """Returns the number of batches of the whole epoch, including those before this iteration."""
+        """Returns the number of batches from the start of the trainer's epoch to the end of the data set.
+
+        Those that a checkpoint counts as done are included.
+        """
         return self.batches_before + -(-(self.total - self.consumed) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,6 +89,8 @@ class BatchSampler(DistributedSampler[list[int]]):
             state = {"epoch": 0, "consumed": 0, "batches": 0}
         elif state["consumed"] == self.total:
             state = {"epoch": state["epoch"] + 1, "consumed": 0, "batches": 0}
+        elif self.handed_out:
+            state["batches"] = 0  # the trainer ended its epoch early, and counts the batches that are left from zero
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, int]:
@@ -106,18 +111,32 @@ class ResumableLoader(DataLoader[Any]):
         # The sampler yields whole batches, and the samples are slices of a mapped file, so workers would not be faster.
         super().__init__(samples, batch_size=None, sampler=sampler, num_workers=0)
         self.order = sampler
+        self._start: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.order.begin()
-        for batch in super().__iter__():
+        if self._start is not None:
+            self.load_state_dict(self._start)
+        self.order.begin()  # now and not at the first batch, because the trainer asks for the length before
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
             # Counts here and not in the sampler, because the loader may fetch from it in advance.
             self.order.handed_out += 1
             yield batch
 
+    def start_after(self, state: dict[str, int]) -> None:
+        """Makes the first iteration continue after the batches of `state`, as the first ones of the trainer's epoch.
+
+        Until then the length is that of a whole epoch, to which Lightning limits all later epochs.
+        """
+        self._start = state | {"batches": 0}
+
     def state_dict(self) -> dict[str, int]:
         """Returns `BatchSampler.state_dict`."""
-        return self.order.state_dict()
+        return self.order.state_dict() if self._start is None else self._start
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Calls `BatchSampler.load_state_dict`."""
+        self._start = None
         self.order.load_state_dict(state)

@@ -131,18 +131,20 @@ class Reader(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.seen.append(batch["input_ids"].tolist())
-        return self.weight * 0
+        return self.weight
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         raise AssertionError("not asked for")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def trainer(steps: int, **options: Any) -> pl.Trainer:
+def trainer(steps: int, *, max_epochs: int = -1, **options: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", max_steps=steps, max_epochs=-1, limit_val_batches=0, **quiet, **options)
+    return pl.Trainer(
+        accelerator="cpu", max_steps=steps, max_epochs=max_epochs, limit_val_batches=0, **quiet, **options
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
@@ -161,6 +163,38 @@ def test_training_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     epochs = [[row for batch in one.seen[start : start + 9] for row in batch] for start in (0, 9)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("first", [{"max_epochs": 1}, {"max_epochs": 2}, {"steps": 3}, {"steps": 9}, {"steps": 13}])
+@pytest.mark.parametrize("then", [{"max_epochs": 4}, {"steps": 21}])
+def test_training_resumes_however_it_ended(tmp_path: Path, first: dict[str, int], then: dict[str, int]) -> None:
+    one = Reader()
+    trainer(36, devices=1, enable_checkpointing=False).fit(one, module(tmp_path, batch_size=2))
+    readers = Reader(), Reader()
+    halfway = trainer(**{"steps": -1} | first, devices=1, enable_checkpointing=False)
+    halfway.fit(readers[0], module(tmp_path, batch_size=2))
+    halfway.save_checkpoint(tmp_path / "halfway.ckpt", weights_only=False)
+    second = trainer(**{"steps": -1} | then, devices=1, enable_checkpointing=False)
+    second.fit(readers[1], module(tmp_path, batch_size=2), ckpt_path=tmp_path / "halfway.ckpt", weights_only=False)
+    seen = readers[0].seen + readers[1].seen
+    assert readers[1].seen
+    assert seen == one.seen[: len(seen)]
+    assert readers[1].weight.item() == -len(seen)
+    if "steps" in then or "max_epochs" in first:
+        assert len(seen) == (21 if "steps" in then else 36)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("epochs", [2, 3, 4, 7])
+def test_parts_of_an_epoch_lose_no_gradient(tmp_path: Path, epochs: int) -> None:
+    reader = Reader()
+    options: dict[str, Any] = {"limit_train_batches": 4, "accumulate_grad_batches": 3}
+    trainer(-1, max_epochs=epochs, devices=1, enable_checkpointing=False, **options).fit(
+        reader, module(tmp_path, batch_size=2)
+    )
+    assert len(reader.seen) == {2: 8, 3: 9, 4: 13, 7: 22}[epochs]  # an epoch has 9 batches
+    assert 3 * reader.weight.item() == pytest.approx(-len(reader.seen), rel=1e-6)
 
 
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_sequences_grow_and_training_goes_on_where_it_was() -> None:
     again = data.train_dataloader()
     again.load_state_dict({"number": 4})
     assert all(torch.equal(x, batches[4][name]) for name, x in next(iter(again)).items())
+    assert again.number == 5
     data.load_state_dict(data.state_dict())
+    assert [data.train_dataloader().number for _ in range(2)] == [5, 0]  # only the run that resumes continues
     with pytest.raises(DataError, match=r"seed 9 \(now 0\)"):
         data.load_state_dict(data.state_dict() | {"seed": 9})
 
