@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ringflash as rf
+from ringflash.commands.picture import PictureFile
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.layouts.layout import LAYOUTS
 
@@ -66,7 +67,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "const": PRINTED,
         "help": "write the result as JSON to FILE; without FILE print it, which benchmarks do not",
     },
-    "png": {"type": Path, "metavar": "FILE", "help": "draw the figures there: a .png, .svg or .pdf"},
+    "png": {"action": PictureFile, "metavar": "FILE", "help": "draw the figures there: a .png, .svg or .pdf"},
     "to": {"type": Path, "metavar": "PATH", "help": "where to write the result"},
     "config": {"type": Path, "action": "append", "metavar": "FILE", "help": "configuration; several are merged"},
     "debug": _FLAG | {"help": "show tracebacks"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,22 @@ from ringflash import extras
 from ringflash.errors import ArgumentError
 
 
-def check_picture(flag: str, path: Path | None, example: str) -> None:
-    """Raises ArgumentError unless `path`, if it is given, has the suffix of a picture; `example` has one."""
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        remedy = f"Name it {example}."
-        raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=path, remedy=remedy)
-    if path is not None:
+class PictureFile(argparse.Action):
+    """Option for the file of a picture, which is checked before a command begins to measure.
+
+    Raises:
+        ArgumentError: the file has not the suffix of a picture.
+        MissingExtra: matplotlib is not installed.
+    """
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        """Stores the path."""
+        path, flag = Path(values), str(flag)
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            remedy = f"Name it {path.with_suffix('.png')}." if path.name else "Name a file."
+            raise ArgumentError(flag, expected="a .png, .svg or .pdf file", got=values, remedy=remedy)
         extras.require("plot", flag)
+        setattr(namespace, self.dest, path)
 
 
 @contextmanager

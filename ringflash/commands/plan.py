@@ -21,7 +21,6 @@ from rich.table import Table
 
 import ringflash as rf
 from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads
-from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
@@ -94,7 +93,6 @@ def _check(options: argparse.Namespace) -> None:
     check_at_least(options, positive, remedy="Pass a positive number.")
     check_heads(options)
     check_at_least(options, ["window_left", "window_right"], 0, remedy="Leave it out for no limit.")
-    check_picture("--png", options.png, "plan.png")
 
 
 def _mask(options: argparse.Namespace) -> Mask:

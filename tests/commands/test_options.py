@@ -104,6 +104,15 @@ def test_json_goes_to_a_file_or_is_printed(tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in found.parent.iterdir()] == ["file.json"]
 
 
+def test_pictures_are_checked_before_a_command_begins() -> None:
+    parser = ArgumentParser()
+    add_shared(parser, "png")
+    for name, remedy in (("loss.txt", "Name it loss.png"), ("plan", "Name it plan.png"), ("", "Name a file")):
+        with pytest.raises(ArgumentError, match=f"--png: expected a .png, .svg or .pdf file, got .*{remedy}"):
+            parser.parse_args(["--png", name])
+    assert parser.parse_args(["--png", "made/loss.svg"]).png == Path("made/loss.svg")
+
+
 def test_options_of_several_commands_are_the_shared_ones() -> None:
     several = {name for name, actions in options().items() if len(actions) > 1}
     assert several <= {f"--{name.replace('_', '-')}" for name in SHARED}

@@ -20,7 +20,6 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, check_at_least, put_json
-from ringflash.commands.picture import check_picture
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.callbacks.report_picture import draw_by_position
@@ -85,7 +84,6 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table, and writes the requested files; every rank of torchrun calls it."""
     options = _parser().parse_args(argv)
     check_at_least(options, ["max_samples"], remedy="Leave it out for all.")
-    check_picture("--png", options.png, "loss.png")
     with ranks(options.device) as (device, context):
         named, options.checkpoint = options.checkpoint, fetched(options.checkpoint, "--checkpoint")
         decoder, rest = load_decoder_and_rest(options.checkpoint, dtype=inference_dtype(device))
