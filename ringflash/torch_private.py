@@ -24,6 +24,7 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage] - torch documents it
     distributed_c10d,
 )
+from torch.optim import AdamW
 from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
@@ -94,6 +95,25 @@ tree_leaves = _pytree.tree_leaves
 """Returns the leaves of nested lists, tuples and dicts. torch has no public module for trees."""
 
 # Modules and tensors.
+
+
+class ShardAdamW(AdamW):
+    """AdamW that updates each rank's shards of DTensors as plain tensors, with the same bits.
+
+    For hundreds of small shards the dispatch of DTensors takes the host longer than all of their updates. States stay
+    DTensors, as a checkpoint needs them. No public method gives the lists of tensors between their making and the
+    update.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from torch.distributed.tensor import DTensor  # here, because attention alone needs none
+
+        is_complex = super()._init_group(group, *lists)
+        pairs = zip(*lists[:2], strict=True)  # parameters and their gradients
+        if all(isinstance(p, DTensor) and isinstance(g, DTensor) and p.placements == g.placements for p, g in pairs):
+            for tensors in lists:
+                tensors[:] = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        return is_complex
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

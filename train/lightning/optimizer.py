@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash.errors import ConfigError
+from ringflash.torch_private import ShardAdamW, multiply_each
 from ringflash.train.torchao_private import make_adamw_8bit
 
 DECAY_FRACTION = 0.1
@@ -125,7 +128,7 @@ def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Opti
     ]
     if config.state == "8bit":
         return make_adamw_8bit(groups, config.lr, config.betas)
-    return AdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
+    return ShardAdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
 
 
 class ConfiguredOptimizer:
@@ -170,9 +173,32 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def multiply_gradients(parameters: Iterable[Parameter], factor: Tensor) -> None:
+    """Multiplies the gradients of `parameters` by the scalar `factor`, which is rounded to their dtype.
+
+    Shards are multiplied as plain tensors: DTensors take the host much longer than the product.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            alike.setdefault((shard.device, shard.dtype), []).append(shard)
+    for (device, dtype), gradients in alike.items():
+        multiply_each(gradients, factor.to(device, dtype, non_blocking=True))
+
+
+@torch.no_grad()
+def clip_to_norm(parameters: Iterable[Parameter], largest: float, norm: Tensor) -> None:
+    """Scales gradients of the given norm to the norm `largest` if theirs is larger.
+
+    The bits are those of `torch.nn.utils.clip_grads_with_norm_`.
+    """
+    multiply_gradients(parameters, torch.clamp(largest / (norm + 1e-6), max=1.0))
+
+
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Returns whether `step_only_if` works with `optimizer`: torch's fused Adam and AdamW."""
-    return type(optimizer) in (Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in (Adam, AdamW, ShardAdamW) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def step_only_if(optimizer: Optimizer, flag: Tensor | None) -> None:

@@ -30,6 +30,7 @@ from ringflash.train.lightning.optimizer import (
     ConfiguredOptimizer,
     OptimizerConfig,
     can_skip_on_device,
+    clip_to_norm,
     make_adamw,
     parameters_of,
     step_only_if,
@@ -354,7 +355,7 @@ class RingModule(pl.LightningModule, ABC):
         if norm is None or not gradient_clip_val or gradient_clip_algorithm not in (None, "norm"):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
-            torch.nn.utils.clip_grads_with_norm_(parameters_of(optimizer), gradient_clip_val, norm)
+            clip_to_norm(parameters_of(optimizer), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model's configuration. Raises NonFiniteError as `on_before_optimizer_step` does."""

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError, StateError
-from ringflash.torch_private import multiply_each
 from ringflash.train.lightning import user_modules
 from ringflash.train.lightning.batch import (
     ADDED,
@@ -34,7 +33,7 @@ from ringflash.train.lightning.batch import (
     document_positions,
 )
 from ringflash.train.lightning.host_copies import pinned
-from ringflash.train.lightning.optimizer import parameters_of
+from ringflash.train.lightning.optimizer import multiply_gradients, parameters_of
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from ringflash.train.lightning.shutdown import Shutdown
@@ -381,13 +380,7 @@ class RingAttentionStrategy(ShardedStrategy):
         # A sum of the recorded counts, because an epoch's last window may hold fewer than `accumulate_grad_batches`.
         total = torch.stack(self._window_tokens).sum().clamp(min=1)
         share = self._first_count().double() / total
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), gradients in alike.items():
-            multiply_each(gradients, share.to(device, dtype, non_blocking=True))
+        multiply_gradients(parameters_of(optimizer), share)
 
 
 def _not_set_up(name: str) -> StateError:

@@ -1,15 +1,24 @@
-"""OptimizerConfig: schedules against their formulas, and options that they refuse."""
+"""OptimizerConfig: schedules against their formulas, and options that they refuse. Updates of shards."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
 from ringflash.errors import ConfigError
-from ringflash.train.lightning.optimizer import OptimizerConfig
+from ringflash.train.lightning.optimizer import OptimizerConfig, make_adamw
+from tests.helpers.distributed import run_ranks
 
 
 def test_cosine() -> None:
@@ -86,3 +95,41 @@ def test_impossible_schedules(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         OptimizerConfig(**arguments)
     assert raised.value.argument == field
+
+
+def _trained(kind: type[AdamW] | None, fused: bool) -> tuple[list[Tensor], list[type], set[type]]:
+    """Returns weights and moments after a few steps, the types of the states, and those that torch's update got."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 7), nn.Linear(7, 1), nn.Linear(1, 16))  # rows that two ranks share unevenly
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    made: Any = make_adamw(model.parameters(), OptimizerConfig(lr=0.01))
+    optimizer = (kind or type(made))(made.param_groups, fused=fused)
+    module: Any = import_module("torch.optim.adam")
+    updated, update = set[type](), module.adam
+
+    def seen(*lists: list[Tensor], **options: Any) -> None:
+        updated.update(type(x) for tensors in lists for x in tensors)
+        update(*lists, **options)
+
+    with mock.patch.object(module, "adam", seen):
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    moments: list[Any] = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    whole: list[Any] = [*model.parameters(), *moments]
+    return [x.full_tensor().detach() for x in whole], [type(x) for x in moments], updated
+
+
+def _both(fused: bool) -> list[Any]:
+    return [_trained(kind, fused) for kind in (None, AdamW)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_shards_are_updated_as_plain_tensors_with_the_bits_of_torch(fused: bool) -> None:
+    for (ours, states, updated), (usual, _, by_torch) in run_ranks(2, _both, fused):
+        assert all(torch.equal(x, y) for x, y in zip(ours, usual, strict=True))
+        assert {*states} == {DTensor}  # as checkpoints need them
+        assert DTensor in by_torch
+        assert not any(issubclass(kind, DTensor) for kind in updated)
