@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringflash.errors import CheckpointError, ConfigError
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError
 from ringflash.train.checkpoint.load import FOLDER, read_tensors
 from ringflash.train.checkpoint.save import SHARDED
 from ringflash.train.lightning.strategy import reshard
@@ -57,7 +57,13 @@ class ExponentialMovingAverage(Callback):
         """Runs the body with the averages as weights, for instance to evaluate or export them.
 
         A checkpoint that the Trainer saves in the body still holds the weights as the model's, beside the averages.
+
+        Raises:
+            ArgumentError: the averages are those of another module.
         """
+        if self._averaged is not None and self._averaged() is not pl_module:
+            expected, remedy = "the module whose weights were averaged", "Pass the module that was trained."
+            raise ArgumentError("pl_module", expected=expected, got=type(pl_module).__name__, remedy=remedy)
         self._swap_in(pl_module)
         try:
             yield
@@ -140,9 +146,12 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _swap_in(self, pl_module: pl.LightningModule) -> None:
-        """Replaces the weights with the averages, unless that was done; each call is followed by a `_swap_out`."""
+        """Replaces the weights with the averages, unless that was done; each call is followed by a `_swap_out`.
+
+        Another module than the one that was trained keeps its weights.
+        """
         self._swaps += 1
-        if not self._shadows or self._backups:
+        if not self._shadows or self._backups or self._averaged is None or self._averaged() is not pl_module:
             return
         reshard(pl_module)
         for name, parameter in _trained(pl_module):

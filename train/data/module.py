@@ -69,6 +69,7 @@ class TextDataModule(pl.LightningDataModule):
         self.seed, self.cache_dir, self._asked_val_fraction = seed, Path(cache_dir), val_fraction
         self._samples: tuple[TokenSamples, TokenSamples] | None = None
         self._train_loader: ResumableLoader | None = None
+        self._trained_by: pl.Trainer | None = None  # the trainer that the loader was made for
         self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     def prepare_data(self) -> None:
@@ -141,12 +142,17 @@ class TextDataModule(pl.LightningDataModule):
         return self._samples[1]
 
     def train_dataloader(self) -> ResumableLoader:
-        """Returns a loader that shuffles every epoch differently, and begins after the batches of a checkpoint."""
+        """Returns a loader that shuffles every epoch differently.
+
+        It begins after the batches of a checkpoint, or after those of an earlier loader of the same trainer.
+        """
+        if self._position is None and self._train_loader is not None and self._trained_by is self.trainer:
+            self._position = self._train_loader.state_dict()
         loader = self._train_loader = self._loader(self.train_samples(), shuffle=True)
         if self._position is not None:
             # Lightning loads the state of a loader too, except where its own epoch has ended, as after max_epochs.
             loader.start_after(self._position)
-            self._position = None
+        self._trained_by, self._position = self.trainer, None
         return loader
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:

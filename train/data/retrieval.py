@@ -243,6 +243,7 @@ class RetrievalDataModule(pl.LightningDataModule):
         self.grid = Grid(tuple(val_lengths or (context_length,)), val_depths, val_rows, seed)
         self._task: RetrievalTask | None = None
         self._train_loader: TrainingLoader | None = None
+        self._trained_by: pl.Trainer | None = None  # the trainer that the loader was made for
         self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     @property
@@ -265,13 +266,18 @@ class RetrievalDataModule(pl.LightningDataModule):
         self._task, self._position = RetrievalTask(vocab_size), None
 
     def train_dataloader(self) -> TrainingLoader:
-        """Returns endless batches after those of a checkpoint; an epoch has the number that max_steps needs."""
+        """Returns endless batches; an epoch has the number that max_steps needs.
+
+        They begin after the batches of a checkpoint, or after those of an earlier loader of the same trainer.
+        """
+        if self._position is None and self._train_loader is not None and self._trained_by is self.trainer:
+            self._position = self._train_loader.state_dict()
         rank, ranks = self._ranks()
         steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
         loader = TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
         if self._position is not None:  # Lightning leaves it out if its epoch has ended, as after max_time
             loader.load_state_dict(self._position)
-        self._train_loader, self._position = loader, None
+        self._train_loader, self._trained_by, self._position = loader, self.trainer, None
         return loader
 
     def val_dataloader(self) -> MeasuringLoader:

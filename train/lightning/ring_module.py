@@ -360,6 +360,10 @@ class RingModule(pl.LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the model's configuration. Raises NonFiniteError as `on_before_optimizer_step` does."""
         self._settle()
+        if self._window and self.trainer.is_global_zero:
+            text = "The checkpoint after step %d is inside an accumulation window, and has no gradients of its %d "
+            text += "micro-batches. A resumed run leaves them out: save and validate between windows."
+            log.warning(text, self.trainer.global_step, len(self._window))
         checkpoint["model_config"] = self.model_fields()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringflash.errors import ConfigError
+from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.callbacks.ema import ExponentialMovingAverage
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from tests.helpers.distributed import run_ranks
@@ -162,6 +162,19 @@ def test_a_validation_leaves_the_averages_of_the_code_around_it() -> None:
         assert torch.equal(module.line.weight, ema.averages["line.weight"])
     assert torch.equal(module.line.weight, weight)
     assert not torch.equal(module.line.weight, ema.averages["line.weight"])
+
+
+def test_another_module_keeps_its_weights() -> None:
+    ema = ExponentialMovingAverage(DECAY)
+    other: Any = Line()
+    trainer, weight = _trainer(ema, 3), whole(other.line.weight)
+    trainer.fit(Line())
+    seen: list[Tensor] = []
+    other.validation_step = lambda batch, batch_idx: seen.append(whole(other.line.weight))
+    trainer.validate(other, verbose=False)
+    assert torch.equal(seen[0], weight)
+    with pytest.raises(ArgumentError, match="pl_module: expected the module whose weights were averaged, got Line"):
+        ema.averaged(other).__enter__()
 
 
 def test_averages_of_a_checkpoint_follow_the_module_to_its_device() -> None:

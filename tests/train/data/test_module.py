@@ -197,6 +197,26 @@ def test_parts_of_an_epoch_lose_no_gradient(tmp_path: Path, epochs: int) -> None
     assert 3 * reader.weight.item() == pytest.approx(-len(reader.seen), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("limit", [None, 4])
+def test_loaders_of_one_trainer_continue(tmp_path: Path, limit: int | None) -> None:
+    """Checks a loader for each epoch, and a second fit. Another trainer begins with the first epoch."""
+    whole, reloaded, twice, other = (Reader() for _ in range(4))
+    options: dict[str, Any] = {"devices": 1, "enable_checkpointing": False, "limit_train_batches": limit}
+    trainer(-1, max_epochs=4, **options).fit(whole, module(tmp_path, batch_size=2))
+    reloading = trainer(-1, max_epochs=4, reload_dataloaders_every_n_epochs=1, **options)
+    reloading.fit(reloaded, module(tmp_path, batch_size=2))
+    assert reloaded.seen == whole.seen
+    data, again = module(tmp_path, batch_size=2), trainer(-1, max_epochs=1, **options)
+    again.fit(twice, data)
+    again.fit_loop.max_epochs = 4
+    again.fit(twice, data)
+    assert len(twice.seen) > 9
+    assert twice.seen == whole.seen[: len(twice.seen)]
+    trainer(-1, max_epochs=1, **options).fit(other, data)
+    assert other.seen == whole.seen[: len(other.seen)]
+
+
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size: expected at least 257, the ids of bytes, .* Set model"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=256), module(tmp_path))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -46,6 +48,18 @@ def test_accumulation_without_the_strategy() -> None:
     one = trainer(max_steps=1, accumulate_grad_batches=2, limit_val_batches=0)
     with pytest.raises(ConfigError, match=r"accumulate_grad_batches: expected 1 under SingleDevice.*ring_attention"):
         one.fit(Recorded(run, Outcome()), Data(run))
+
+
+def test_a_checkpoint_inside_an_accumulation_window_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = LanguageModel(MODEL)
+    with mock.patch.object(LanguageModel, "trainer", SimpleNamespace(global_step=7, is_global_zero=True)):
+        module.on_save_checkpoint({})
+        assert not caplog.records
+        module._window = [None] * 3  # micro-batches since the last step
+        module.on_save_checkpoint({})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "after step 7 is inside an accumulation window, and has no gradients of its 3" in record.getMessage()
 
 
 def test_a_poisoned_rank_stops_all(worlds: Worlds) -> None:
