@@ -67,7 +67,7 @@ class BatchSampler(DistributedSampler[list[int]]):
     def __len__(self) -> int:
         """Returns the number of batches from the start of the trainer's epoch to the end of the data set.
 
-        Those that a checkpoint counts as done are included.
+        The length includes batches that a checkpoint counts as done.
         """
         return self.batches_before + -(-(self.total - self.consumed) // self.batch_size)
 

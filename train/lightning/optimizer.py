@@ -187,6 +187,12 @@ def multiply_gradients(parameters: Iterable[Parameter], factor: Tensor) -> None:
         multiply_each(gradients, factor.to(device, dtype, non_blocking=True))
 
 
+def norm_of(gradients: Iterable[Tensor]) -> Tensor:
+    """Returns the norm of all `gradients` together, of DTensors over all their ranks."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 @torch.no_grad()
 def clip_to_norm(parameters: Iterable[Parameter], largest: float, norm: Tensor) -> None:
     """Scales gradients of the given norm to the norm `largest` if theirs is larger.

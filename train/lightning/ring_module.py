@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import ringflash as rf
@@ -32,6 +31,7 @@ from ringflash.train.lightning.optimizer import (
     can_skip_on_device,
     clip_to_norm,
     make_adamw,
+    norm_of,
     parameters_of,
     step_only_if,
 )
@@ -391,8 +391,7 @@ class RingModule(pl.LightningModule, ABC):
         of_model = [p.grad for p in self.decoder.parameters() if p.grad is not None]
         # In the optimizer's order: the norm, and so the clipped gradients, have the bits of `clip_grad_norm_`.
         are_same = {id(x) for x in gradients} == {id(x) for x in of_model}
-        norm = torch.nn.utils.get_total_norm(gradients if are_same else of_model)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm_of(gradients if are_same else of_model)
         self._norm = norm if are_same else None
         return norm
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import ringflash as rf
-from ringflash.train.lightning.optimizer import OptimizerConfig, clip_to_norm, make_adamw
+from ringflash.train.lightning.optimizer import OptimizerConfig, clip_to_norm, make_adamw, norm_of
 from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
 from ringflash.train.models.budget import available_memory, check_activations, plan_activations
@@ -308,8 +308,8 @@ def step_of(model: Decoder, training: Training) -> Callable[..., Tensor]:
             refresh_scales(model)
         loss = cast("TokenLosses", model(*args, **kwargs)).total / training.seqlen
         loss.backward()
-        norm: Tensor = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        clip_to_norm(model.parameters(), LARGEST_NORM, norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = norm_of([p.grad for p in model.parameters() if p.grad is not None])
+        clip_to_norm(model.parameters(), LARGEST_NORM, norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
