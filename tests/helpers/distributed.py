@@ -64,9 +64,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
     `function` must be importable (module level), and its result must be picklable.
     """
     results = try_ranks(world_size, function, *args, backend=backend)
-    for rank, result in enumerate(results):
-        if isinstance(result, RankFailure):
-            raise AssertionError(f"rank {rank} of {world_size} raised\n{result.trace}")
+    failures = [(rank, each) for rank, each in enumerate(results) if isinstance(each, RankFailure)]
+    if failures:
+        # Peers of a rank that raised wait for it in vain. Their errors come first, so that the cause is at the end.
+        waited = {"RingTimeout", "PeerFailed", "PeerLost", "GroupFailed"}
+        failures.sort(key=lambda failure: failure[1].kind not in waited)
+        raise AssertionError("\n".join(f"rank {rank} of {world_size} raised\n{each.trace}" for rank, each in failures))
     return results
 
 

@@ -19,6 +19,7 @@ from ringflash.torch_private import ShardAdamW, multiply_each
 from ringflash.train.torchao_private import make_adamw_8bit
 
 DECAY_FRACTION = 0.1
+SCHEDULE = ("schedule", "warmup_steps", "max_steps", "min_lr_ratio", "decay_fraction", "decay_shape")
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,34 @@ def make_adamw(parameters: Iterable[Parameter], config: OptimizerConfig) -> Opti
     return ShardAdamW(groups, lr=config.lr, betas=config.betas, fused=parameters[0].device.type == "cuda")
 
 
+class _Schedule:
+    """The function of a LambdaLR, whose checkpoints hold its attributes: the settings of the schedule."""
+
+    __slots__ = ("__dict__", "_config")  # checkpoints hold no slots, so loading one leaves the configuration alone
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self.set()
+
+    def set(self) -> dict[str, object]:
+        """Sets the attributes to the configuration, and returns those that had other values, with these values."""
+        given = {name: getattr(self._config, name) for name in SCHEDULE}
+        before = {name: value for name, value in vars(self).items() if given.get(name, value) != value}
+        vars(self).update(given)
+        return before
+
+    def __call__(self, step: int) -> float:
+        return self._config.lr_scale(step)
+
+
 class ConfiguredOptimizer:
     """An optimizer and its schedule, with the hyperparameters that they were made with."""
 
     def __init__(self, optimizer: Optimizer, config: OptimizerConfig) -> None:
         self.optimizer = optimizer
         self._given = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.param_groups]
-        self.scheduler = LambdaLR(optimizer, config.lr_scale)
+        self._schedule = _Schedule(config)
+        self.scheduler = LambdaLR(optimizer, self._schedule)
         self._rates = [float(rate) for rate in self.scheduler.base_lrs]
 
     def restore(self) -> list[str]:
@@ -160,6 +182,8 @@ class ConfiguredOptimizer:
             group["initial_lr"] = _like(group["initial_lr"], rate)
             scale = scheduler.lr_lambdas[index](scheduler.last_epoch)
             group["lr"] = _like(group["lr"], scheduler.base_lrs[index] * scale)
+        for name, value in self._schedule.set().items():
+            changed[name] = f"{name} {getattr(self._schedule, name)} ({value} in the checkpoint)"
         return list(changed.values())
 
 

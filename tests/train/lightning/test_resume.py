@@ -121,8 +121,10 @@ def test_a_changed_configuration_takes_the_place_of_the_checkpoint_s(seen: dict[
         assert [group["betas"] for group in groups] == [(0.8, 0.9)] * 2
         assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
     (text,) = texts
-    for part in ("lr 0.05 (0.001 in the checkpoint)", "weight_decay 0.7 (0.1 in the checkpoint)", "betas"):
+    rates = "lr 0.05 (0.001 in the checkpoint)", "max_steps 8 (4 in the checkpoint)"
+    for part in (*rates, "weight_decay 0.7 (0.1 in the checkpoint)", "betas"):
         assert part in text
+    assert "warmup_steps" not in text
 
 
 def test_weights_that_were_saved_alone_are_tested_after_training_with_averages(seen: dict[str, Any]) -> None:
