@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.chat import CHAT_TEMPLATE
 from ringflash.train.data.corpus import CACHE, load_corpus
+from ringflash.train.data.resumable import ResumableDataModule
 from ringflash.train.data.sampler import BatchSampler, ResumableLoader
 from ringflash.train.data.samples import Packing, TokenSamples, TokenStream, train_and_held_out
 from ringflash.train.data.sources import STDLIB
@@ -25,7 +25,7 @@ LOOKED_AT = 256  # samples in which a token to learn is looked for
 VAL_FRACTION = 0.01  # default for text without a given fraction
 
 
-class TextDataModule(pl.LightningDataModule):
+class TextDataModule(ResumableDataModule[ResumableLoader]):
     """Next-token samples of documents, `context_length` tokens each.
 
     All ranks that share a sequence get the same batch; ranks differ by `trainer.distributed_sampler_kwargs` only. The
@@ -46,6 +46,8 @@ class TextDataModule(pl.LightningDataModule):
         seed: seed of the order of samples.
         cache_dir: folder for the token files of encoded text.
     """
+
+    remedy = "Resume with the same data section; batch_size and the number of ranks may change."
 
     def __init__(
         self,
@@ -68,9 +70,6 @@ class TextDataModule(pl.LightningDataModule):
         self.documents: Packing = documents
         self.seed, self.cache_dir, self._asked_val_fraction = seed, Path(cache_dir), val_fraction
         self._samples: tuple[TokenSamples, TokenSamples] | None = None
-        self._train_loader: ResumableLoader | None = None
-        self._trained_by: pl.Trainer | None = None  # the trainer that the loader was made for
-        self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     def prepare_data(self) -> None:
         """Encodes text, in one process of a machine."""
@@ -84,7 +83,7 @@ class TextDataModule(pl.LightningDataModule):
                 token ids, or its initial weights come from a folder with another tokenizer. Or no sample of
                 conversations has a token to learn.
         """
-        self._position = None
+        super().setup(stage)
         tokens = load_corpus(self.sources, self.cache_dir)
         begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
         if begins_with is not None and not tokens.tokenizer.agrees_with(Path(begins_with)):
@@ -146,14 +145,7 @@ class TextDataModule(pl.LightningDataModule):
 
         It begins after the batches of a checkpoint, or after those of an earlier loader of the same trainer.
         """
-        if self._position is None and self._train_loader is not None and self._trained_by is self.trainer:
-            self._position = self._train_loader.state_dict()
-        loader = self._train_loader = self._loader(self.train_samples(), shuffle=True)
-        if self._position is not None:
-            # Lightning loads the state of a loader too, except where its own epoch has ended, as after max_epochs.
-            loader.start_after(self._position)
-        self._trained_by, self._position = self.trainer, None
-        return loader
+        return self._continued(self._loader(self.train_samples(), shuffle=True))
 
     def val_dataloader(self) -> ResumableLoader | list[Any]:
         """Returns a loader in order, or an empty list when nothing is held out."""
@@ -164,11 +156,6 @@ class TextDataModule(pl.LightningDataModule):
         """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the training samples, and the settings that give the position its meaning."""
-        position = {} if self._train_loader is None else {"position": self._train_loader.state_dict()}
-        return self._settings() | position
-
     def _settings(self) -> dict[str, Any]:
         return {
             "corpus": self.tokens.header.digest,
@@ -177,23 +164,6 @@ class TextDataModule(pl.LightningDataModule):
             "val_fraction": self._val_fraction(self.tokens),
             "seed": self.seed,
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the checkpoint's position, after which training continues.
-
-        Raises:
-            DataError: the position refers to other samples.
-        """
-        now = self._settings()
-        differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
-        if differing:
-            raise DataError(
-                "data",
-                expected="the corpus and samples that the checkpoint was trained on",
-                got=", ".join(differing),
-                remedy="Resume with the same data section; batch_size and the number of ranks may change.",
-            )
-        self._position = state_dict.get("position")
 
     def _check_learnt(self, *, speak: bool) -> None:
         """Logs how many samples have no token to learn; their loss is 0 and has no weight.
@@ -223,7 +193,7 @@ class TextDataModule(pl.LightningDataModule):
         return VAL_FRACTION if tokens.header.val_fraction is None else tokens.header.val_fraction
 
     def _loader(self, samples: TokenSamples, *, shuffle: bool) -> ResumableLoader:
-        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-        options = ranks | {"seed": self.seed, "shuffle": shuffle, "edges": samples.edges}
-        sampler = BatchSampler(len(samples), self.batch_size, **options)
+        rank, ranks = self._ranks()
+        options: dict[str, Any] = {"seed": self.seed, "shuffle": shuffle, "edges": samples.edges}
+        sampler = BatchSampler(len(samples), self.batch_size, rank=rank, num_replicas=ranks, **options)
         return ResumableLoader(samples, sampler)

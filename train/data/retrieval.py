@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.errors import ConfigError, DataError
+from ringflash.errors import ConfigError
+from ringflash.train.data.resumable import ResumableDataModule
 from ringflash.train.models.loss import IGNORE_INDEX
 
 FEWEST_TOKENS, SMALLEST_VOCAB = 16, 16
@@ -182,6 +181,8 @@ class TrainingLoader:
         """Continues after that number of batches."""
         self.number = state["number"]
 
+    start_after = load_state_dict
+
 
 class MeasuringLoader:
     """Loader of the batches of a grid that `batches` lists by sequence numbers."""
@@ -196,7 +197,7 @@ class MeasuringLoader:
         return (self.grid.batch(self.task, numbers) for numbers in self.batches)
 
 
-class RetrievalDataModule(pl.LightningDataModule):
+class RetrievalDataModule(ResumableDataModule[TrainingLoader]):
     """Sequences of `RetrievalTask`, for the model's vocabulary; the sequences of a `Grid` are held out.
 
     Training may begin with short sequences and double them: a model that has to find one token among very many learns
@@ -215,6 +216,8 @@ class RetrievalDataModule(pl.LightningDataModule):
     Raises:
         ConfigError: numbers that make no sequence.
     """
+
+    trained_on = "the sequences that the checkpoint was trained on"
 
     def __init__(
         self,
@@ -242,9 +245,6 @@ class RetrievalDataModule(pl.LightningDataModule):
         self.first_length, self.double_every = first_length, double_every
         self.grid = Grid(tuple(val_lengths or (context_length,)), val_depths, val_rows, seed)
         self._task: RetrievalTask | None = None
-        self._train_loader: TrainingLoader | None = None
-        self._trained_by: pl.Trainer | None = None  # the trainer that the loader was made for
-        self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     @property
     def task(self) -> RetrievalTask:
@@ -263,22 +263,17 @@ class RetrievalDataModule(pl.LightningDataModule):
         if vocab_size is None:
             expected, got = "a LanguageModel, whose vocabulary the task is made for", "another module"
             raise ConfigError("model", expected=expected, got=got, remedy="Train a LanguageModel.")
-        self._task, self._position = RetrievalTask(vocab_size), None
+        super().setup(stage)
+        self._task = RetrievalTask(vocab_size)
 
     def train_dataloader(self) -> TrainingLoader:
         """Returns endless batches; an epoch has the number that max_steps needs.
 
         They begin after the batches of a checkpoint, or after those of an earlier loader of the same trainer.
         """
-        if self._position is None and self._train_loader is not None and self._trained_by is self.trainer:
-            self._position = self._train_loader.state_dict()
         rank, ranks = self._ranks()
         steps = self.trainer.max_steps * self.trainer.accumulate_grad_batches if self.trainer else -1
-        loader = TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES)
-        if self._position is not None:  # Lightning leaves it out if its epoch has ended, as after max_time
-            loader.load_state_dict(self._position)
-        self._train_loader, self._trained_by, self._position = loader, self.trainer, None
-        return loader
+        return self._continued(TrainingLoader(self, self.task, rank, ranks, steps if steps > 0 else MOST_BATCHES))
 
     def val_dataloader(self) -> MeasuringLoader:
         """Returns the held-out sequences, length by length and depth by depth."""
@@ -288,27 +283,6 @@ class RetrievalDataModule(pl.LightningDataModule):
 
     test_dataloader = val_dataloader
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the number of batches so far, and the settings that give the number its meaning."""
-        return self._settings() | ({"position": self._train_loader.state_dict()} if self._train_loader else {})
-
     def _settings(self) -> dict[str, int]:
         names = ("context_length", "batch_size", "first_length", "double_every", "seed")
         return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the checkpoint's number of batches, after which training continues.
-
-        Raises:
-            DataError: the checkpoint's batches were others.
-        """
-        now = self._settings()
-        differing = [f"{k} {state_dict.get(k)} (now {v})" for k, v in now.items() if state_dict.get(k) != v]
-        if differing:
-            expected, remedy = "the sequences that the checkpoint was trained on", "Resume with the same data section."
-            raise DataError("data", expected=expected, got=", ".join(differing), remedy=remedy)
-        self._position = state_dict.get("position")
-
-    def _ranks(self) -> tuple[int, int]:
-        given = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-        return given["rank"], given["num_replicas"]

@@ -53,9 +53,9 @@ class RingAttentionStrategy(ShardedStrategy):
 
     A batch holds whole sequences and pre-shifted labels, the same on every rank of a context-parallel group.
     `batch_to_device` cuts this rank's shard from it. The module's `training_step` returns
-    `context.token_mean(...).loss`, or the local sum of token losses / `num_valid_tokens`. The strategy sums gradients
-    over all ranks. An accumulation window is the micro-batches of one optimizer step. The strategy weights each
-    micro-batch by its valid tokens, so that an optimizer step sees the gradient of
+    `context.token_mean(...).loss`, or the local sum of token losses / `batch["num_valid_tokens"]`. The strategy sums
+    gradients over all ranks. An accumulation window is the micro-batches of one optimizer step. The strategy weights
+    each micro-batch by its valid tokens, so that an optimizer step sees the gradient of
 
         sum of the window's token losses / number of the window's valid tokens.
 
@@ -128,7 +128,7 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def hops(self) -> str:
-        """The `hops` of a context that groups hops as this run does: `cuda_graphs=True` groups none. For a warmup."""
+        """Argument `hops` for the context of a warmup, so that it groups hops as this run: `cuda_graphs=True` never."""
         return "ring" if self._cuda_graphs is True else "auto"
 
     @property
@@ -163,8 +163,8 @@ class RingAttentionStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and arranges the ranks as (data_parallel, context_parallel)."""
-        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        if trainer is not None:
+        assert self.lightning_module is not None
+        if (trainer := trainer_of(self.lightning_module)) is not None:
             user_modules.check_callbacks(trainer)
         # Skips ModelParallelStrategy.setup_environment, which asserts data x tensor == world.
         super(ModelParallelStrategy, self).setup_environment()
@@ -185,8 +185,7 @@ class RingAttentionStrategy(ShardedStrategy):
                 got=self.replicate_size,
                 remedy="Every copy of the weights is sharded over equally many ranks.",
             )
-        assert self.lightning_module is not None
-        if self._context is None:
+        if self._context is None:  # a later stage of the same strategy keeps its groups
             device_type = self.root_device.type
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT))
             world = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
@@ -211,7 +210,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
-        # `token_mean` then refuses `num_valid_tokens`, because `backward` weights each micro-batch already.
+        # `token_mean` then refuses its argument `num_valid_tokens`: `backward` already weights each micro-batch.
         self.context.weighs_windows = self.lightning_module.automatic_optimization
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if self.world_size > 1 and not any(isinstance(callback, user_modules.MetricGuard) for callback in callbacks):
@@ -299,7 +298,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        # Not an argument, since a module's step need not take the number of the batch. Lightning zeroes gradients here.
+        # The index comes from the loop, because a module's step need not take it. Lightning zeroes gradients here.
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
@@ -320,7 +319,7 @@ class RingAttentionStrategy(ShardedStrategy):
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:
             local = tensor.detach().reshape(1).to(self.root_device, torch.float64)
-            values = [value.item() for value in all_ranks(local, group or self.world_group)]
+            values = all_ranks(local, group or self.world_group).flatten().tolist()
             if not user_modules.are_equal(values):
                 got = f"{values}, whose mean is neither the sum of the ranks' shares nor weighted by their tokens"
                 raise ConfigError(
@@ -453,7 +452,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
             "configure_model, with mesh=self.trainer.strategy.shard_mesh.",
         )
     if all(cast("DTensor", parameter).device_mesh.size() == 1 for parameter in model.parameters()):
-        return  # without a factor torch does not divide here; with a factor of 1 it would divide all gradients
+        return  # one rank: torch divides nothing without a factor, but passes over all gradients with a factor of 1
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -473,6 +472,6 @@ def reshard(model: torch.nn.Module) -> None:
 StrategyRegistry.register(
     "ring_attention",
     RingAttentionStrategy,
-    description="Ring attention over the sequence, FSDP2 over all ranks",
+    description="Ring attention over the sequence, FSDP2 over all ranks or within replicas",
     override=True,
 )
