@@ -373,7 +373,7 @@ class ContextParallel(TokenMeans):
         """
         if self._control is None:
             return value
-        return max(self._control.values({"operation": "largest", "of": name, "value": value}, free="value"))
+        return max(self._control.agree_now({"operation": "largest", "of": name, "value": value}, free="value"))
 
     def forget_lengths(self) -> None:
         """Makes the next call of each kind wait for the agreement of all ranks; other ranks need not do the same.
@@ -459,7 +459,7 @@ class _Unshard(torch.autograd.Function):
         context, dim = ctx.context, ctx.dim
         kind = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}
         # The sum would wait for a missing rank until the group's timeout, and would not name the rank.
-        context._control.values({**kind, "rank": context.rank}, free="rank")
+        context._control.agree_now({**kind, "rank": context.rank}, free="rank")
         return context.shard(ctx.control.sum(grad), dim, mask=ctx.mask), None, None, None, None, None
 
 

@@ -3,7 +3,8 @@
 A hop is the attention of this rank's queries over the keys of one rank. A program owns a tile of keys of one KV head at
 a time: 128, 64 for each of two consumer warpgroups, or in heads wider than 128 the same 64 for both (`BY_GRADIENT`). A
 group is the query heads that share a KV head. The program streams the queries of all heads of the group that see its
-keys. With `DESCENDING`, tiles of queries run from the last to the first.
+keys. `kind` is a `BackwardConstants`, and `place` a `Place` (`scheduler.py`): a tile of keys, and the tiles of queries
+that see it. With `DESCENDING`, tiles of queries run from the last to the first.
 Otherwise those that need a mask come first. Tiles of dQ are added in any order, or in a fixed order that gives the same
 bits in every run (`ORDERED`). `pipeline.py` explains rings, their uses and the tile queue.
 
@@ -11,7 +12,7 @@ Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_
 (batch, nheads, seqlen_q). lse is in natural logarithms, and delta is the sum of dout * out over headdim, less the
 gradient of lse. `dq_accumulator.py` describes the sum of dq and multiplies it by softmax_scale. Scores are computed
 transposed, with 64 keys as rows and BLOCK_M queries as columns. The variables s, p, dp, ds hold S^T, P^T, dP^T, dS^T.
-Unlike in the paper, dP here includes the subtraction of delta.
+In the paper dP does not include the subtraction of delta; here it does.
 
     S^T = k q^T, P^T = 2^((softmax_scale S^T - lse) log2 e), dP^T = v dout^T - delta, dS^T = P^T * dP^T
     dv = P^T dout, dk = softmax_scale dS^T q, dq = softmax_scale dS k
@@ -19,9 +20,8 @@ Unlike in the paper, dP here includes the subtraction of delta.
 With `PRELOADED`, `minus_lse` is -lse / softmax_scale; it and -delta initialise the accumulators of S^T and dP^T.
 Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -delta to the result of v dout^T.
 
-What the consumers compute from a tile of queries, and how they share that out, is in `backward_step.py`. dq of a tile
-is computed during the next tile, and each consumer computes one half. Two more warps add dq to global memory, each
-every other tile.
+`backward_step.py` has the computations of the consumers, and how they share them. dq of a tile is computed during the
+next tile, and each consumer computes one half. Two more warps add dq to global memory, each every other tile.
 At headdim 96 dk and dv have two parts (`columns.py`), and the second half of dq includes 32 columns of zeros.
 Source: FlashAttention-3 (Shah et al. 2024), section B, with tiles and an order of matmuls measured best on an H200.
 """
@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringflash.kernels.hopper.backward_step import STAGES, Shared, start_dq, step
-from ringflash.kernels.hopper.columns import zero_parts
+from ringflash.kernels.hopper.columns import matmul_layout, zero_parts
 from ringflash.kernels.hopper.dkdv_store import Gradients, parts_of_ds, parts_of_pieces, pass_gradients
 from ringflash.kernels.hopper.dq_accumulator import SemaphoreOrder, add_tile, pass_dq, wait_passed
 from ringflash.kernels.hopper.isolation import isolate_keys
@@ -128,21 +128,24 @@ AHEAD = gl.constexpr(3)  # tiles of queries still to copy when the producer requ
 
 
 @gluon.jit
-def _fill_with(ring, i, descriptor, at, numbers, vector, number):
-    """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from index `number` on.
+def _fill_with(ring, i, descriptor, at, stages, vector, index):
+    """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from `index` on.
 
-    A stage of `numbers` has the index of its buffer in `ring.buffers`, which holds the stages of q, then of dout.
+    `stages` has one stage for each buffer in `ring.buffers`, which holds the stages of q, then of dout.
     """
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
     mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
     copy_to_shared(descriptor, at, barrier, buffer_of(ring, i))
-    copy_to_shared(vector, [number], barrier, numbers.index(ring.BUFFER + slot_of(i, ring.STAGES)))
+    copy_to_shared(vector, [index], barrier, stages.index(ring.BUFFER + slot_of(i, ring.STAGES)))
 
 
 @gluon.jit
-def _number(place, member, row, heads, padded, kind):
-    """Returns the index in -lse and -delta of a row of head `member` of the group: each head has `padded` rows."""
+def _vector_index(place, member, row, heads, padded, kind):
+    """Returns the index in -lse and -delta of a row of head `member` of the group.
+
+    `heads` counts KV heads, and each head has `padded` rows.
+    """
     head = place.batch * heads * kind.GROUP + place.head * kind.GROUP + member
     return head * padded + row
 
@@ -163,31 +166,31 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
     n, member = _visit(place, i, kind)
     head = place.head * kind.GROUP + member
     row = n * kind.BLOCK_M
-    number = _number(place, member, row, heads, inputs.padded, kind)
+    index = _vector_index(place, member, row, heads, inputs.padded, kind)
     at = [place.batch, row, head, 0]
-    _fill_with(shared.q, use, inputs.q, at, shared.numbers, inputs.minus_lse, number)
-    _fill_with(shared.dout, use, inputs.dout, at, shared.numbers, inputs.minus_delta, number)
+    _fill_with(shared.q, use, inputs.q, at, shared.numbers, inputs.minus_lse, index)
+    _fill_with(shared.dout, use, inputs.dout, at, shared.numbers, inputs.minus_delta, index)
 
 
 @gluon.jit
 def load_warp(inputs, shared, prefetch, heads, kind):
     """Runs the producer warp: copies k and v of each tile of keys, and the queries that see them, to shared memory."""
-    queries = 0  # tiles of queries so far: uses of the rings q and dout
+    first_use = 0  # tiles of queries before `place`: uses of the rings q and dout
     taken = 0  # tiles of keys so far: uses of the tile queue, and half the uses of the rings k and v
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
         signal_prefetch(prefetch, taken, 0, total, AHEAD)
         if total > 0:  # before k and v, whose buffers become free only when the previous tile of keys is finished
-            _copy_queries(inputs, shared, place, 0, queries, heads, kind)
+            _copy_queries(inputs, shared, place, 0, first_use, heads, kind)
         for c in gl.static_range(kind.KEY_PARTS):
             at = [place.batch, (place.tile * kind.KEY_PARTS + c) * kind.ROWS, place.head, 0]
             fill(shared.v, taken * kind.KEY_PARTS + c, inputs.v, at)
             fill(shared.k, taken * kind.KEY_PARTS + c, inputs.k, at)
         for i in range(1, total):
             signal_prefetch(prefetch, taken, i, total, AHEAD)
-            _copy_queries(inputs, shared, place, i, queries + i, heads, kind)
-        queries += total
+            _copy_queries(inputs, shared, place, i, first_use + i, heads, kind)
+        first_use += total
         release(shared.tile_queue, taken)
         taken += 1
         place = pop_tile(shared.tile_queue, taken)
@@ -196,16 +199,16 @@ def load_warp(inputs, shared, prefetch, heads, kind):
 @gluon.jit
 def add_warp(ADDER: gl.constexpr, view, turns, shared, heads, padded, kind):
     """Runs warp `ADDER` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries."""
-    queries = 0
+    first_use = 0
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
-        for i in range((ADDER + queries) % ADDERS, total, ADDERS):
+        for i in range((ADDER + first_use) % ADDERS, total, ADDERS):
             n, member = _visit(place, i, kind)
-            number = _number(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum is padded like -lse
-            add_tile(view, number // kind.BLOCK_M, turns, place, n, shared.dq, queries + i, kind.ORDERED, kind.PIECES)
-        queries += total
+            index = _vector_index(place, member, n * kind.BLOCK_M, heads, padded, kind)  # the sum is padded like -lse
+            add_tile(view, index // kind.BLOCK_M, turns, place, n, shared.dq, first_use + i, kind.ORDERED, kind.PIECES)
+        first_use += total
         release(shared.tile_queue, taken)
         taken += 1
         place = pop_tile(shared.tile_queue, taken)
@@ -213,9 +216,10 @@ def add_warp(ADDER: gl.constexpr, view, turns, shared, heads, padded, kind):
 
 @gluon.jit
 def _release_keys(ring, kind):
-    """Releases all buffers of k or v. Each consumer reads all buffers of k, for dq; v is released in the same way.
+    """Releases all buffers of k or v.
 
-    Every consumer therefore waits for all buffers of v too, although it reads only one or none.
+    An empty barrier counts both consumers, so each consumer releases every buffer. It must wait for them first,
+    although it reads only one buffer of v, or none.
     """
     for c in gl.static_range(kind.KEY_PARTS):
         release(ring, c)  # all uses taken * KEY_PARTS + c have stage c
@@ -224,7 +228,7 @@ def _release_keys(ring, kind):
 @gluon.jit
 def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
     """Returns the first query that sees each key of consumer `C`, and one past the last query."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_M)
     keys = (place.tile * kind.KEY_PARTS + C % kind.KEY_PARTS) * kind.ROWS + gl.arange(
         0, kind.ROWS, gl.SliceLayout(1, S)
     )
@@ -237,7 +241,7 @@ def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
     """Runs consumer `C`: its share of dk and dv of each tile of keys, and half of dq of the queries that see it."""
-    begin = 0  # tiles of queries so far: uses of the rings q, dout and ds
+    begin = 0  # tiles of queries before `place`: uses of the rings q, dout and ds
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     first, stop = _seen_by(C, place, bounds, gradients, kind)
@@ -245,6 +249,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         for c in gl.static_range(kind.KEY_PARTS):
             wait_full(shared.k, taken * kind.KEY_PARTS + c)
             wait_full(shared.v, taken * kind.KEY_PARTS + c)
+        # `lost` < 0: some lse or delta is not finite. With BY_GRADIENT consumer 0 isolates the keys for both.
         if kind.MASKED and C < kind.KEY_PARTS and (kind.CHECKED or gradients.lost < 0):
             isolate_keys(C, shared.k, kind)
         dk = zero_parts(kind.ROWS, kind.WIDTHS)
@@ -252,10 +257,11 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         if place.end > place.begin:
             n, _ = _visit(place, 0, kind)
             row = n * kind.BLOCK_M
-            # One copy of the first step: it applies the mask even to a tile that needs none.
+            # The first step is compiled once, with the mask, which changes nothing in a tile that needs none.
             dk, dv = step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
             HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads whose tiles one pass of this loop covers
             end, next_visit = begin, begin + 1
+            # Up to three loops: masked tiles, tiles without a mask, and with DESCENDING and BELOW masked tiles again.
             for _ in range(kind.GROUP // HEADS):  # uses [begin_full, end_full) of each pass need no mask
                 begin_full = end
                 end += (place.end - place.begin) * HEADS
@@ -312,16 +318,22 @@ def _backward_kernel(
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
     gradients = Gradients(dk, dv, seqlen_k, scale, softmax_scale, gl.load(lost))
-    PREFETCH: gl.constexpr = 4 * STAGES + 8
-    DS_BARRIER: gl.constexpr = PREFETCH + 8 + 4 * kind.PIECES
-    queries = make_tiles(q, STAGES + kind.DOUT_STAGES)
-    keys = make_tiles(k, 2 * kind.KEY_PARTS)
+    # k and v have room for two stages each; with BY_GRADIENT they and dout leave barriers unused.
+    K_BARRIER: gl.constexpr = 4 * STAGES
+    V_BARRIER: gl.constexpr = K_BARRIER + 4
+    PREFETCH: gl.constexpr = V_BARRIER + 4
+    QUEUE_BARRIER: gl.constexpr = PREFETCH + 4
+    DQ_BARRIER: gl.constexpr = QUEUE_BARRIER + 4
+    DS_BARRIER: gl.constexpr = DQ_BARRIER + 4 * kind.PIECES
+    P_BARRIER: gl.constexpr = DS_BARRIER + 2 * kind.DS_STAGES
+    q_dout_tiles = make_tiles(q, STAGES + kind.DOUT_STAGES)
+    kv_tiles = make_tiles(k, 2 * kind.KEY_PARTS)
     numbers = gl.allocate_shared_memory(gl.float32, [STAGES + kind.DOUT_STAGES, kind.BLOCK_M], minus_lse.layout)
-    barriers = make_barriers(DS_BARRIER + 2 * kind.DS_STAGES + 2 * kind.BY_GRADIENT)
-    q_ring = make_ring(queries, barriers, 0, 0, STAGES, 2)
-    dout_ring = make_ring(queries, barriers, STAGES, 2 * STAGES, kind.DOUT_STAGES, 2)
-    k_ring = make_ring(keys, barriers, 0, 4 * STAGES, kind.KEY_PARTS, 2)
-    v_ring = make_ring(keys, barriers, kind.KEY_PARTS, 4 * STAGES + 4, kind.KEY_PARTS, 2)
+    barriers = make_barriers(P_BARRIER + 2 * kind.BY_GRADIENT)
+    q_ring = make_ring(q_dout_tiles, barriers, 0, 0, STAGES, 2)
+    dout_ring = make_ring(q_dout_tiles, barriers, STAGES, 2 * STAGES, kind.DOUT_STAGES, 2)
+    k_ring = make_ring(kv_tiles, barriers, 0, K_BARRIER, kind.KEY_PARTS, 2)
+    v_ring = make_ring(kv_tiles, barriers, kind.KEY_PARTS, V_BARRIER, kind.KEY_PARTS, 2)
     prefetch = make_prefetch_ring(barriers, PREFETCH)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [kind.KEY_PARTS * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
@@ -330,15 +342,15 @@ def _backward_kernel(
     # `buffer_of` does not fit this ring.
     gl.static_assert(ADDERS == 2)
     pieces = make_tiles(dq, 2)
-    dq_ring = make_ring(pieces, barriers, 0, PREFETCH + 8, 2 * kind.PIECES, 1)
+    dq_ring = make_ring(pieces, barriers, 0, DQ_BARRIER, 2 * kind.PIECES, 1)
     ds_ring = make_ring(ds, barriers, 0, DS_BARRIER, kind.DS_STAGES, 1, kind.KEY_PARTS)
     if kind.BY_GRADIENT:
         parts = parts_of_pieces(pieces, dk)
-        p_ring = make_ring(make_tiles(dq, 1), barriers, 0, DS_BARRIER + 2 * kind.DS_STAGES, 1, 1)
+        p_ring = make_ring(make_tiles(dq, 1), barriers, 0, P_BARRIER, 1, 1)
     else:
         parts = parts_of_ds(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
         p_ring = ds_ring  # not used
-    tile_queue = make_tile_queue(barriers, PREFETCH + 4, 3 + ADDERS)
+    tile_queue = make_tile_queue(barriers, QUEUE_BARRIER, 3 + ADDERS)
     shared = Shared(q_ring, dout_ring, k_ring, v_ring, numbers, p_ring, ds_ring, parts, dq_ring, tile_queue)
     fence_async_shared()
     turns = SemaphoreOrder(counters, turns, turns_stride, ntiles)

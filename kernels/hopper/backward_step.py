@@ -35,7 +35,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.hopper.columns import count, operand_layout, start_scores, start_sums, wait_parts, width_of
+from ringflash.kernels.hopper.columns import (
+    count,
+    matmul_layout,
+    operand_layout,
+    start_scores,
+    start_sums,
+    wait_parts,
+    width_of,
+)
 from ringflash.kernels.hopper.dq_accumulator import arranged, in_rows, pass_dq
 from ringflash.kernels.hopper.isolation import isolate_queries
 from ringflash.kernels.hopper.pipeline import (
@@ -93,7 +101,7 @@ def _of_keys(ring, c: gl.constexpr, kind):
 @gluon.jit
 def start_dq(PIECE: gl.constexpr, i, shared, kind):
     """Issues the matmuls of a piece of dq of tile `i` of queries: 64 columns, or 64 rows if BLOCK_D is 64."""
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    Q: gl.constexpr = matmul_layout(64)
     dq = gl.zeros([64, 64], gl.float32, Q)
     for c in gl.static_range(kind.KEY_PARTS):
         ds = shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * kind.KEY_PARTS + c)
@@ -144,7 +152,7 @@ def _step_of_keys(
     C: gl.constexpr, i, row, dk, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind
 ):
     """`step` of consumers that share out the keys."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_M)
     OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
     PARTS: gl.constexpr = count(kind.WIDTHS)  # matmuls of S, dP, dv and dk each; dq has two
     shape = gl.zeros([kind.ROWS, kind.BLOCK_M], gl.float32, S)
@@ -227,7 +235,7 @@ def _end_step(C: gl.constexpr, total, ring, i, shared, BEGINS: gl.constexpr, kin
 @gluon.jit
 def _step_of_dv(i, row, dv, first, stop, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.constexpr, kind):
     """`step` of consumer 0 with `BY_GRADIENT`: adds tile `i` to dv, and passes P to consumer 1."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_M)
     k = _of_keys(shared.k, 0, kind)
     q = filled(shared.q, i, kind.BLOCK_M, kind.BLOCK_D)
     if MASKED and gradients.lost < 0:
@@ -259,7 +267,7 @@ def _step_of_dk(i, dk, gradients, shared, MASKED: gl.constexpr, BEGINS: gl.const
 
     It passes its first piece of dq while consumer 0 computes P.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_M, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_M)
     v = _of_keys(shared.v, 0, kind)
     wait_full(shared.dout, i)
     dout = shared.dout.buffers.index(opaque_index(shared.dout.BUFFER))  # as in `_of_keys`, likewise of one stage

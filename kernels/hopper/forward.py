@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringflash.kernels.hopper.columns import (
     count,
     load_parts,
+    matmul_layout,
     operand_layout,
     scale_rows,
     start_scores,
@@ -191,7 +192,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     Returns:
         p in float32, the new m and l, and the factor for the rows of O.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     if MASKED:
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
         if FEW_REGISTERS and kind.TURNS and not (kind.BELOW and kind.ABOVE):
@@ -213,7 +214,7 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
 
     `keys` is a use of the rings k and v, and `row` the first key of its tile. The file's docstring gives the order.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
     if MASKED and isolated:
         isolate_values(C, rings, keys, kind)
@@ -256,7 +257,7 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
 
     `keys` is the use of the rings k and v at the first tile. `use` is this consumer's use of the rings q and out.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
     isolated = place.repeated != 0
     begin = 0
@@ -309,7 +310,7 @@ def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
         number counts the tiles of keys, from the first processed one on, that none of these queries sees. Tiles on a
         diagonal are processed from the last to the first, and the queries of the first consumers see fewer of them.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     row = (place.tile * kind.CONSUMERS + C) * kind.ROWS
     queries = row + gl.arange(0, kind.ROWS, gl.SliceLayout(1, S))
     first, stop = queries, queries  # not read without a mask
@@ -326,7 +327,7 @@ def _rows_of(C: gl.constexpr, place, rows, bounds, kind):
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, views, state, rings, rows, bounds, tile_queue, checks, scale, kind):
     """Runs consumer `C`: the attention of 64 queries of each tile."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
+    S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     keys = 0
     taken = 0
     if kind.TURNS and C == kind.CONSUMERS - 1:

@@ -40,8 +40,20 @@ from ringflash.kernels.triton.scores import (
     split_lse,
     weighed,
 )
-from ringflash.kernels.triton.spans import apply_mask, bounds_of, keys_read, load_tile_info, schedule, span_of, tile_at
+from ringflash.kernels.triton.spans import (
+    apply_mask,
+    bounds_of,
+    keys_read,
+    launch_tables,
+    load_tile_info,
+    span_of,
+    tile_at,
+)
 from ringflash.kernels.triton.tiles import (
+    CAUSAL,
+    FULL,
+    LISTED,
+    TABLE,
     UNSPECIALIZED,
     call_of,
     capability,
@@ -93,7 +105,7 @@ def _over_queries(
 
     `isolation.py` explains `ISOLATE`.
     """
-    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_M
+    STEP: tl.constexpr = 1 if kind.MASK == LISTED else kind.BLOCK_M
     for step in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):
         i, masked = tile_at(step, span, schedule, kind.MASK)
         rows = i + tl.arange(0, kind.BLOCK_M)
@@ -103,9 +115,9 @@ def _over_queries(
             lse2, lse2_low = split_lse(load_columns(lse + number + i, kind.BLOCK_M, kind, COPIED))
         else:
             lse2, lse2_low = load_lse(lse, number + rows, inside)
-            if kind.MASK == 1:  # fully masked rows may hold anything, NaN included
+            if kind.MASK == CAUSAL:  # fully masked rows may hold anything, NaN included
                 inside &= span.start + rows >= 0
-            elif kind.MASK >= 2:
+            elif kind.MASK >= TABLE:
                 inside &= lse2 != float("inf")
         q_tile = load_tile(q, q_descriptor, i, inside, kind.LOADED, kind.BLOCK_M, kind.BLOCK_D, kind)
         dout_tile = load_tile(dout, dout_descriptor, i, inside, kind.LOADED_V, kind.BLOCK_M, kind.BLOCK_DV, kind)
@@ -121,7 +133,7 @@ def _over_queries(
         p = tl.exp2(s * to_base2 - lse2[None, :] - lse2_low[None, :])
         if not kind.EVEN:
             masked = masked | short
-        if (kind.MASK != 0 or not kind.EVEN) and masked:
+        if (kind.MASK != FULL or not kind.EVEN) and masked:
             lo, hi, bit_row = bounds_of(visible, batch, span.row, rows, inside, kind.MASK)
             p = apply_mask(
                 p, 0.0, read[:, None], queries, keys, first_key, lo[None, :], hi[None, :], bit_row[None, :],
@@ -138,7 +150,7 @@ def _over_queries(
         ds = p * (dp - delta_row[None, :])
         if kind.SOFTCAP:
             ds *= 1.0 - t * t
-        if kind.MASK != 0 and (WITH_DQ != 0 or ISOLATE) and masked:
+        if kind.MASK != FULL and (WITH_DQ != 0 or ISOLATE) and masked:
             ds = tl.where(p == 0.0, 0.0, ds)  # where the pair is masked, dp may have overflowed
         dv_acc = tl.dot(weight.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=kind.PRECISION)
         ds = ds.to(q_tile.dtype)
@@ -267,7 +279,7 @@ def _dkdv_kernel(
     k_tile = load_where(k_pointers, read, kind.LOADED, kind.BLOCK_D, False)
     v_pointers = row_pointers(head_of(v, batch, head_kv), row, v.row, kind.BLOCK_N, kind.BLOCK_DV)
     v_tile = load_where(v_pointers, read, kind.LOADED_V, kind.BLOCK_DV, False)
-    if WITH_DQ != 0 and kind.MASK != 0:  # dq is added for good, so its other factor is made finite in advance
+    if WITH_DQ != 0 and kind.MASK != FULL:  # dq is added for good, so its other factor is made finite in advance
         k_tile = finite_or_zero(k_tile)
 
     heads = Heads(batch, head_kv, nheads, seqlen_q, nchunks, tile, dq)
@@ -276,7 +288,7 @@ def _dkdv_kernel(
         keys, q, dout, q_descriptor, dout_descriptor, heads, lse, delta, schedule, visible, scores, seed, WITH_DQ,
         False, kind,
     )  # fmt: skip
-    if kind.MASK != 0 and (has_not_finite(dk_acc) | has_not_finite(dv_acc)):  # not dq: k is finite
+    if kind.MASK != FULL and (has_not_finite(dk_acc) | has_not_finite(dv_acc)):  # not dq: k is finite
         dk_acc, dv_acc = _over_heads(
             keys, q, dout, q_descriptor, dout_descriptor, heads, lse, delta, schedule, visible, scores, seed, 0, True,
             kind,
@@ -328,15 +340,15 @@ def backward_dkdv(
     batch, seqlen_q, nheads, _ = q.shape
     choose = dkdv_config if dq is None else single_pass_config
     config = choose(call_of(q, v, problem))
-    programs, tables, visible = schedule(problem, config, q.device, by_keys=True)
+    programs, schedule, visible = launch_tables(problem, config, q.device, by_keys=True)
     accelerated, streams, descriptors = streamed((q, dout), config.block_m, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     with_dq, dq_argument = _dq_argument(dq, config)
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
         *streams, *descriptors, operand(k), operand(v), lse, delta, dq_argument, strided(dk), strided(dv),
-        tables, visible, scores,
+        schedule, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, with_dq, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * k.shape[2],)
-    _launches.first(key, _dkdv_kernel, grid, arguments, config.launch, tensors, (tables, visible))
+    _launches.first(key, _dkdv_kernel, grid, arguments, config.launch, tensors, (schedule, visible))

@@ -32,8 +32,18 @@ from ringflash.kernels.triton.scores import (
     slope_of,
     weighed,
 )
-from ringflash.kernels.triton.spans import apply_mask, bounds_of, load_tile_info, schedule, span_of, tile_at
-from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
+from ringflash.kernels.triton.spans import apply_mask, bounds_of, launch_tables, load_tile_info, span_of, tile_at
+from ringflash.kernels.triton.tiles import (
+    FULL,
+    LISTED,
+    UNSPECIALIZED,
+    call_of,
+    head_of,
+    load_rows,
+    operand,
+    row_pointers,
+    store_rows,
+)
 
 
 @triton.jit
@@ -62,7 +72,7 @@ def _over_keys(
     kind,
 ):
     """Adds dS k over the keys of all chunks to acc; `isolation.py` explains `ISOLATE`."""
-    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N
+    STEP: tl.constexpr = 1 if kind.MASK == LISTED else kind.BLOCK_N
     lo, hi, bit_row = bounds
     lse2, lse2_low = lse2
     head_kv = head // kind.GROUP
@@ -144,7 +154,7 @@ def _dq_kernel(
         acc, q_tile, dout_tile, lse2, delta_row, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible,
         scores, slope, seed, batch, head, tile, nchunks, False, kind,
     )  # fmt: skip
-    if kind.MASK != 0 and has_not_finite(acc):
+    if kind.MASK != FULL and has_not_finite(acc):
         acc = tl.zeros([kind.BLOCK_M, kind.BLOCK_D], tl.float32)
         acc = _over_keys(
             acc, q_tile, dout_tile, lse2, delta_row, k, v, k_descriptor, v_descriptor, queries, bounds, schedule,
@@ -181,13 +191,13 @@ def backward_dq(
         return
     batch, seqlen_q, nheads, _ = q.shape
     config = dq_config(call_of(q, v, problem))
-    programs, tables, visible = schedule(problem, config, q.device, by_keys=False)
+    programs, schedule, visible = launch_tables(problem, config, q.device, by_keys=False)
     accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
-        operand(dout), operand(q), *streams, *descriptors, lse, delta, dq, tables, visible, scores,
+        operand(dout), operand(q), *streams, *descriptors, lse, delta, dq, schedule, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, accumulate, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * nheads,)
-    _launches.first(key, _dq_kernel, grid, arguments, config.launch, tensors, (tables, visible))
+    _launches.first(key, _dq_kernel, grid, arguments, config.launch, tensors, (schedule, visible))

@@ -12,10 +12,11 @@ range of consecutive positions that a rank stores together.
 Arguments that the kernel and `_attend` share:
 
     k, v                 the tensors as `Streamed`
-    k_, v_descriptor     TMA descriptors of k and v, None unless kind.ACCELERATED
+    k_descriptor, v_descriptor
+                         TMA descriptors of k and v, None unless kind.ACCELERATED
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
-    kind                 compile-time constants (`tiles.py`); MASK is FULL (0), CAUSAL (1), TABLE (2) or LISTED (3)
+    kind                 compile-time constants (`tiles.py`); MASK is FULL, CAUSAL, TABLE or LISTED
 
 Rows are counted in the storage of a sequence on this rank, positions in the whole sequence. A tile of keys is given by
 its first key `n`, counted from the first row of its chunk.
@@ -52,8 +53,18 @@ from ringflash.kernels.triton.scores import (
     scores_argument,
     slope_of,
 )
-from ringflash.kernels.triton.spans import apply_mask, bounds_of, load_tile_info, schedule, span_of, tile_at
-from ringflash.kernels.triton.tiles import UNSPECIALIZED, call_of, head_of, load_rows, operand, row_pointers, store_rows
+from ringflash.kernels.triton.spans import apply_mask, bounds_of, launch_tables, load_tile_info, span_of, tile_at
+from ringflash.kernels.triton.tiles import (
+    FULL,
+    LISTED,
+    UNSPECIALIZED,
+    call_of,
+    head_of,
+    load_rows,
+    operand,
+    row_pointers,
+    store_rows,
+)
 from ringflash.state import AttentionState
 
 
@@ -105,7 +116,7 @@ def _attend(
     place of NaN and Inf in v. Queries that see such a key must still get NaN. So all scores of the key become NaN, and
     the mask then hides them from the other queries (`isolation.py`).
     """
-    STEP: tl.constexpr = 1 if kind.MASK == 3 else kind.BLOCK_N  # LISTED: `i` counts entries of the list of tiles
+    STEP: tl.constexpr = 1 if kind.MASK == LISTED else kind.BLOCK_N  # `i` may count entries of the list of tiles
     lo, hi, bit_row = bounds
     head_kv = head // kind.GROUP
     for c in range(nchunks):
@@ -188,7 +199,7 @@ def _forward_kernel(
 ):
     # Programs of one head are consecutive, so that its keys stay in L2. `ntiles` counts the tiles of queries of a head,
     # `nchunks` chunks of keys. `tile` is an index in tables in which the tiles with the most work come first.
-    seed = Seed(seed_low, seed_high)
+    seed = Seed(seed_low, seed_high)  # two arguments, because UNSPECIALIZED cannot name the elements of a tuple
     program = tl.program_id(0)
     tile = program % ntiles
     batch_head = program // ntiles
@@ -212,7 +223,7 @@ def _forward_kernel(
     )  # fmt: skip
     # 0 * NaN of a masked key may have spoiled acc. The tile is then computed again with ISOLATE: finite inputs pay for
     # this check alone. FULL hides no key.
-    if kind.MASK != 0 and has_not_finite(acc):
+    if kind.MASK != FULL and has_not_finite(acc):
         acc, m, l = _initial_state(results, state_offsets, o_base, row, stride_o, rows_left, FIRST, kind)  # noqa: E741
         acc, m, l = _attend(  # noqa: E741
             acc, m, l, q_tile, k, v, k_descriptor, v_descriptor, queries, bounds, schedule, visible, scores, slope,
@@ -259,22 +270,22 @@ def forward(
     last: bool,
 ) -> None:
     """Launches one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
-    # The key stands for all arguments but addresses. It is None with dropout, whose seed changes from call to call.
     carried = () if state is None else (state.m, state.l, state.o)
     tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
+    # The key stands for all arguments but addresses. It is None if the launch cannot be repeated, as with dropout.
     key = problem.launch_key(first, last, state is None, lse.dtype, *layout(q, k, v))
     if _launches.repeat(key, tensors):
         return
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
-    programs, tables, visible = schedule(problem, config, q.device, by_keys=False)
+    programs, schedule, visible = launch_tables(problem, config, q.device, by_keys=False)
     accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    m, l, o = carried or (lse, lse, out)  # noqa: E741 - FIRST and LAST never touch these, but a kernel needs tensors
+    m, l, o = carried or (lse, lse, out)  # noqa: E741 - a hop that is first and last reads no state, but a kernel needs tensors
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
-        operand(q), *streams, *descriptors, Results(m, l, o, out, lse), tables, visible, scores,
+        operand(q), *streams, *descriptors, Results(m, l, o, out, lse), schedule, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, first, last, kind,
     )  # fmt: skip
     grid = (programs.ntiles * batch * nheads,)
-    _launches.first(key, _forward_kernel, grid, arguments, config.launch, tensors, (tables, visible))
+    _launches.first(key, _forward_kernel, grid, arguments, config.launch, tensors, (schedule, visible))

@@ -15,6 +15,7 @@ import triton.language as tl
 from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.triton.config import TileConfig
 from ringflash.kernels.triton.schedule import Programs, make_programs
+from ringflash.kernels.triton.tiles import CAUSAL, LISTED, TABLE
 
 
 class Schedule(NamedTuple):
@@ -57,7 +58,7 @@ class Span(NamedTuple):
     length: Any
 
 
-def schedule(
+def launch_tables(
     problem: TileProblem, config: TileConfig, device: torch.device, *, by_keys: bool
 ) -> tuple[Programs, Schedule, Visible]:
     """Returns the tables of a launch; its programs own tiles of keys when `by_keys`, else tiles of queries."""
@@ -108,7 +109,7 @@ def span_of(schedule, batch, tile, chunk, nchunks):
 @triton.jit
 def tile_at(i, span, schedule, MASK: tl.constexpr):
     """Returns the tile at step `i` of a span's loop: its first row in its chunk, and whether it needs a mask."""
-    n = tl.load(schedule.tiles + i) if MASK == 3 else i
+    n = tl.load(schedule.tiles + i) if MASK == LISTED else i
     return n, (i < span.full_begin) | (i >= span.full_end)
 
 
@@ -118,11 +119,11 @@ def bounds_of(visible, batch, row, rows, inside, MASK: tl.constexpr):
     lo = rows
     hi = rows
     bit_row = rows
-    if MASK >= 2:
+    if MASK >= TABLE:
         number = batch * visible.batch + row + rows
         lo = tl.load(visible.lo + number, mask=inside, other=0)
         hi = tl.load(visible.hi + number, mask=inside, other=0)
-    if MASK == 3:
+    if MASK == LISTED:
         bit_row = tl.load(visible.bit_rows + row + rows, mask=inside, other=0)
     return lo, hi, bit_row
 
@@ -130,7 +131,7 @@ def bounds_of(visible, batch, row, rows, inside, MASK: tl.constexpr):
 @triton.jit
 def keys_read(visible, batch, keys, inside, MASK: tl.constexpr):
     """Returns which keys of a tile may be read: keys `inside` that, with a table, lie in the hull of all seen keys."""
-    if MASK >= 2:
+    if MASK >= TABLE:
         entry = visible.hull + batch * visible.hull_batch
         inside &= (keys >= tl.load(entry)) & (keys < tl.load(entry + 1))
     return inside
@@ -160,12 +161,12 @@ def apply_mask(
     each score would have a layout of its own. The scores would then pass through shared memory in each step to match
     that layout, masked or not.
     """
-    if MASK == 1:
+    if MASK == CAUSAL:
         read &= keys <= queries
-    elif MASK >= 2:
+    elif MASK >= TABLE:
         read &= (keys >= lo) & (keys < hi)
     x = tl.where(read, x, value)
-    if MASK == 3:
+    if MASK == LISTED:
         cell = keys // visible.cell_size
         first_word = first_key // visible.cell_size // 32
         for i in tl.static_range((BLOCK_N + 30) // 32 + 1):

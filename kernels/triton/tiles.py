@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 import triton
 import triton.language as tl
+from ringflash.kernels import mask_tables
 from ringflash.kernels.contract import TileProblem
 from ringflash.kernels.mask_tables import has_short_spans
 from ringflash.kernels.triton.config import Call, padded_headdim
@@ -28,6 +29,10 @@ class Strided(NamedTuple):
     row: Any
     head: Any
 
+
+# Values of MASK. Kernels can read only constexprs.
+FULL, CAUSAL = tl.constexpr(mask_tables.FULL), tl.constexpr(mask_tables.CAUSAL)
+TABLE, LISTED = tl.constexpr(mask_tables.TABLE), tl.constexpr(mask_tables.LISTED)
 
 # These change from call to call. Triton would compile again for multiples of 16, as it does for a tuple's elements.
 UNSPECIALIZED = ["ntiles", "seqlen_q", "seed_low", "seed_high"]

@@ -51,10 +51,7 @@ def outlier_ranks(values: Sequence[int]) -> list[int]:
 
 
 def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...); over `group` itself.
-
-    `ControlPlane.stack` uses this for device tensors.
-    """
+    """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...), over `group`."""
     everyone = x.new_empty((dist.get_world_size(group), *x.shape))
     dist.all_gather(list(everyone.unbind(0)), x, group=group)
     return everyone
@@ -153,7 +150,8 @@ class ControlPlane:
 
         The free field is the one integer field that may differ between ranks; `free` is its name. For example,
         `agree({"nheads": 8, "seqlen": rows}, free="seqlen")` returns [100, 99] on both of two ranks if `rows` is 100 on
-        rank 0 and 99 on rank 1. Calls with the same fields are cached, as in `agree_on`.
+        rank 0 and 99 on rank 1. Calls with the same fields are cached, as in `agree_on`. With `optimistic` a repeated
+        call returns the earlier values without waiting.
 
         Raises:
             RankMismatch: on every rank, when a field differs.
@@ -162,8 +160,8 @@ class ControlPlane:
         """
         return self.agree_on((free, *fields, *fields.values()), lambda: fields, free=free, then=lambda values: values)
 
-    def values(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
-        """Like `agree`, but always waits for the other ranks, because the free field may change at any call."""
+    def agree_now(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
+        """Like `agree`, but always waits, also with `optimistic`: the free field may change at any call."""
         self.check_alive()
         self._check_previous()
         call = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
@@ -172,17 +170,18 @@ class ControlPlane:
     def agree_on(
         self, kind: Hashable, fields: Callable[[], Mapping[str, Field]], *, free: str, then: Callable[[list[int]], T]
     ) -> T:
-        """Like `agree`, but cached: calls of one `kind` reuse `then(values)` while the ranks' values are unchanged.
+        """Like `agree`, but the caller gives the cache key and the result: calls of one `kind` reuse `then(values)`.
 
         Args:
             kind: key of the call. Calls with equal keys must have equal fields and an equivalent `then`.
             fields: returns the fields.
             free: name of the free field, as in `agree`.
-            then: computes the result from each rank's value of the free field. It may run again for the same values.
-                Its errors are not cached: every later call with these values raises again.
+            then: computes the result from each rank's value of the free field. It may run again for the same values:
+                with `optimistic` all ranks' integers change at the second call. Its errors are not cached: every later
+                call with these values raises again.
 
         Returns:
-            The result of `then`. Later calls return the same object, so callers must not change it.
+            The result of `then`. Later calls may return the same object, so callers must not change it.
 
         Raises:
             RankMismatch, PeerFailed, PeerLost, RingTimeout: as `agree`.
@@ -319,6 +318,7 @@ class ControlPlane:
         return everyone.view(x.dtype).view(self.world_size, *x.shape)
 
     def _stack_on_device(self, x: Tensor) -> Tensor:
+        # A method of its own, because `MeshControlPlane` gathers along one dimension after the other.
         return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ yields before it waits for messages, so that every rank can send before any rank
 the generator of one rank to its end, and `run_lockstep` runs those of all virtual ranks from yield to yield. So all
 ranks must yield equally often. Their plans have equally many steps, and a rank also yields where it waits for nothing.
 
-A step starts transfers and computes with the KV of at most one hop; the last step only returns gradients. A `Batch` is
-transfers that start together and are awaited together; `batch` in shapes is the usual one. A slot is one buffer of KV
-or of gradients. The planners choose slots and due steps so that no step writes a slot that is still being sent.
-Comments here describe a ring. Double rings and grouped hops run the same code, with other transfers in their steps.
+The KV of every rank moves on by one rank at each hop. A grouped plan has one hop, with the KV of all ranks whose keys
+this rank sees. A step starts transfers and computes with the KV of at most one hop; the last step only returns
+gradients. A `Batch` is transfers that start together and are awaited together; `batch` in shapes is the usual one. A
+slot is one buffer of KV or of gradients. The planners choose slots and due steps so that no step writes a slot that is
+still being sent. Comments here describe a ring. Double rings and grouped hops run the same code, with other transfers
+in their steps.
 `plan.py` has the fields.
 
 Pictures of both passes, step by step, are in docs/internals/schedule.md.
@@ -46,19 +48,21 @@ class _Moves:
             self._under_way.append((batch, self._transport.start(messages)))
 
     def _message(self, transfer: Transfer, hop: int) -> Message:
-        kind, rows, span_of, mirror = transfer.kind, transfer.rows, self._buffers.message, None
-        if transfer.mirror is not None:  # where the data lies in the sender's memory, for transports that pull it
+        span_of, mirror = self._buffers.message, None
+        if transfer.mirror is not None:
+            # Names the sender's span by its counterpart here: transports that pull derive the peer's address from it.
             slot, first = transfer.mirror
-            mirror = span_of(slot, range(first, first + len(rows)))
-        return Message(transfer.peer, span_of(transfer.slot, rows), kind, transfer.sends, hop, mirror)
+            mirror = span_of(slot, range(first, first + len(transfer.rows)))
+        span = span_of(transfer.slot, transfer.rows)
+        return Message(transfer.peer, span, transfer.kind, transfer.sends, hop, mirror)
 
     def finish(self, step: int) -> None:
         """Waits for the batches that are due at `step`, and frees slots after their last use.
 
         Gradients that return to this rank as the owner of their KV are added to its own.
         """
-        due = [each for each in self._under_way if each[0].due_step == step]
-        self._under_way = [each for each in self._under_way if each[0].due_step != step]
+        due = [(batch, handle) for batch, handle in self._under_way if batch.due_step == step]
+        self._under_way = [(batch, handle) for batch, handle in self._under_way if batch.due_step != step]
         for batch, handle in due:
             self._transport.finish(handle)
             for transfer in batch.transfers:
@@ -88,7 +92,7 @@ def forward(
     batch, seqlen, nheads, _ = q.shape
     kernels = kernel_run.kernels
     out, lse = empty_results(q, v)
-    computed = [hop.index for hop in plan.hops if hop.pairs]
+    computed = [hop.index for hop in plan.hops if hop.meets]
     if not computed:  # no kernel would write the results
         out.zero_()
         lse.fill_(-torch.inf)
@@ -100,7 +104,7 @@ def forward(
     kv_moves = _Moves(kv, transport)
     if plan.own_slot is not None:
         kv.load(plan.own_slot)  # peers may read slots, but not the caller's tensors
-    # The last step has no KV to wait for: no rank sends any at the last hop.
+    # The last step only returns gradients, and no KV is due there.
     for index, step in enumerate(plan.steps[:-1]):
         # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
         if index > 0:
@@ -110,7 +114,7 @@ def forward(
         kv_moves.start(step.kv)
         # 3. Meanwhile continue the online softmax over this KV. The last hop that computes writes out and lse.
         hop = step.hop
-        if hop is not None and hop.pairs:
+        if hop is not None and hop.meets:
             # In a grouped plan `keys_and_values` frees the slot.
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
             first, last = hop.index == computed[0], hop.index == computed[-1]
@@ -149,10 +153,11 @@ def backward_from_delta(
     Returns:
         dq in the dtype of q, then dk and dv in the dtype of k unless `wide_kv`. Sums over hops are in `state_dtype`.
     """
-    alone = plan.world_size == 1  # nothing is summed over hops then, so kernels write gradients in the inputs' dtype
+    # Nothing is summed over hops or ranks then, so kernels write dK and dV in the inputs' dtype.
+    rounds_once = plan.world_size == 1 and not wide_kv
     wide = kernel_run.kernels.state_dtype(q.dtype)
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
-    gradients = buffers_of((k, v), q.dtype if alone and not wide_kv else wide, Kind.GRADIENT, plan, transport)
+    gradients = buffers_of((k, v), q.dtype if rounds_once else wide, Kind.GRADIENT, plan, transport)
     kv_moves, gradient_moves = _Moves(kv, transport), _Moves(gradients, transport)
     tiles = TileGradients(dout, q, lse, delta, plan, kernel_run, gradients)
     if plan.own_slot is not None:
