@@ -59,9 +59,11 @@ class _Graph(Generic[R]):
 def _captured(graph: torch.cuda.CUDAGraph, compute: Callable[..., R], inputs: Inputs, pool: Any) -> R:
     """Captures `compute(*inputs)` in `graph`, and returns its outputs."""
     failure: BaseException | None = None
+    outer = torch.cuda.stream(torch.cuda.current_stream())
     try:
+        # If the capture cannot end, torch leaves its stream current, and `outer` sets the caller's stream again.
         # "thread_local" lets threads of data loaders and of NCCL call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with outer, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             try:
                 return compute(*inputs)
             except BaseException as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,21 +170,39 @@ def test_without_a_request_grouped_hops_are_captured() -> None:
 
 
 def test_a_capture_that_fails_raises_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unjoined:
-        def __enter__(self) -> None: ...
+    class Streams:
+        """Stands for the streams of a GPU; `graph` leaves its stream current when the capture cannot end, as torch."""
 
-        def __exit__(self, *_: object) -> None:
+        current = "the caller's"
+
+        @contextmanager
+        def stream(self, stream: str) -> Iterator[None]:
+            before, self.current = self.current, stream
+            try:
+                yield
+            finally:
+                self.current = before
+
+        @contextmanager
+        def graph(self, *_: Any, **__: Any) -> Iterator[None]:
+            self.current = "the capture's"
+            with suppress(ArgumentError):
+                yield
             raise RuntimeError("capturing stream has unjoined work")
 
     def no_tables() -> tuple[Tensor]:
         raise ArgumentError("mask", expected="tables", got="none", remedy="Make the same call before the capture.")
 
     graph: Any = None
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: Unjoined())
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "graph", streams.graph)
+    monkeypatch.setattr(torch.cuda, "stream", streams.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
     with pytest.raises(ArgumentError, match="mask: expected tables"):
         cuda_graphs._captured(graph, no_tables, (), None)
     with pytest.raises(RuntimeError, match="unjoined"):
         cuda_graphs._captured(graph, lambda: (torch.zeros(1),), (), None)
+    assert streams.current == "the caller's"
 
 
 def test_inputs_share_memory_over_graphs_and_not_in_one() -> None:
