@@ -92,7 +92,7 @@ def forward(
     batch, seqlen, nheads, _ = q.shape
     kernels = kernel_run.kernels
     out, lse = empty_results(q, v)
-    computed = [hop.index for hop in plan.hops if hop.meets]
+    computed = [hop.index for hop in plan.hops if hop.pairs]
     if not computed:  # no kernel would write the results
         out.zero_()
         lse.fill_(-torch.inf)
@@ -114,7 +114,7 @@ def forward(
         kv_moves.start(step.kv)
         # 3. Meanwhile continue the online softmax over this KV. The last hop that computes writes out and lse.
         hop = step.hop
-        if hop is not None and hop.meets:
+        if hop is not None and hop.pairs:  # not `meets`: a property costs a frame a hop
             # In a grouped plan `keys_and_values` frees the slot.
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
             first, last = hop.index == computed[0], hop.index == computed[-1]
