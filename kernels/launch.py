@@ -33,28 +33,6 @@ CHECKED = ("3.6", "3.7", "3.8", "3.9")
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of this
 
 
-class Statistics(NamedTuple):
-    """Counts of launches since the start of the process.
-
-    Args:
-        repeated: launches without `JITFunction.run`.
-        prepared: launches that are kept for repeats.
-        ordinary: launches that are not kept.
-    """
-
-    repeated: int
-    prepared: int
-    ordinary: int
-
-
-_counts = {"repeated": 0, "prepared": 0, "ordinary": 0}
-
-
-def statistics() -> Statistics:
-    """Returns how many launches of this process were repeated, prepared and ordinary."""
-    return Statistics(**_counts)
-
-
 def layout(*tensors: Tensor) -> tuple[Hashable, ...]:
     """Returns the shapes, strides and dtypes of tensors, and the device of the first, as a part of a key."""
     return tensors[0].device, *[(x.dtype, x.shape, x.stride()) for x in tensors]
@@ -157,13 +135,10 @@ class Launches:
                     with self._lock:
                         _make_room(self._families, self._most)
                         self._families[_under_modes(family)] = known
-        if launch is None:
-            _counts["ordinary"] += 1
-        else:
+        if launch is not None:
             self._keep(key, launch)
 
     def _keep(self, key: Hashable, launch: Launch) -> None:
-        _counts["prepared"] += 1
         with self._lock:  # autograd runs backwards in a thread of its own
             _make_room(self._known, self._most)
             self._known[key] = launch
@@ -241,7 +216,6 @@ class Launch:
             arguments[index] = fill(addresses)
         self._readers.add(stream)
         self._launcher(self._whole_grid, stream, arguments)
-        _counts["repeated"] += 1
 
 
 class Memory(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import __version__, reference
-from ringflash.commands.options import PRINTED, add_shared, put_json
+from ringflash.commands.options import PRINTED, add_shared, parser_of, put_json
 from ringflash.errors import ArgumentError
 from ringflash.kernels import select
 from ringflash.masks import Causal
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         0 if nothing needed is missing and attention passed its self-test on each device, else 1.
     """
     text = "Shows what is installed and tests attention; exits with 1 when something is missing or fails."
-    parser = argparse.ArgumentParser("ringflash doctor", description=text, allow_abbrev=False)
+    parser = parser_of("doctor", text)
     add_shared(parser, "json", "debug")
     options = parser.parse_args(argv)
     rows = facts()

@@ -82,6 +82,14 @@ class Described:
     text: str
 
 
+def parser_of(command: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Returns a parser for `ringflash COMMAND`, which takes no abbreviated options.
+
+    `options` are those of `argparse.ArgumentParser`.
+    """
+    return argparse.ArgumentParser(f"ringflash {command}", description=description, allow_abbrev=False, **options)
+
+
 def add_shared(
     parser: argparse.ArgumentParser,
     *names: str,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads
+from ringflash.commands.options import DTYPES, REQUIRED, add_shared, check_at_least, check_heads, parser_of
 from ringflash.errors import ArgumentError
 from ringflash.layouts.balance import reaches
 from ringflash.layouts.layout import LAYOUTS
@@ -76,9 +76,7 @@ def _show(mask: Mask, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash plan", description="Shows a ring's plan: nothing is run.", allow_abbrev=False
-    )
+    parser = parser_of("plan", "Shows a ring's plan: nothing is run.")
     add_shared(parser, seqlen=REQUIRED, world_size=REQUIRED, layout="zigzag", mask="causal")
     add_shared(parser, "window_left", "window_right")
     text = "lengths of packed documents: 4096,512,..., or a file that holds them"

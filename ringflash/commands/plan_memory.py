@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringflash.commands.options import PRINTED, add_run_options, check_positive, config_arguments, put_json
+from ringflash.commands.options import PRINTED, add_run_options, check_positive, config_arguments, parser_of, put_json
 from ringflash.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
@@ -70,12 +70,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash plan-memory",
-        description="Prints the memory that a training run takes on a GPU, part by part, and how many blocks keep "
+    parser = parser_of(
+        "plan-memory",
+        "Prints the memory that a training run takes on a GPU, part by part, and how many blocks keep "
         "their activations under its activation_memory. Other arguments change the configuration, as in `ringflash "
         "train fit`: --model.activation_memory=60GiB.",
-        allow_abbrev=False,
     )
     add_run_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GiB", help="memory of a GPU (default: this machine's)")

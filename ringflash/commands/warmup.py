@@ -32,6 +32,7 @@ from ringflash.commands.options import (
     add_shared,
     check_at_least,
     config_arguments,
+    parser_of,
     put_json,
 )
 from ringflash.errors import ArgumentError, ConfigError
@@ -130,12 +131,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash warmup",
-        description="Compiles the attention kernels of a training run into Triton's cache, so that its ranks only load "
+    parser = parser_of(
+        "warmup",
+        "Compiles the attention kernels of a training run into Triton's cache, so that its ranks only load "
         "them. Needs a GPU of the run. Other arguments change the configuration, as in `ringflash train fit`: "
         "--trainer.devices=4. What torch.compile makes (compile_blocks) is not included.",
-        allow_abbrev=False,
     )
     add_run_options(parser)
     add_shared(parser, processes=Described(f"one a core, at most {MOST_PROCESSES}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ringflash.commands.options import Described, add_shared
+from ringflash.commands.options import Described, add_shared, parser_of
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.extras import MissingExtra
 from ringflash.train.callbacks.loss_by_position import perplexity
@@ -129,9 +128,7 @@ class Report(Callback):
 
 def main(argv: Sequence[str]) -> int:
     """Writes the report on the given run, and prints the paths of the page and the picture."""
-    parser = argparse.ArgumentParser(
-        "ringflash report", description="Draws a run's log, finished or not.", allow_abbrev=False
-    )
+    parser = parser_of("report", "Draws a run's log, finished or not.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as in runs/tiny-cpu")
     add_shared(parser, "debug", to=Described(f"the page RUN/{PAGE}"))
     options = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, check_at_least, put_json
+from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, check_at_least, parser_of, put_json
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.callbacks.loss_by_position import NUM_BUCKETS, Bucket, buckets, table_by_position
 from ringflash.train.callbacks.report_picture import draw_by_position
@@ -110,10 +110,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash evaluate",
-        description="Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "evaluate", "Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks."
     )
     add_shared(parser, checkpoint=REQUIRED)
     parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ringflash.commands.options import DTYPES, REQUIRED, add_shared
+from ringflash.commands.options import DTYPES, REQUIRED, add_shared, parser_of
 from ringflash.errors import CheckpointError, ConfigError, DataError
 from ringflash.train.checkpoint.load import load_adapted, load_decoder, load_transformers, read_state
 from ringflash.train.checkpoint.manifest import partial_of, sync
@@ -33,7 +33,7 @@ GENERATION = "generation_config.json"
 
 def main(args: Sequence[str]) -> int:
     """Runs `ringflash export ...` and returns its exit code."""
-    parser = argparse.ArgumentParser("ringflash export", description=__doc__, allow_abbrev=False)
+    parser = parser_of("export", __doc__)
     add_shared(parser, "debug", checkpoint=REQUIRED, to=REQUIRED, dtype="float32")
     parser.add_argument(
         "--max-position-embeddings", type=int, help="longest sequence the model is for, unless its configuration says"

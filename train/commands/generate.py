@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ringflash.commands.options import REQUIRED, Described, add_shared
+from ringflash.commands.options import REQUIRED, Described, add_shared, parser_of
 from ringflash.errors import ArgumentError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.commands.launch import inference_dtype, is_first, ranks
@@ -47,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash generate", description="Continues prompts with a trained model.", allow_abbrev=False
-    )
+    parser = parser_of("generate", "Continues prompts with a trained model.")
     add_shared(parser, "debug", checkpoint=REQUIRED, tokenizer=Described("the model's own"), device="auto", seed=0)
     parser.add_argument("--prompt", nargs="+", help='texts to continue, all at once (default: "def ")')
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue; it is not printed")

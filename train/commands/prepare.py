@@ -10,7 +10,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from ringflash.commands.options import REQUIRED, Described, add_shared
+from ringflash.commands.options import REQUIRED, Described, add_shared, parser_of
 from ringflash.errors import ArgumentError, DataError
 from ringflash.train.data.chat import Chat, Learn
 from ringflash.train.data.prepare import SHARD_BYTES, Recipe, prepare, skipped_rows
@@ -35,12 +35,7 @@ as a list of messages. Without "prompt", "chosen" and "rejected" are whole conve
 
 def main(argv: Sequence[str]) -> int:
     """Runs `ringflash prepare ...` and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        "ringflash prepare",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("prepare", DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="SOURCES", help='see above; "stdlib" is Python\'s own sources')
     add_shared(parser, to=REQUIRED, tokenizer=BYTES)
     parser.add_argument("--end-of-document", metavar="TOKEN", help="the token after each document (default: its EOS)")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import PRINTED, REQUIRED, add_shared, check_at_least
+from ringflash.commands.options import PRINTED, REQUIRED, add_shared, check_at_least, parser_of
 from ringflash.train.callbacks.retrieval_accuracy import (
     Cell,
     RetrievalAccuracy,
@@ -79,10 +79,8 @@ def measure(decoder: Decoder, grid: Grid, context: rf.ContextParallel | None = N
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash retrieval",
-        description="Measures how far back a trained model finds things; `retrieval fit --config FILE` trains one.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "retrieval", "Measures how far back a trained model finds things; `retrieval fit --config FILE` trains one."
     )
     add_shared(parser, checkpoint=REQUIRED, seqlens=[1024])
     parser.add_argument("--depths", type=int, default=10, help="parts of the context (default: %(default)s)")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringflash as rf
-from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, put_json
+from ringflash.commands.options import PRINTED, REQUIRED, Described, add_shared, parser_of, put_json
 from ringflash.errors import ArgumentError, CheckpointError
 from ringflash.train.checkpoint.load import load_decoder
 from ringflash.train.checkpoint.manifest import locate
@@ -128,11 +128,10 @@ def measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash ruler",
-        description="Scores of RULER's synthetic tasks by length, of a checkpoint or of a folder of transformers; "
+    parser = parser_of(
+        "ruler",
+        "Scores of RULER's synthetic tasks by length, of a checkpoint or of a folder of transformers; "
         "under torchrun, over a ring of all ranks. The length is that of prompt and answer.",
-        allow_abbrev=False,
     )
     add_shared(parser, checkpoint=REQUIRED, seqlens=[4096], samples=20, seed=0)
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"default: {' '.join(TASKS)}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from ringflash.commands.options import add_shared
+from ringflash.commands.options import add_shared, parser_of
 from ringflash.errors import ArgumentError, CheckpointCorrupt
 from ringflash.train.checkpoint.manifest import complete_in, locate, verify
 from ringflash.train.remote import fetched
@@ -26,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] != ["verify"]:
         got, remedy = repr(argv[0]) if argv else "nothing", "Run `ringflash checkpoint verify FOLDER`."
         raise ArgumentError("checkpoint", expected="verify", got=got, remedy=remedy)
-    parser = argparse.ArgumentParser(
-        "ringflash checkpoint verify", description="Compares checkpoints with what was saved.", allow_abbrev=False
-    )
+    parser = parser_of("checkpoint verify", "Compares checkpoints with what was saved.")
     parser.add_argument(
         "folders", nargs="+", help="checkpoints, or folders of them, as runs/x/checkpoints; at a URL the newest one"
     )

@@ -26,7 +26,7 @@ from ringflash.bench.common import timing
 from ringflash.bench.common.problem import Problem, add_options, check_agreement, failure
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
-from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least, parser_of
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import ScoreConfig, TileProblem
@@ -93,9 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench hops", description="Measures the forward of a hop by its role.", allow_abbrev=False
-    )
+    parser = parser_of("bench hops", "Measures the forward of a hop by its role.")
     add_options(parser, FULL, "4096 to 32768, doubling")
     add_shared(parser, backend="auto", tokens=Described(str(FULL["tokens"])))
     return parser

@@ -29,7 +29,7 @@ from ringflash.bench.common import timing
 from ringflash.bench.common.problem import add_options
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
-from ringflash.commands.options import DTYPES
+from ringflash.commands.options import DTYPES, parser_of
 
 CALLS = 40  # of a sample: few enough that their launches fit into the GPU's queue
 WARM_CALLS = 5
@@ -61,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench host", description="Measures the host time of warm calls.", allow_abbrev=False
-    )
+    parser = parser_of("bench host", "Measures the host time of warm calls.")
     add_options(parser, GPU, "128 512 1024 2048")
     parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
     return parser

@@ -35,7 +35,7 @@ from ringflash.bench.common.problem import Contender, Problem, Setup, add_option
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.ring.accuracy import TENSORS, Yardstick
-from ringflash.commands.options import DTYPES, MASKS, Described, add_shared, fill_in
+from ringflash.commands.options import DTYPES, MASKS, Described, add_shared, fill_in, parser_of
 from ringflash.errors import ArgumentError
 
 MATMUL = "matmul"
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench kernels", description=DESCRIPTION, allow_abbrev=False)
+    parser = parser_of("bench kernels", DESCRIPTION)
     add_options(parser, FULL, "512 to 131072, doubling")
     add_shared(parser, "peers", "png", masks=[*MASKS], tokens=Described(str(FULL["tokens"])))
     parser.add_argument("--cell-s", type=float, default=20.0, help="no further round after this (default: %(default)s)")

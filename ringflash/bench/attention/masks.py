@@ -30,7 +30,7 @@ from ringflash.bench.common.problem import Problem, Setup, add_options, check_ag
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring.accuracy import TENSORS
-from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least, parser_of
 from ringflash.errors import ArgumentError
 
 FAST = "backward_fast"
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ringflash bench masks", description=DESCRIPTION, allow_abbrev=False)
+    parser = parser_of("bench masks", DESCRIPTION)
     add_options(parser, FULL, "32768")
     told: dict[str, Any] = {name: Described(str(FULL[name])) for name in ("window_left", "num_documents")}
     add_shared(parser, "peers", backend="auto", **told)

@@ -18,7 +18,7 @@ from ringflash.bench.attention.traffic import Shape
 from ringflash.bench.common import record
 from ringflash.bench.common.report import Column, Row, print_table
 from ringflash.bench.cost_model.model import FAR, NEAR, Link, Machine, Prediction, Split, predict
-from ringflash.commands.options import DTYPES, add_shared, check_at_least, check_heads, check_positive
+from ringflash.commands.options import DTYPES, add_shared, check_at_least, check_heads, check_positive, parser_of
 from ringflash.errors import ArgumentError
 
 LAYOUTS = ("zigzag", "striped", "contiguous")  # candidates, the even ones first
@@ -49,11 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench model",
-        description="Predicts causal ring attention from figures of the machine; runs nothing.",
-        allow_abbrev=False,
-    )
+    parser = parser_of("bench model", "Predicts causal ring attention from figures of the machine; runs nothing.")
     default = " (default: %(default)s)"
     add = parser.add_argument
     add_shared(parser, "json", seqlens=[2**n for n in range(13, 21)], world_sizes=[4, 8, 64, 1024])

@@ -27,7 +27,7 @@ from ringflash.bench.common.problem import AGREEMENT, difference, failure
 from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.decode.peers import CacheShape, Call, Decoding, contenders, ours
-from ringflash.commands.options import DTYPES, Described, add_shared
+from ringflash.commands.options import DTYPES, Described, add_shared, parser_of
 from ringflash.errors import ArgumentError
 
 COPY = "copy"
@@ -65,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench decode", description="Measures flash_decode beside its peers.", allow_abbrev=False
-    )
+    parser = parser_of("bench decode", "Measures flash_decode beside its peers.")
     text = "lengths of the cache, in keys (default: 4096 to 131072, doubling)"
     parser.add_argument("--cache-seqlens", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--seqlen-q", type=int, metavar="N", default=1, help="new tokens (default: %(default)s)")

@@ -25,7 +25,7 @@ from ringflash.bench.common.record import Run
 from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.ring.accuracy import TENSORS, plain_by_rows
 from ringflash.bench.ring.merging import Attention, ways
-from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least, parser_of
 from ringflash.commands.picture import picture
 from ringflash.errors import ArgumentError
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Computes errors of rings against float64, by three ways to merge their hops."
-    parser = argparse.ArgumentParser("ringflash bench accuracy", description=description, allow_abbrev=False)
+    parser = parser_of("bench accuracy", description)
     add_shared(parser, seqlen=Described("8192, on a CPU 512"), world_sizes=Described("1 to 64, doubling"))
     text = f"numbers of layers, measured on {DEPTH_RANKS} ranks (default: 1 to 32, doubling)"
     parser.add_argument("--layer-counts", type=int, nargs="+", metavar="N", help=text)

@@ -27,7 +27,7 @@ from ringflash.bench.common.problem import Problem, failure
 from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.bench.ring import peers
-from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least, parser_of
 from ringflash.errors import ArgumentError
 
 Rings = dict[int, tuple[dist.ProcessGroup, rf.ContextParallel | None]]  # by number of ranks, with this rank in them
@@ -81,9 +81,7 @@ def default_counts(world_size: int) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench scaling", description="Measures ring_attention by length and GPUs.", allow_abbrev=False
-    )
+    parser = parser_of("bench scaling", "Measures ring_attention by length and GPUs.")
     ranks.add_options(parser)
     add_shared(parser, "png", world_sizes=Described("1, 2, 4 ... and all"), rounds=3)
     parser.add_argument(

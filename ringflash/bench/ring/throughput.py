@@ -36,7 +36,7 @@ from ringflash.bench.common.ranks import PARTS, Samples
 from ringflash.bench.common.report import Column, Row, heads, print_table
 from ringflash.bench.ring import peers, seen
 from ringflash.bench.ring.accuracy import Yardstick
-from ringflash.commands.options import DTYPES, add_shared, check_at_least
+from ringflash.commands.options import DTYPES, add_shared, check_at_least, parser_of
 from ringflash.errors import ArgumentError
 
 ALONE, SILENT = "one kernel", "without messages"  # yardsticks
@@ -102,9 +102,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench ring", description="Measures ring_attention beside its peers.", allow_abbrev=False
-    )
+    parser = parser_of("bench ring", "Measures ring_attention beside its peers.")
     ranks.add_options(parser)
     add_shared(parser, "window_left", "num_documents", "peers", rounds=5)
     parser.add_argument("--hops", default="auto", help="schedule, as ContextParallel.hops (default: %(default)s)")

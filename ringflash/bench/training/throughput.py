@@ -47,7 +47,7 @@ from ringflash.bench.training.trainees import (
     sdpa,
     torch_context_parallel,
 )
-from ringflash.commands.options import add_shared, check_at_least
+from ringflash.commands.options import add_shared, check_at_least, parser_of
 from ringflash.errors import RingflashError
 from ringflash.train.models.flops import peak_flops, training_flops
 from ringflash.train.torchao_private import LinearDtype
@@ -123,11 +123,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ringflash bench training",
-        description="Measures training steps on a ring, beside others' attention.",
-        allow_abbrev=False,
-    )
+    parser = parser_of("bench training", "Measures training steps on a ring, beside others' attention.")
     lengths = [2**n for n in range(13, 18)]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["1b", "8b"], help="default: 1b 8b")
     add_shared(parser, "peers", "json", "png", seqlens=lengths)
