@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -52,6 +53,44 @@ def exchange_sigterm(trainer: pl.Trainer, on_any_rank: Callable[[bool], bool]) -
     connector._sigterm_notifier_fn = note
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = stop_if_told
+
+
+def resume_epoch(trainer: pl.Trainer) -> None:
+    """Gives an epoch that a checkpoint begins in the middle its accumulation and its whole length.
+
+    Lightning does not call `on_train_epoch_start` there, in which GradientAccumulationScheduler sets its factor. And it
+    limits the epoch to the batches of a whole one: too few after small batches, if larger ones are left.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+    limit_asked, loader = trainer.limit_train_batches, cast("Any", trainer.fit_loop._combined_loader)
+    if loader is None or not loader.limits or not isinstance(limit_asked, float) or limit_asked < 1:
+        return
+    # in place, because the loader's iterator has the same list
+    loader.limits[:] = [
+        limit if limit == float("inf") else max(limit, len(each))
+        for limit, each in zip(loader.limits, loader.flattened, strict=True)
+    ]
+    if (fetcher := trainer.fit_loop._data_fetcher) is not None and fetcher.length is not None:
+        fetcher.length = len(loader)
+        follow_epoch(trainer)  # now, before Lightning compares the batches so far with the length
+
+
+def follow_epoch(trainer: pl.Trainer) -> None:
+    """Sets the number of batches after which the present epoch ends and validates.
+
+    Lightning takes both from the first epoch of a run, but epochs differ: the last part of the data that
+    `limit_train_batches` leaves is short, and a run may resume in a short epoch or with another batch size.
+    """
+    loop: Any = trainer.fit_loop
+    length, interval = loop._data_fetcher.length, trainer.val_check_interval
+    if length is None:
+        return
+    loop.max_batches = length
+    if isinstance(interval, float) and trainer.val_check_batch not in (None, float("inf")):
+        trainer.val_check_batch = max(1, int(length * interval))
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

@@ -37,7 +37,14 @@ from ringflash.train.lightning.optimizer import multiply_gradients, parameters_o
 from ringflash.train.lightning.preemption import Preempted
 from ringflash.train.lightning.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from ringflash.train.lightning.shutdown import Shutdown
-from ringflash.train.lightning_private import connect, exchange_sigterm, set_device_mesh, trainer_of
+from ringflash.train.lightning_private import (
+    connect,
+    exchange_sigterm,
+    follow_epoch,
+    resume_epoch,
+    set_device_mesh,
+    trainer_of,
+)
 
 if TYPE_CHECKING:
     from ringflash.compile_once import Compilations
@@ -287,6 +294,12 @@ class RingAttentionStrategy(ShardedStrategy):
         moved["num_valid_tokens"] = torch.full((), agreed.num_valid, dtype=torch.int64, device=device)
         return moved
 
+    def on_train_start(self) -> None:
+        """Prepares the epoch of a checkpoint."""
+        assert self.lightning_module is not None
+        resume_epoch(self.lightning_module.trainer)
+        super().on_train_start()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step and records the number of valid tokens of the micro-batch.
 
@@ -298,6 +311,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        follow_epoch(trainer)
         # The index comes from the loop, because a module's step need not take it. Lightning zeroes gradients here.
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
