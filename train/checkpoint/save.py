@@ -295,6 +295,8 @@ def _write(job: _Job, planner: DefaultSavePlanner | None, group: dist.ProcessGro
         with among_ranks(job.path, group):
             save_tensors({**job.tensors}, storage_writer=_Writer(partial), planner=planner, process_group=group)
     except CheckpointException as error:
+        if rank in error.failures and isinstance(error.failures[rank][0], KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # torch catches it as an error of the write
         texts = [f"rank {rank}: {type(e).__name__}: {e}".strip() for rank, (e, _) in error.failures.items()]
         raise failed(job.path, "; ".join(texts)) from error
 

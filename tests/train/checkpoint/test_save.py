@@ -55,6 +55,33 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path, asynchronous: bool) -> No
     assert [verify(path).step for path in complete_in(tmp_path)] == [1]
 
 
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted_while_writing(folder: str) -> str:
+    saver, path = Saver(timedelta(seconds=20)), Path(folder) / "last"
+    checkpoint: dict[str, Any] = {"state_dict": {f"rank {dist.get_rank()}": torch.ones(100)}, "global_step": 1}
+    saver.save(checkpoint, path, SaveOptions())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        setattr(saving._Writer, "write_data", interrupt)  # noqa: B010 - as above
+    try:
+        saver.save({**checkpoint, "global_step": 2}, path, SaveOptions())
+    except BaseException as error:  # KeyboardInterrupt is no Exception
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_interrupt_of_a_write_remains_one(tmp_path: Path, world_size: int) -> None:
+    *others, interrupted = run_ranks(world_size, _interrupted_while_writing, str(tmp_path))
+    assert interrupted == "KeyboardInterrupt: "
+    for text in others:
+        assert text.startswith("CheckpointError: ")
+        assert "rank 1: KeyboardInterrupt" in text
+    assert [verify(path).step for path in complete_in(tmp_path)] == [1]
+
+
 def _sharded_in_another_entry(folder: str) -> list[Outcome]:
     sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     path = Path(folder) / "last"
