@@ -56,10 +56,11 @@ def exchange_sigterm(trainer: pl.Trainer, on_any_rank: Callable[[bool], bool]) -
 
 
 def resume_epoch(trainer: pl.Trainer) -> None:
-    """Gives an epoch that a checkpoint begins in the middle its accumulation and its whole length.
+    """Restores the accumulation and the length of an epoch in which a run resumes.
 
-    Lightning does not call `on_train_epoch_start` there, in which GradientAccumulationScheduler sets its factor. And it
-    limits the epoch to the batches of a whole one: too few after small batches, if larger ones are left.
+    Lightning does not call `on_train_epoch_start` in such an epoch, so GradientAccumulationScheduler sets no factor.
+    Lightning also limits the epoch to as many batches as a whole epoch has. These are too few if the batches before the
+    checkpoint were smaller, and thus more.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for callback in callbacks:
