@@ -43,9 +43,10 @@ T = TypeVar("T")
 
 HOPS = ("ring", "grouped", "auto")
 GRAPHS = (True, False, "auto")
-# "auto" groups hops if no rank receives more KV than this: 16384 tokens of 8 heads of 128 in two bytes over four ranks,
-# or the keys of a window. To receive more takes longer than the launches of a ring; see docs/transports.md.
-GROUPED_BYTES = 48 * 2**20
+# "auto" groups hops if no rank receives more KV than this: 8192 tokens of 8 heads of 128 in two bytes over four ranks.
+# To receive more takes longer than the launches of a ring; see docs/transports.md. A rank that receives at most its own
+# KV, as under a window, has enough work for twice as much.
+GROUPED_BYTES = 24 * 2**20
 
 _CONTEXTS = Registry()
 
@@ -72,13 +73,14 @@ class ContextParallel(TokenMeans):
             crosses slow links. None is one ring.
         hops: "ring" computes with the KV of one rank after another, while the next KV is on its way. "grouped" sends
             all KV directly, in one exchange and one launch: for windows, and for sequences so short that launches take
-            longer than their work. "auto" groups hops on GPUs if no rank receives more than 48 MiB of KV, unless there
-            is an inner ring or `cuda_graphs=True`, which removes launches.
+            longer than their work. "auto" groups hops on GPUs if no rank receives more than 24 MiB of KV, or no more
+            than its own KV up to 48 MiB. It groups none with an inner ring, or with `cuda_graphs=True`, which removes
+            launches.
         cuda_graphs: whether passes over the symmetric transport are captured and then replayed, with the same bits. For
             sequences so short that launches take longer than their work. True captures every pass after its second call
-            with the same shapes. "auto" captures grouped hops after a hundred calls, unless heads are split or `debug`
-            is set. Each graph keeps its outputs; all graphs share memory for inputs and intermediate results. Calls
-            with dropout, or with a mask that holds lengths or blocks, are not captured.
+            with the same shapes. "auto" captures passes after a hundred calls if a rank owns at most 16 MiB of KV,
+            unless heads are split or `debug` is set. Each graph keeps its outputs; all graphs share memory for inputs
+            and intermediate results. Calls with dropout, or with a mask that holds lengths or blocks, are not captured.
 
     Raises:
         ArgumentError: no process group, or one without this rank; a mesh of other dimensions; an unknown name; a
@@ -306,7 +308,9 @@ class ContextParallel(TokenMeans):
         """Returns whether hops are grouped; this depends only on values that ranks have agreed on."""
         if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
-        return receives_at_most(layout, mask, GROUPED_BYTES // row_bytes)
+        own_bytes = layout.seqlen // layout.world_size * row_bytes
+        most = max(GROUPED_BYTES, min(own_bytes, 2 * GROUPED_BYTES))
+        return receives_at_most(layout, mask, most // row_bytes)
 
     @property
     def is_virtual(self) -> bool:

@@ -157,7 +157,7 @@ class RingCall:
         context, plan = ranks.context, ranks.plans[0]
         kernel_run = replace(self._kernel_run, cache={})  # of this pass
         score_config, graphs = kernel_run.score_config, context.graphs
-        if graphs is None or not graphs.takes(plan):
+        if graphs is None or not graphs.takes(plan, self._row_bytes):
             return compute(kernel_run, *inputs)
         words, tensors = plan.mask.spec
         if tensors or score_config.dropout_p or torch.cuda.is_current_stream_capturing():

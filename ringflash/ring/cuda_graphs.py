@@ -23,6 +23,9 @@ MOST = 32  # kinds of passes that are known; each graph keeps its outputs
 # Calls of a kind before its capture. A capture waits for the GPU, so it comes late if the program did not ask for it.
 # Lengths that seldom recur are then never captured.
 ASKED, UNASKED = 2, 100
+# A program that did not ask for graphs gets them for ranks that own at most this much KV: 4096 tokens of 8 heads of 128
+# in two bytes. The work of a hop grows with the square of these tokens, and soon takes longer than its launches.
+MOST_BYTES = 16 * 2**20
 _BYTES = 16  # kernels differ for tensors that are aligned to less, and copies are always aligned
 
 log = logging.getLogger(__name__)
@@ -140,12 +143,13 @@ class GraphCache:
         """Returns the number of captured graphs."""
         return sum(isinstance(known, _Graph) for known in self._kinds.values())
 
-    def takes(self, plan: Plan) -> bool:
-        """Returns whether passes of `plan` are captured: all if the program asked for it, otherwise grouped hops.
+    def takes(self, plan: Plan, row_bytes: int | None) -> bool:
+        """Returns whether passes of `plan` are captured: all if the program asked for it, otherwise short ones.
 
-        Hops are grouped where launches take longer than their work.
+        `row_bytes` is a token's bytes of keys and values on a GPU. Ranks get the same answer until a capture fails.
         """
-        return self._asked or (plan.grouped and not self._failed)
+        own_bytes = plan.layout.seqlen // plan.layout.world_size * (row_bytes or 0)
+        return self._asked or (own_bytes <= MOST_BYTES and not self._failed)
 
     def run(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,13 +143,13 @@ def test_a_capture_that_fails_without_a_request_is_the_last(
         attempts.append(graphs.is_attempt)
         raise error
 
-    plan: Any = SimpleNamespace(grouped=True)
+    plan = rf.ContextParallel.local(4).plan(None, 64)
     monkeypatch.setattr(cuda_graphs, "_Graph", type("_Graph", (), {"__new__": graph}))
     monkeypatch.setattr(cuda_graphs, "UNASKED", 1)
     graphs, error = GraphCache(asked=False), RuntimeError("operation not permitted")
-    assert graphs.takes(plan)
+    assert graphs.takes(plan, 1)
     assert _call(graphs, events) == ["compute"]
-    assert not graphs.takes(plan)
+    assert not graphs.takes(plan, 1)
     assert (attempts, graphs.is_attempt) == ([True], False)
     assert "goes on without CUDA graphs" in caplog.text
     assert "operation not permitted" in caplog.text
@@ -163,10 +162,15 @@ def test_a_capture_that_fails_without_a_request_is_the_last(
         _call(graphs, events)
 
 
-def test_without_a_request_grouped_hops_are_captured() -> None:
-    ring, grouped = (rf.ContextParallel.local(4, hops=hops).plan(None, 64) for hops in ("ring", "grouped"))
-    assert [GraphCache(asked=False).takes(plan) for plan in (ring, grouped)] == [False, True]
-    assert [GraphCache().takes(plan) for plan in (ring, grouped)] == [True, True]
+def test_without_a_request_ranks_of_little_kv_are_captured() -> None:
+    row = 8 * (128 + 128) * 2
+    for hops in ("ring", "grouped"):
+        context = rf.ContextParallel.local(4, hops=hops)
+        for tokens, taken in ((16384, True), (16384 + 4, False)):
+            for mask in (rf.Causal(), rf.Causal() & rf.SlidingWindow(64)):
+                plan = context.plan(mask, tokens, row_bytes=row)
+                assert GraphCache(asked=False).takes(plan, row) == taken
+                assert GraphCache().takes(plan, row)
 
 
 def test_a_capture_that_fails_raises_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

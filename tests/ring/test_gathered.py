@@ -283,7 +283,7 @@ def test_auto_goes_by_the_bytes_that_a_rank_receives() -> None:
     one, two = (rf.ContextParallel.local(world, heads=heads) for world, heads in ((4, 1), (8, 2)))
     row, window = 8 * (128 + 128) * 2, rf.Causal() & rf.SlidingWindow(4096)
     for context, row_bytes in ((one, row), (two, row // 2)):
-        longest = 2**26 // row_bytes  # a rank receives the KV of the three other ranks
+        longest = 2**25 // row_bytes  # a rank receives the KV of the three other ranks
         assert context.plan(rf.Causal(), longest, row_bytes=row_bytes).grouped
         assert not context.plan(rf.Causal(), longest + 8, row_bytes=row_bytes).grouped
         assert context.plan(window, 2**20, row_bytes=row_bytes).grouped

@@ -206,7 +206,7 @@ def _captured_without_a_request() -> None:
                 assert torch.equal(a, b), call
     assert len(context.graphs) == 2
     assert len(failing.graphs) == 2 * (dist.get_rank() != 1)
-    assert failing.graphs.takes(failing.plan(problem.mask, 1024, row_bytes=1024)) == (dist.get_rank() != 1)
+    assert failing.graphs.takes(failing.plan(problem.mask, 1024), 1024) == (dist.get_rank() != 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -22,7 +22,7 @@ Curve = list[tuple[int, float]]
 
 GIB = "GiB a GPU"  # unit of a logarithmic axis
 # The first record with a length wins.
-RINGS = ("ring-4gpu-short", "ring-4gpu-ulysses", "ring-4gpu-long", "ring-4gpu-1m")
+RINGS = ("ring-4gpu-8k", "ring-4gpu-short", "ring-4gpu-ulysses", "ring-4gpu-long", "ring-4gpu-1m")
 TRAINING = ("training-4gpu-8b-8k", "training-4gpu-8b-64k", "training-4gpu-8b-128k", "training-4gpu-8b-256k")
 OURS, GRAPHS, PEER, TORCH = (
     "ringflash",

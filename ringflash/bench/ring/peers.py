@@ -40,7 +40,8 @@ def ours(problem: Problem, context: rf.ContextParallel) -> Generator[Setup, None
     call = partial(rf.ring_attention, context=context, mask=mask, return_lse=False)
     setup = Setup(local.leaves(), local.dout, call, partial(context.unshard, mask=mask))
     if context.graphs is not None:
-        captured = context.graphs.takes(context.plan(mask, problem.seqlen, row_bytes=problem.row_bytes))
+        plan = context.plan(mask, problem.seqlen, row_bytes=problem.row_bytes)
+        captured = context.graphs.takes(plan, problem.row_bytes)
         for _ in range(context.graphs.calls if captured else 0):  # from then on passes are replayed
             setup.forward_backward()
     yield setup
