@@ -8,7 +8,18 @@ from typing import Any
 
 
 class RingflashError(Exception):
-    """Base class of all exceptions that ringflash raises on purpose."""
+    """Base class of all exceptions that ringflash raises on purpose. They can be sent between processes."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns a form without the constructor's arguments, which differ from the `args` of the exception."""
+        return _restore, (type(self), self.args, vars(self))
+
+
+def _restore(kind: type[RingflashError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RingflashError:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 class ArgumentError(RingflashError, ValueError):
@@ -161,10 +172,6 @@ class GroupFailed(RingflashError, ConnectionError):
             f"the process group failed while its ranks {action} (seen on rank {rank}): {text}\n"
             "See the output of the other ranks: one has ended, or did not come until the group's timeout."
         )
-
-    def __reduce__(self) -> tuple[type[GroupFailed], tuple[str, str, int]]:
-        """Returns a form that can be sent between processes."""
-        return type(self), (self.action, self.text, self.rank)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 from ringflash.errors import RingflashError
 
@@ -31,7 +32,12 @@ class MissingExtra(RingflashError, ImportError):
     """
 
     def __init__(self, needs: str, package: str, extra: str) -> None:
+        self.needs, self.extra = needs, extra
         super().__init__(f"{needs} needs {package}, which is not installed. {install(extra)}", name=package)
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[Any, ...]]:
+        """Returns a form that can be sent between processes; an ImportError keeps `name` outside of its attributes."""
+        return type(self), (self.needs, self.name, self.extra)
 
 
 def install(extra: str) -> str:

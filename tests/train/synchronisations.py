@@ -8,11 +8,9 @@ operator on a marked tensor is marked too. A read of a marked tensor would wait 
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ringflash.torch_private import TorchDispatchMode, tree_leaves
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = Path(sysconfig.get_path("purelib"))
 # Attention on a CPU runs other kernels and transports than on a GPU, so what these read says nothing about a GPU.
-ATTENTION = tuple(str(ROOT / x) for x in ("kernels", "ringflash/ops", "ringflash/ring", "ringflash/transport"))
+ATTENTION = ("ringflash.kernels.", "ringflash.ops.", "ringflash.ring.", "ringflash.transport.")
 OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
 BY_INDEX = {"aten::index", "aten::index_put_"}  # these call nonzero for a bool index
 METHODS = {"tolist", "numpy", "cpu", "__array__"}  # torch shows these to modes above autograd only
@@ -35,7 +31,8 @@ class Synchronisations:
     """Places that would wait for a GPU.
 
     Attributes:
-        places: "file:line name" of each wait since `counting` was set, in order.
+        places: "module:line name" of each wait since `counting` was set, in order. Modules are named as they are
+            imported, because their files lie where the packages are installed.
         operators: number of calls of each operator on marked tensors since then.
         counting: whether waits and operators are recorded.
     """
@@ -63,13 +60,12 @@ class Synchronisations:
             return
         frame, place = sys._getframe(1), ""
         while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(ATTENTION):
+            module = frame.f_globals.get("__name__", "")
+            if f"{module}.".startswith(ATTENTION):
                 return
-            if not place and not file.startswith((__file__, str(PACKAGES / "torch"), "<")):
-                base = PACKAGES if Path(file).is_relative_to(PACKAGES) else ROOT  # packages may lie in the checkout
-                short = Path(file).relative_to(base) if Path(file).is_relative_to(base) else Path(file).name
-                place = f"{short}:{frame.f_lineno} {name}"
+            is_generated = frame.f_code.co_filename.startswith("<")  # as the methods of dataclasses
+            if not place and not is_generated and not f"{module}.".startswith((f"{__name__}.", "torch.")):
+                place = f"{module}:{frame.f_lineno} {name}"
             frame = frame.f_back
         self.places.append(place)
 

@@ -9,28 +9,33 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringflash.errors import CheckpointError
+from ringflash.errors import CheckpointError, RingflashError
 
 
 def on_every_rank(function: Callable[[], Any], path: Path, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Calls `function` on each rank of `group` and gathers the results; an error on one rank is raised on all.
 
     Raises:
-        CheckpointError: the error of `function`, or an error that names the rank and its exception.
+        RingflashError: the library's own error of `function`, as `function` raised it.
+        CheckpointError: any other error of `function`; it names the rank and its exception.
     """
-    result, failure, own = None, None, None
+    rank, result, failure, own = dist.get_rank(group), None, None, None
     try:
         result = function()
     except Exception as raised:  # any error, because the other ranks wait for the result
         own = raised
-        where = f"rank {dist.get_rank(group)}: {type(raised).__name__}: {raised}"
-        failure = raised if isinstance(raised, CheckpointError) else failed(path, where)
+        where = f"rank {rank}: {type(raised).__name__}: {raised}"
+        failure = raised if isinstance(raised, RingflashError) else failed(path, where)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with among_ranks(path, group):
         dist.all_gather_object(gathered, (result, failure), group=group)
-    for _, found in gathered:
-        if found is not None:
-            raise found from own
+    for place, (_, found) in enumerate(gathered):
+        if found is None:
+            continue
+        if own is not None and failure is own and place == rank:
+            raise own  # and not its copy, which lacks the traceback and the cause
+        found.add_note(f"Raised on rank {place}.")  # the message of the library's own error may not say so
+        raise found from own
     return [value for value, _ in gathered]
 
 

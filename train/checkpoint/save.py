@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from ringflash.errors import CheckpointError
+from ringflash.errors import CheckpointError, RingflashError
 from ringflash.train.checkpoint.collective import among_ranks, failed, on_every_rank
 from ringflash.train.checkpoint.manifest import (
     MANIFEST,
@@ -197,7 +197,7 @@ class Saver:
             if device is not None:
                 torch.cuda.set_device(device)  # a thread starts on the first GPU, and DCP would allocate memory there
             _write(job, _CopiesPlanner(self._copies), self._group)
-        except CheckpointError as error:  # the main thread raises it in `wait`
+        except RingflashError as error:  # the main thread raises it in `wait`
             writing.set_exception(error)
         except BaseException as error:
             what = f"rank {dist.get_rank(self._group)}, while it wrote with the others: {error}"

@@ -27,7 +27,6 @@ LIGHTNING_CLASSES: dict[str, tuple[str, ...]] = {
         "OnExceptionCheckpoint",
         "RichModelSummary",
         "RichProgressBar",
-        "StochasticWeightAveraging",
         "TQDMProgressBar",
         "Timer",
     ),

@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import lightning.pytorch as pl
 
-from ringflash.errors import DataError
+from ringflash.errors import ConfigError, DataError
 
 
 class Resumable(Protocol):
@@ -34,6 +34,7 @@ class ResumableDataModule(pl.LightningDataModule, Generic[L]):
 
     trained_on = "the corpus and samples that the checkpoint was trained on"  # for the message of `load_state_dict`
     remedy = "Resume with the same data section."
+    to_overfit = "Leave it out. To repeat few batches, name a corpus of that size: each epoch reads all of it."
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,14 @@ class ResumableDataModule(pl.LightningDataModule, Generic[L]):
         self._position: dict[str, int] | None = None  # of a checkpoint, until training begins
 
     def setup(self, stage: str) -> None:
-        """Drops the position of a checkpoint that an earlier run did not use."""
+        """Drops the position of a checkpoint that an earlier run did not use.
+
+        Raises:
+            ConfigError: training with `overfit_batches`.
+        """
+        if stage == "fit" and (batches := getattr(self.trainer, "overfit_batches", 0)):
+            expected = f"0 with {type(self).__name__}, whose loader continues and does not repeat its first batches"
+            raise ConfigError("overfit_batches", expected=expected, got=batches, remedy=self.to_overfit)
         self._position = None
 
     def _continued(self, loader: L) -> L:

@@ -218,6 +218,7 @@ class RetrievalDataModule(ResumableDataModule[TrainingLoader]):
     """
 
     trained_on = "the sequences that the checkpoint was trained on"
+    to_overfit = "Leave it out: the task makes new sequences for every batch."
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ from ringflash.train.lightning.optimizer import (
 )
 from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.user_modules import check_early_copies
 from ringflash.train.models.activations import ActivationCheckpointing
 from ringflash.train.models.budget import ActivationPlan, check_activations
 from ringflash.train.models.config import ModelConfig
@@ -165,7 +166,7 @@ class RingModule(pl.LightningModule, ABC):
 
         Raises:
             ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
-                offloading without a GPU, or training that cannot fit into the GPU's memory.
+                offloading without a GPU, StochasticWeightAveraging, or training that cannot fit into the GPU's memory.
         """
         if self._decoder is None:
             self._check_strategy()
@@ -397,6 +398,7 @@ class RingModule(pl.LightningModule, ABC):
 
     def _check_strategy(self) -> None:
         strategy = self.trainer.strategy
+        check_early_copies(self.trainer)
         if not isinstance(strategy, RingAttentionStrategy) and self.trainer.world_size > 1:
             raise ConfigError(
                 "strategy",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import ringflash as rf
-from ringflash.errors import ArgumentError, CheckpointError, ConfigError
+from ringflash.errors import CheckpointError, ConfigError
 from ringflash.train.callbacks.nonfinite import NonFinite
 from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.lightning.batch import check_tokens, documents_of, positions_of
@@ -142,6 +142,7 @@ class TransformersModel(RingModule):
             CheckpointError: `lora.init_from` has no adapters, or those of another model.
             ArgumentError: the model cannot run on a ring; see `ringflash.hf.check_model`.
             CheckpointError: on every rank, when the folder does not fit the model or a rank cannot read it.
+            ConfigError: on every rank, when one cannot store the base as `lora.base` asks.
         """
         strategy = self.trainer.strategy
         if self.nf4:
@@ -243,15 +244,15 @@ class TransformersModel(RingModule):
         """
         opened: list[tuple[Any, TransformersWeights]] = []
 
-        def look() -> ArgumentError | NotInParts | str:
+        def look() -> NotInParts | str:
             try:
                 if self.lora is not None:
                     raise NotInParts("the digest of the base model and its adapters need all weights")
                 check_in_parts(folder, self.config)
                 model = build_without_storage(folder, self.config, **options)
                 opened.append((model, TransformersWeights(folder, model, self.config)))
-            except (ArgumentError, NotInParts) as error:
-                return error
+            except NotInParts as reason:
+                return reason
             return opened[0][1].digest
 
         found = self._on_every_rank(look)

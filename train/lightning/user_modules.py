@@ -87,6 +87,21 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             logger.warning(text, "Use ModelCheckpoint(every_n_train_steps=...) and resume from its last checkpoint.")
 
 
+def check_early_copies(trainer: pl.Trainer) -> None:
+    """Raises ConfigError for a callback that copied a module before `configure_model` builds its model.
+
+    StochasticWeightAveraging would then average no weights, under any strategy, and say nothing.
+    """
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "callbacks",
+                expected="none that copies the module before it has weights",
+                got=type(callback).__name__,
+                remedy="Use ringflash.train.ExponentialMovingAverage.",
+            )
+
+
 class MetricGuard(Callback):
     """Compares logged metrics over ranks before other callbacks act on them.
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ringflash.errors import ConfigError
 from ringflash.train.checkpoint import save as saving
 from ringflash.train.checkpoint.manifest import complete_in, partial_of, verify
 from ringflash.train.checkpoint.safe_reader import SafeReader
@@ -53,6 +55,17 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path, asynchronous: bool) -> No
     assert outcomes[0].seconds < 10
     assert partial_of(tmp_path / "last").is_dir()
     assert [verify(path).step for path in complete_in(tmp_path)] == [1]
+
+
+def _refused_while_writing(folder: str) -> str:
+    saver, error = Saver(timedelta(seconds=20)), ConfigError("x", expected="y", got="z", remedy="Do not.")
+    with mock.patch.object(saving, "publish", side_effect=error):
+        saver.save({"state_dict": {"x": torch.ones(2)}}, Path(folder) / "last", SaveOptions(asynchronous=True))
+        return outcome_of(saver.wait).kind
+
+
+def test_an_error_of_the_library_in_a_later_write_keeps_its_class(tmp_path: Path) -> None:
+    assert run_ranks(2, _refused_while_writing, str(tmp_path)) == ["ConfigError"] * 2
 
 
 def interrupt(*args: Any) -> None:

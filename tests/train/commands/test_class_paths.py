@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,18 @@ def test_listed_classes_and_plain_text_are_accepted(folder: Path) -> None:
         "run_dir": "os.x",
     }
     check_arguments(["--config", yaml.safe_dump(text), "--summary.prompt", "os.path", "--ckpt_path=evil.Evil"])
+
+
+def test_the_page_lists_these_classes_of_lightning() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    for group, names in LIGHTNING_CLASSES.items():
+        (found,) = re.findall(rf"^- `lightning\.pytorch\.{group}`: (.*?)[;.]\n", page, re.DOTALL | re.MULTILINE)
+        assert set(re.findall(r"\b[A-Z]\w+", re.sub(r"\(.*?\)", "", found, flags=re.DOTALL))) == set(names)
+
+
+def test_an_average_that_no_model_of_a_configuration_can_have_is_not_listed() -> None:
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
+        check_arguments(["--trainer.callbacks.class_path=lightning.pytorch.callbacks.StochasticWeightAveraging"])
 
 
 def test_a_module_of_the_working_folder_does_not_stand_for_a_library_s(folder: Path) -> None:

@@ -217,6 +217,13 @@ def test_loaders_of_one_trainer_continue(tmp_path: Path, limit: int | None) -> N
     assert other.seen == whole.seen[: len(other.seen)]
 
 
+@pytest.mark.parametrize("batches", [2, 0.5])
+def test_overfit_batches_is_refused(tmp_path: Path, batches: float) -> None:
+    message = rf"overfit_batches: expected 0 with TextDataModule, .* got {batches}\. .* a corpus of that size"
+    with pytest.raises(ConfigError, match=message):
+        trainer(1, devices=1, enable_checkpointing=False, overfit_batches=batches).fit(Reader(), module(tmp_path))
+
+
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size: expected at least 257, the ids of bytes, .* Set model"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=256), module(tmp_path))

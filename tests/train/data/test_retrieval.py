@@ -186,6 +186,13 @@ def test_bad_data_options(options: dict[str, Any], message: str) -> None:
         RetrievalDataModule(**options)
 
 
+def test_overfit_batches_is_refused() -> None:
+    data = RetrievalDataModule()
+    data.trainer = cast("Any", SimpleNamespace(overfit_batches=2, lightning_module=SimpleNamespace(vocab_size=64)))
+    with pytest.raises(ConfigError, match=r"overfit_batches: expected 0 with RetrievalDataModule, .* got 2\. Leave"):
+        data.setup("fit")
+
+
 def test_bad_sequences() -> None:
     with pytest.raises(ConfigError, match="vocab_size: expected at least 16"):
         RetrievalTask(15)

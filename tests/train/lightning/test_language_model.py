@@ -11,8 +11,11 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from ringflash.errors import ArgumentError, ConfigError, StateError
 from ringflash.train.data.module import TextDataModule
@@ -39,6 +42,46 @@ def test_one_device_without_the_strategy(worlds: Worlds) -> None:
     assert module.context is None
     assert outcome.logged["train/loss"] == pytest.approx(worlds[1]["evaluate"].logged["train/loss"], rel=1e-12)
     assert outcome.logged["val/loss"] == pytest.approx(worlds[1]["evaluate"].logged["val/loss"][:2], rel=1e-12)
+
+
+class Weights(Callback):
+    """Records the weights after each step, and those that validation uses."""
+
+    def __init__(self) -> None:
+        self.trained: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        self.trained.append(parameters_to_vector(pl_module.parameters()).detach())
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self.validated.append(parameters_to_vector(pl_module.parameters()).detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of a name PyTorch has moved
+@pytest.mark.filterwarnings("ignore:.*doesn't support sharding model layers")  # there are no shards
+def test_lightning_s_moving_average_without_the_strategy() -> None:
+    run, weights = Run(steps=4, epoch_batches=4), Weights()
+    one = trainer(max_steps=4, callbacks=[weights, EMAWeightAveraging(decay=0.5)], limit_val_batches=1)
+    module = LanguageModel(MODEL)
+    one.fit(module, Data(run))
+    average = weights.trained[0]
+    for each in weights.trained[1:]:
+        average = torch.lerp(average, each, 0.5)
+    assert not torch.equal(average, weights.trained[-1])
+    torch.testing.assert_close(weights.validated[-1], average)
+    torch.testing.assert_close(parameters_to_vector(module.parameters()), average)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set
+def test_stochastic_averaging_is_refused_without_the_strategy() -> None:
+    one = trainer(max_epochs=2, callbacks=[StochasticWeightAveraging(1e-2)], limit_val_batches=0)
+    text = "callbacks: expected none that copies the module before it has weights, got StochasticWeightAveraging"
+    with pytest.raises(ConfigError, match=f"{text}. Use .*ExponentialMovingAverage"):
+        one.fit(LanguageModel(MODEL), Data(Run()))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set

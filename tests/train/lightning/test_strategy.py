@@ -98,7 +98,7 @@ def _divisions() -> int:
     model: Any = fully_shard(torch.nn.Linear(3, 3), mesh=mesh)
     sum_gradients(model)
     loss = model(torch.ones(2, 3)).sum()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         loss.backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 3), 2.0 * dist.get_world_size()))
     return sum(event.count for event in profiler.key_averages() if "div" in event.key)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -156,12 +158,12 @@ def test_a_transformers_model_reads_each_mask_and_the_positions_once() -> None:
     for seen in run_ranks(2, _transformers):
         for name, masks in (("one mask", 1), ("two masks", 2)):
             places = [place.split(":")[0] for place in seen[name].places]
-            own = "ringflash/integrations/transformers"
+            own = "ringflash.integrations.transformers"
             # transformers itself looks for packed documents, once for each mask.
             assert Counter(places) == {
-                f"{own}/mask.py": 2 * masks,  # in two steps
-                f"{own}/positions.py": 2,
-                "transformers/masking_utils.py": 2 * masks,
+                f"{own}.mask": 2 * masks,  # in two steps
+                f"{own}.positions": 2,
+                "transformers.masking_utils": 2 * masks,
             }
 
 
@@ -239,6 +241,20 @@ def _on_gpu(name: str) -> str:
 @pytest.mark.parametrize("name", ["plain", "accumulated"])
 def test_a_step_on_a_gpu_waits_nowhere(name: str) -> None:
     assert run_ranks(1, _on_gpu, name, backend="nccl") == [""]
+
+
+def test_a_place_does_not_depend_on_where_a_package_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "reading.py").write_text("def read(x):\n    return x.item()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen, x = Synchronisations(), torch.ones(1)
+    seen.mark(x)
+    seen.counting = True
+    with seen.watched():
+        importlib.import_module("elsewhere.reading").read(x)
+    assert seen.places == ["elsewhere.reading:2 aten::_local_scalar_dense"]
 
 
 def test_waits_are_seen() -> None:

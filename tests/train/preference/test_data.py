@@ -194,7 +194,7 @@ def test_another_tokenizer_than_the_model_s_is_refused(tmp_path: Path) -> None:
     tokens = pairs_of(tmp_path / "data", [AS_TEXT] * 3)
     other = write_tokenizer(tmp_path / "other", special=("<s>",)).parent
     data = PreferenceDataModule(str(tokens.folder), 64)
-    data.trainer = Mock(lightning_module=Mock(init_from=str(other)))
+    data.trainer = Mock(overfit_batches=0, lightning_module=Mock(init_from=str(other)))
     with pytest.raises(DataError, match=f"tokenizer: expected that of {other}, whose weights training begins with"):
         data.setup("fit")
 

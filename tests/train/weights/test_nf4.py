@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -12,16 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.commands import main
-from ringflash.errors import ConfigError
+from ringflash.errors import ConfigError, RingflashError
 from ringflash.train.lightning.transformers_layers import TrainedLayer
 from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.lora import Lora, add_adapters, base_modules, digest_of, is_adapter
 from ringflash.train.models.memory import TrainingShape, estimate_memory
 from ringflash.train.weights.nf4 import NF4Linear, check_nf4, packed, round_nf4, store_nf4, unpacked
 from tests.helpers.distributed import run_ranks
+from tests.train.lightning.test_transformers_loading import configure
 from tests.train.lightning.test_transformers_model import Run as Model
 from tests.train.lightning.test_transformers_model import config_of
 from tests.train.models.test_lora import FEW, Run, fill_adapters, fit_alone, logits_of, train
@@ -238,6 +241,20 @@ def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringflash.train.weights.nf4.importlib.util.find_spec", lambda name: missing.get(name, sys))
     with pytest.raises(ConfigError, match=r"got no such package\. Install it with `pip install 'ringflash\[qlora\]'`"):
         TransformersModel(str(folder / "tied"), lora=NF4)
+
+
+def _refused(folder: str) -> str:
+    broken = mock.patch("bitsandbytes.functional.quantize_4bit", side_effect=RuntimeError("no kernel image"))
+    with broken if dist.get_rank() == 1 else nullcontext(), pytest.raises(RingflashError) as caught:
+        configure(folder, lora=NF4)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_device_that_one_rank_cannot_use_is_a_config_error_on_all(folder: Path) -> None:
+    texts = run_ranks(2, _refused, str(folder / "tied"))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ConfigError: lora.base: expected a device on which bitsandbytes")
+    assert "got cpu: RuntimeError: no kernel image. Leave lora.base out" in texts[0]
 
 
 def test_the_memory_plan_counts_4_bits(folder: Path) -> None:
