@@ -40,6 +40,7 @@ _VIEWS = {
     _aten.unbind.int,
     _aten.view.default,
 }
+_CONVERSIONS = {_aten.to.dtype}  # below autograd, as under torch.compile, one is dispatched even if it does nothing
 
 Results = tuple[Tensor, ...]
 Procedure = Callable[..., Results]  # of tensors; every result is an allocation of its own
@@ -111,7 +112,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self._allocated.append(result)
-        elif func not in _VIEWS:
+        elif func not in _VIEWS and not (func in _CONVERSIONS and result is args[0]):
             self._is_complete = False
         return result
 

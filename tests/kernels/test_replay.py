@@ -13,7 +13,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash.kernels import launch, replay
 from ringflash.kernels.launch import Launches, Memory, observe_supply, observers
-from ringflash.kernels.replay import MOST, MOST_TRIES, Replays
+from ringflash.kernels.replay import MOST, MOST_TRIES, Replay, Replays
 from tests.kernels.conftest import Compiled
 
 
@@ -98,6 +98,14 @@ def test_results_of_two_replays_are_their_own(call: _Call) -> None:
 def test_a_call_that_computes_with_torch_is_not_replayed(call: _Call, also: Callable[[Tensor], object]) -> None:
     call.also = also
     assert not _is_replayed(Replays(), call, _inputs())
+
+
+def test_a_conversion_to_the_same_dtype_is_no_work(call: _Call) -> None:
+    call.also = lambda x: x.to(x.dtype)
+    with torch.inference_mode():  # below autograd, as in a graph of torch.compile
+        assert _is_replayed(Replays(), call, _inputs())
+        call.also = lambda x: x.to(torch.float64)
+        assert not _is_replayed(Replays(), call, _inputs())
 
 
 def test_a_call_is_recorded_a_few_times_in_vain(call: _Call) -> None:
@@ -221,6 +229,27 @@ def test_replays_have_the_bits_of_the_code(
         for (tensors, given), wanted in zip(cases, expected, strict=True):
             for x, y in zip(_results(tensors, with_lse, **given), wanted, strict=True):
                 assert torch.equal(x, y)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("seqlen", "nheads_kv"), [(300, 4), (2048, 4), (2048, 1), (4096, 4)])
+def test_both_passes_are_replayed(seqlen: int, nheads_kv: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, replayed = Replay.__call__, list[bool]()
+
+    def noted(self: Replay, tensors: Any) -> Any:
+        results = run(self, tensors)
+        replayed.append(results is not None)
+        return results
+
+    monkeypatch.setattr(Replay, "__call__", noted)
+    attention = torch.compile(rf.flash_attention) if compiles else rf.flash_attention
+    for _ in range(MOST_TRIES):
+        replayed.clear()
+        shapes = [(1, seqlen, heads, 64) for heads in (4, nheads_kv, nheads_kv)]
+        leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+        attention(*leaves, mask=rf.Causal()).backward(torch.randn(shapes[0], device="cuda").bfloat16())
+    assert replayed == [True, True]
 
 
 @needs_gpu
