@@ -49,7 +49,11 @@ class Registry:
         Raises:
             ArgumentError: no context of this name is alive.
         """
-        living = [each for reference in reversed(self._contexts.get(name, [])) if (each := reference()) is not None]
+        references = self._contexts.get(name, [])
+        newest = references[-1]() if references else None
+        if newest is not None and not newest.is_closed:
+            return newest
+        living = [each for reference in reversed(references) if (each := reference()) is not None]
         if not living:
             remedy = "Keep a reference until the last backward of its calls; a copy from another process does not work."
             got = f"{name}, which is gone or was never made in this process"

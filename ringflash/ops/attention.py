@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash.checks import DTYPES, check_heads, check_return_lse, check_softcap, check_tensors, scale_of
-from ringflash.context import ContextParallel
+from ringflash.context import ContextParallel, context_by_name
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
@@ -263,6 +263,7 @@ def ring_attention(
             _validate_shards(q, k, context)
             call = _call(context.name, mask, scale, dropout, softcap, options)
             if key is not None:
+                context_by_name(context.name)  # a copy from another process has no context of its name here
                 known = context.prepared_calls.put(key, PreparedCall(call_of(context, q, k, v, call), with_lse))
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ringflash.context import context_by_name
 from ringflash.ops.call import SCHEMA, AttentionCall
-from ringflash.ops.guard import Guard
+from ringflash.ops.guard import Phase, announce
 from ringflash.ops.one_device import OneDevice
-from ringflash.ops.ring_call import RingCall, call_of
+from ringflash.ops.ring_call import BoundCall, call_of
 from ringflash.state import lse_dtype
 
 
@@ -25,13 +25,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor
     `parameters` are the fields of an `AttentionCall`. lse is in `lse_dtype`, more precise than what users get, for the
     backward.
     """
-    call = AttentionCall(*parameters)
-    if not call.context:
-        return OneDevice.of(q, k, v, call).forward(q, k, v)
-    context = context_by_name(call.context)
-    with Guard(context):
-        known = call_of(context, q, k, v, call)
-    return known.forward(q, k, v) if isinstance(known, OneDevice) else known.forward(context, q, k, v)
+    return _known_of(q, k, v, AttentionCall(*parameters)).forward(q, k, v)
 
 
 @attention.register_fake
@@ -53,17 +47,8 @@ def attention_backward(
 
     `parameters` are the fields of an `AttentionCall`.
     """
-    call = AttentionCall(*parameters)
-    tensors = dout, dlse, q, k, v, out, lse
-    if not call.context:
-        known = OneDevice.of(q, k, v, call)
-    else:
-        context = context_by_name(call.context)
-        with Guard(context):
-            known = call_of(context, q, k, v, call)
-        if isinstance(known, RingCall):
-            return known.backward(context, *tensors)
-    dq, dk, dv, dsinks = known.backward(*tensors)
+    known = _known_of(q, k, v, AttentionCall(*parameters))
+    dq, dk, dv, dsinks = known.backward(dout, dlse, q, k, v, out, lse)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
@@ -74,6 +59,19 @@ def _(
     sinks = AttentionCall(*parameters).sinks
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice | BoundCall:
+    """Returns the call on one device or on the ranks of its context, made now or before."""
+    if not call.context:
+        return OneDevice.of(q, k, v, call)
+    context = context_by_name(call.context)
+    try:
+        known = call_of(context, q, k, v, call)
+    except BaseException as error:
+        announce(context, error, Phase.PREPARING)  # the peers are about to wait for this rank
+        raise
+    return known if isinstance(known, OneDevice) else BoundCall(known, context)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ringflash.context import ContextParallel, context_by_name
+from ringflash.context import ContextParallel
 from ringflash.kernels import select
 from ringflash.layouts.grid import split_rows
 from ringflash.masks import Mask, described
@@ -61,17 +61,11 @@ class RingCall:
 
     @staticmethod
     def of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> RingCall:
-        """Returns the call on the ranks of `context`, made now or before.
-
-        Raises:
-            ArgumentError: `context` is a copy from another process.
-        """
-        context_by_name(context.name)
-        mask = call.mask_of(k.shape[1])
-        key = call.key(q, k, v, mask)
+        """Returns the call on the ranks of `context`, made now or before."""
+        key = call.key(q, k, v)
         if key is not None and (known := context.operator_calls.get(key)) is not None:
             return known
-        made = RingCall(context, q, k, v, call, mask)
+        made = RingCall(context, q, k, v, call, call.mask_of(k.shape[1]))
         return made if key is None else context.operator_calls.put(key, made)
 
     def forward(self, context: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,9 +175,8 @@ def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: Att
     """
     if context.world_size > 1 or context.graphs is not None:
         return RingCall.of(context, q, k, v, call)
-    context_by_name(context.name)
     context.check_alive()
-    return OneDevice.of(q, k, v, call._replace(context=""))
+    return OneDevice.of(q, k, v, call)
 
 
 class BoundCall(NamedTuple):

@@ -232,6 +232,7 @@ def test_replays_have_the_bits_of_the_code(
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize(("seqlen", "nheads_kv"), [(300, 4), (2048, 4), (2048, 1), (4096, 4)])
 def test_both_passes_are_replayed(seqlen: int, nheads_kv: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ringflash as rf
+from ringflash.ops.attention import _call
 from tests.helpers.frames import frames_of
 
 
@@ -22,7 +23,16 @@ def _ring_attention() -> Callable[[], object]:
     return lambda: rf.ring_attention(q, q, q, context, mask=mask)
 
 
-@pytest.mark.parametrize(("make", "most_frames", "most_files"), [(_flash_attention, 40, 8), (_ring_attention, 200, 16)])
+def _operator() -> Callable[[], object]:
+    q, context = torch.randn(1, 64, 4, 32), rf.ContextParallel.local(1)
+    inputs = q, q, q, *_call(context.name, rf.Causal(), 0.25, None, 0.0, rf.AttentionOptions())
+    return lambda: torch.ops.ringflash.attention.default(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "most_frames", "most_files"),
+    [(_flash_attention, 40, 8), (_ring_attention, 200, 16), (_operator, 30, 13)],
+)
 def test_frames_of_a_warm_call(
     make: Callable[[], Callable[[], object]], most_frames: int, most_files: int, record_property: Any
 ) -> None:
