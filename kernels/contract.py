@@ -134,7 +134,7 @@ class TileProblem:
 
 
 class PendingDelta(NamedTuple):
-    """delta = rowsum(dout * out) - dlse, not computed yet: the kernel of a backward's only hop computes it on its way.
+    """delta = rowsum(dout * out) - dlse, not computed yet: a backend computes it before the gradients of the hop.
 
     Args:
         out: (batch, seqlen_q, nheads, headdim_v).

@@ -1,12 +1,13 @@
 """Backward of one hop for sm_90 in one kernel: dK and dV, and dQ added tile by tile to a float32 sum.
 
-A hop is the attention of this rank's queries over the keys of one rank. A program owns a tile of keys of one KV head at
-a time: 128, 64 for each of two consumer warpgroups, or in heads wider than 128 the same 64 for both (`BY_GRADIENT`). A
-group is the query heads that share a KV head. The program streams the queries of all heads of the group that see its
-keys. `kind` is a `BackwardConstants`, and `place` a `Place` (`scheduler.py`): a tile of keys, and the tiles of queries
-that see it. With `DESCENDING`, tiles of queries run from the last to the first.
-Otherwise those that need a mask come first. Tiles of dQ are added in any order, or in a fixed order that gives the same
-bits in every run (`ORDERED`). `pipeline.py` explains rings, their uses and the tile queue.
+A hop is the attention of this rank's queries over the keys of one rank. A program owns one tile of keys of one KV head
+at a time. The tile has 128 keys, 64 for each of two consumer warpgroups. For headdim above 128 it has 64 keys: consumer
+0 computes dv, and consumer 1 dk (`BY_GRADIENT`). A group is the query heads that share a KV head. The program streams
+the queries of all heads of the group that see its keys. `kind` is a `BackwardConstants`, and `place` a `Place`
+(`scheduler.py`): a tile of keys, and the tiles of queries that see it. With `DESCENDING`, tiles of queries run from the
+last to the first. Otherwise tiles that need a mask come first. Tiles of dQ are added in any order, or in a fixed order
+that gives the same bits in every run (`ORDERED`). Short sequences use `ORDERED` too, because it needs no zeroed sum.
+`pipeline.py` explains rings, their uses and the tile queue.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
 (batch, nheads, seqlen_q). lse is in natural logarithms, and delta is the sum of dout * out over headdim, less the
@@ -20,10 +21,11 @@ In the paper dP does not include the subtraction of delta; here it does.
 With `PRELOADED`, `minus_lse` is -lse / softmax_scale; it and -delta initialise the accumulators of S^T and dP^T.
 Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -delta to the result of v dout^T.
 
-`backward_step.py` has the computations of the consumers, and how they share them. dq of a tile is computed during the
-next tile, and each consumer computes one half. Two more warps add dq to global memory, each every other tile.
-At headdim 96 dk and dv have two parts (`columns.py`), and the second half of dq includes 32 columns of zeros.
-Source: FlashAttention-3 (Shah et al. 2024), section B, with tiles and an order of matmuls measured best on an H200.
+`backward_step.py` has the computations of the consumers, and how they share them. dq of a tile of queries is computed
+during the next tile, in two or four pieces (`PIECES`): consumer C computes pieces C, C + 2, and so on. Two more warps
+add dq to global memory, each every other tile. At headdim 96 dk and dv have two parts (`columns.py`), and the second
+piece of dq includes 32 columns of zeros.
+Source: FlashAttention-3 (Shah et al. 2024), appendix B, with tiles and an order of matmuls measured best on an H200.
 """
 
 # Gluon's DSL is not Python to a type checker: loops over tensors, constexpr arguments, launch options.
@@ -79,7 +81,10 @@ from ringflash.kernels.versions import copy_to_shared, nbytes
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of the inputs, and `padded`: the rows of a head in `minus_lse` and `minus_delta`, whole tiles."""
+    """TMA descriptors of the inputs, and `padded`: the rows of a head in `minus_lse` and `minus_delta`.
+
+    `padded` is seqlen_q rounded up to a multiple of 128.
+    """
 
     q: Any
     dout: Any
@@ -128,16 +133,16 @@ AHEAD = gl.constexpr(3)  # tiles of queries still to copy when the producer requ
 
 
 @gluon.jit
-def _fill_with(ring, i, descriptor, at, stages, vector, index):
+def _fill_with(ring, i, descriptor, at, vectors, vector, index):
     """Like `fill`, but on the same full barrier also copies -lse or -delta (`vector`) from `index` on.
 
-    `stages` has one stage for each buffer in `ring.buffers`, which holds the stages of q, then of dout.
+    `vectors` has one row for each buffer in `ring.buffers`, which holds the stages of q, then of dout.
     """
     wait_empty(ring, i)
     barrier = full_barrier(ring, i)
     mbarrier.expect(barrier, nbytes(descriptor) + nbytes(vector))
     copy_to_shared(descriptor, at, barrier, buffer_of(ring, i))
-    copy_to_shared(vector, [index], barrier, stages.index(ring.BUFFER + slot_of(i, ring.STAGES)))
+    copy_to_shared(vector, [index], barrier, vectors.index(ring.BUFFER + slot_of(i, ring.STAGES)))
 
 
 @gluon.jit
@@ -152,7 +157,10 @@ def _vector_index(place, member, row, heads, padded, kind):
 
 @gluon.jit
 def _visit(place, i, kind):
-    """Returns the `i`-th tile of queries to process, and its head in the group: `i` counts from 0 for each `place`."""
+    """Returns the `i`-th tile of queries to process, and its head in the group; `i` counts from 0 for each `place`.
+
+    Without DESCENDING, masked tiles come first, then the others from the last to the first.
+    """
     if kind.DESCENDING:
         n, member = visit_from_end(place, i, kind.GROUP, kind.BY_HEADS)
     else:
@@ -176,7 +184,7 @@ def _copy_queries(inputs, shared, place, i, use, heads, kind):
 def load_warp(inputs, shared, prefetch, heads, kind):
     """Runs the producer warp: copies k and v of each tile of keys, and the queries that see them, to shared memory."""
     first_use = 0  # tiles of queries before `place`: uses of the rings q and dout
-    taken = 0  # tiles of keys so far: uses of the tile queue, and half the uses of the rings k and v
+    taken = 0  # tiles of keys so far: uses of the tile queue; the rings k and v have KEY_PARTS uses for each
     place = pop_tile(shared.tile_queue, 0)
     while place.tile >= 0:
         total = (place.end - place.begin) * kind.GROUP
@@ -198,7 +206,10 @@ def load_warp(inputs, shared, prefetch, heads, kind):
 
 @gluon.jit
 def add_warp(ADDER: gl.constexpr, view, turns, shared, heads, padded, kind):
-    """Runs warp `ADDER` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries."""
+    """Runs warp `ADDER` of the `ADDERS` warps that add dq to memory: it adds every `ADDERS`-th tile of queries.
+
+    `view` is the descriptor of the sum of dq, and `turns` a `SemaphoreOrder`.
+    """
     first_use = 0
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
@@ -215,11 +226,11 @@ def add_warp(ADDER: gl.constexpr, view, turns, shared, heads, padded, kind):
 
 
 @gluon.jit
-def _release_keys(ring, kind):
-    """Releases all buffers of k or v.
+def _release_all(ring, kind):
+    """Releases all buffers of the ring k or v for this consumer.
 
-    An empty barrier counts both consumers, so each consumer releases every buffer. It must wait for them first,
-    although it reads only one buffer of v, or none.
+    Each empty barrier needs an arrival from both consumers. The caller must have waited for every buffer, also for
+    those that it does not read.
     """
     for c in gl.static_range(kind.KEY_PARTS):
         release(ring, c)  # all uses taken * KEY_PARTS + c have stage c
@@ -240,8 +251,8 @@ def _seen_by(C: gl.constexpr, place, bounds, gradients, kind):
 
 @gluon.jit
 def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
-    """Runs consumer `C`: its share of dk and dv of each tile of keys, and half of dq of the queries that see it."""
-    begin = 0  # tiles of queries before `place`: uses of the rings q, dout and ds
+    """Runs consumer `C`: its share of dk and dv of each tile of keys, and its pieces of dq."""
+    first_use = 0  # tiles of queries before `place`: uses of the rings q, dout and ds
     taken = 0
     place = pop_tile(shared.tile_queue, 0)
     first, stop = _seen_by(C, place, bounds, gradients, kind)
@@ -249,7 +260,8 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         for c in gl.static_range(kind.KEY_PARTS):
             wait_full(shared.k, taken * kind.KEY_PARTS + c)
             wait_full(shared.v, taken * kind.KEY_PARTS + c)
-        # `lost` < 0: some lse or delta is not finite. With BY_GRADIENT consumer 0 isolates the keys for both.
+        # `lost` < 0: some lse or delta is not finite. Isolation replaces NaN and Inf in k by zeros; with BY_GRADIENT
+        # consumer 0 does this for both.
         if kind.MASKED and C < kind.KEY_PARTS and (kind.CHECKED or gradients.lost < 0):
             isolate_keys(C, shared.k, kind)
         dk = zero_parts(kind.ROWS, kind.WIDTHS)
@@ -257,11 +269,12 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         if place.end > place.begin:
             n, _ = _visit(place, 0, kind)
             row = n * kind.BLOCK_M
-            # The first step is compiled once, with the mask, which changes nothing in a tile that needs none.
-            dk, dv = step(C, begin, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
+            # If any tile needs a mask, the first step always applies it: in other tiles it changes nothing.
+            dk, dv = step(C, first_use, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
             HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads whose tiles one pass of this loop covers
-            end, next_visit = begin, begin + 1
+            end, next_use = first_use, first_use + 1
             # Up to three loops: masked tiles, tiles without a mask, and with DESCENDING and BELOW masked tiles again.
+            # Names without `place.` are ring uses.
             for _ in range(kind.GROUP // HEADS):  # uses [begin_full, end_full) of each pass need no mask
                 begin_full = end
                 end += (place.end - place.begin) * HEADS
@@ -273,28 +286,28 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
                 if kind.DESCENDING and kind.BELOW:
                     end_full -= (place.full_begin - place.begin) * HEADS
                 if kind.MASKED and (kind.ABOVE or not kind.DESCENDING):
-                    for i in range(next_visit, begin_full):
-                        n, _ = _visit(place, i - begin, kind)
+                    for i in range(next_use, begin_full):
+                        n, _ = _visit(place, i - first_use, kind)
                         row = n * kind.BLOCK_M
                         dk, dv = step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
-                for i in range(gl.maximum(next_visit, begin_full), end_full):
+                for i in range(gl.maximum(next_use, begin_full), end_full):
                     dk, dv = step(C, i, 0, dk, dv, first, stop, gradients, shared, False, False, kind)
                 if kind.DESCENDING and kind.BELOW:
-                    for i in range(gl.maximum(next_visit, end_full), end):
+                    for i in range(gl.maximum(next_use, end_full), end):
                         row = (place.begin + (end - 1 - i) // HEADS) * kind.BLOCK_M  # as `_visit`, in fewer registers
                         dk, dv = step(C, i, row, dk, dv, first, stop, gradients, shared, True, False, kind)
-                next_visit = end
-            begin = end
-            _release_keys(shared.v, kind)
+                next_use = end
+            first_use = end
+            _release_all(shared.v, kind)
             wait_full(shared.ds, end - 1)
             for piece in gl.static_range(C, kind.PIECES, 2):
                 dq = warpgroup_mma_wait(0, deps=[start_dq(piece, end - 1, shared, kind)])
                 if piece + 2 >= kind.PIECES:
-                    _release_keys(shared.k, kind)
+                    _release_all(shared.k, kind)
                 pass_dq(piece, dq, end - 1, shared.dq, kind.PIECES)
         else:
-            _release_keys(shared.v, kind)
-            _release_keys(shared.k, kind)
+            _release_all(shared.v, kind)
+            _release_all(shared.k, kind)
             tma.store_wait(0)  # the zero gradients reuse buffers that stores of the previous ones may still read
         done = pop_tile(shared.tile_queue, taken)  # the same tile again, instead of keeping it in registers
         release(shared.tile_queue, taken)
@@ -302,8 +315,8 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         place = pop_tile(shared.tile_queue, taken)  # now: its bounds load while the gradients are stored
         first, stop = _seen_by(C, place, bounds, gradients, kind)
         if kind.BY_GRADIENT:
-            wait_passed(C, begin, shared.dq, kind.PIECES)  # `parts` lie in the buffers of dq
-        pass_gradients(C, dk, dv, done, begin, gradients, shared.parts, kind)
+            wait_passed(C, first_use, shared.dq, kind.PIECES)  # `parts` lie in the buffers of dq
+        pass_gradients(C, dk, dv, done, first_use, gradients, shared.parts, kind)
     tma.store_wait(0)
 
 
@@ -312,8 +325,9 @@ def _backward_kernel(
     q, dout, k, v, minus_lse, minus_delta, lost, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
     softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, heads_per_wave, kind,
 ):  # fmt: skip
-    # `dq` is the descriptor of the float32 sum. The order of barriers is q, dout, k, v, prefetch, tile queue, dq, ds,
-    # p: of each ring the full barriers, then as many empty ones.
+    # `dq` is the descriptor of the float32 sum, and `scale` is softmax_scale log2 e. `lost` and the tables are as in
+    # `Gradients` and `Work`. The order of barriers is q, dout, k, v, prefetch, tile queue, dq, ds, p: of each ring the
+    # full barriers, then as many empty ones.
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
@@ -338,11 +352,12 @@ def _backward_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([kind.ROWS, kind.BLOCK_M], q.dtype)
     ds = gl.allocate_shared_memory(q.dtype, [kind.KEY_PARTS * kind.DS_STAGES, kind.ROWS, kind.BLOCK_M], DS)
     # Each consumer has one buffer for its pieces of dq, but each piece has two pairs of barriers, one for each warp
-    # that adds. One pair would not do: a warp waits for every second completion only, and these have equal parity.
-    # `buffer_of` does not fit this ring.
+    # that adds. With one pair, a warp would wait for every second phase only. All these phases have the same parity, so
+    # its wait could return early. The buffer of a piece is `piece % 2`, so `buffer_of` does not apply to this ring.
     gl.static_assert(ADDERS == 2)
     pieces = make_tiles(dq, 2)
     dq_ring = make_ring(pieces, barriers, 0, DQ_BARRIER, 2 * kind.PIECES, 1)
+    # Both consumers write ds. Its empty barriers are not used (`Shared`).
     ds_ring = make_ring(ds, barriers, 0, DS_BARRIER, kind.DS_STAGES, 1, kind.KEY_PARTS)
     if kind.BY_GRADIENT:
         parts = parts_of_pieces(pieces, dk)

@@ -1,6 +1,6 @@
 """Forward of one hop in Triton: it folds the hop's keys into the running softmax state (m, l, o).
 
-A hop computes the queries of a rank against the keys that the rank holds at one step of a ring. The first hop that
+A hop is the attention of a rank's queries to the keys that the rank holds at one step of a ring. The first hop that
 computes begins with an empty state (`FIRST`), and the last one writes out and lse instead of the state (`LAST`). A call
 without a ring is one hop, first and last at once.
 
@@ -11,12 +11,13 @@ range of consecutive positions that a rank stores together.
 
 Arguments that the kernel and `_attend` share:
 
-    k, v                 the tensors as `Streamed`
+    k, v                 the tensors as `Streamed`: pointers and strides (`loads.py`)
     k_descriptor, v_descriptor
-                         TMA descriptors of k and v, None unless kind.ACCELERATED
+                         TMA descriptors of k and v; None unless kind.ACCELERATED (loads by TMA)
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
-    kind                 compile-time constants (`tiles.py`); MASK is FULL, CAUSAL, TABLE or LISTED
+    kind                 compile-time constants (`tiles.py`). MASK is FULL, CAUSAL, TABLE or LISTED. LOADED and LOADED_V
+                         are the columns that a load covers: the headdim, rounded up to whole vectors of 16 bytes
 
 Rows are counted in the storage of a sequence on this rank, positions in the whole sequence. A tile of keys is given by
 its first key `n`, counted from the first row of its chunk.
@@ -108,31 +109,33 @@ def _attend(
     """Returns (acc, m, l) after the keys of all chunks: the unnormalised output, and each row's maximum and sum.
 
     acc is (BLOCK_M, BLOCK_DV), m and l are (BLOCK_M,), and m is in base 2. `queries` (BLOCK_M, 1) holds the positions
-    of the queries, `bounds` lo, hi and bit row (BLOCK_M,). If MASK is TABLE, a query sees the positions lo <= key < hi.
-    If it is LISTED, the query's row of bits in `visible` must show them too. FULL and CAUSAL read no bounds. `tile` is
-    the number of the tile of queries, `slope` the head's ALiBi slope.
+    of the queries; `bounds` is (lo, hi, bit_row), each (BLOCK_M,). If MASK is TABLE, a query sees the positions
+    lo <= key < hi. If it is LISTED, the bit of the key must also be set in row `bit_row` of the bitmap in `visible`.
+    FULL and CAUSAL read no bounds. `tile` is the tile's index in the tables, in which the tiles with the most work come
+    first. `slope` is the head's ALiBi slope.
 
     A masked key has weight 0, but 0 times NaN is NaN. With `ISOLATE`, tiles that need a mask therefore take zeros in
     place of NaN and Inf in v. Queries that see such a key must still get NaN. So all scores of the key become NaN, and
     the mask then hides them from the other queries (`isolation.py`).
     """
-    STEP: tl.constexpr = 1 if kind.MASK == LISTED else kind.BLOCK_N  # `i` may count entries of the list of tiles
+    STEP: tl.constexpr = 1 if kind.MASK == LISTED else kind.BLOCK_N  # if LISTED, `i` counts entries of the list
     lo, hi, bit_row = bounds
     head_kv = head // kind.GROUP
     for c in range(nchunks):
         span = span_of(schedule, batch, tile, c, nchunks)  # the part of chunk c that this tile of queries processes
         k_chunk = stream_at(k, batch, head_kv, span.row)
         v_chunk = stream_at(v, batch, head_kv, span.row)
-        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):  # rare, so not pipelined
+        for i in tl.range(span.begin, span.end, STEP, num_stages=1 if ISOLATE else None):  # rare: no pipeline
             n, masked = tile_at(i, span, schedule, kind.MASK)
             columns = n + tl.arange(0, kind.BLOCK_N)
-            inside = columns < span.visible_end  # no query of the hop sees a key from there on
+            inside = columns < span.visible_end  # no query of the hop sees later keys of the chunk
             k_tile = load_tile(k_chunk, k_descriptor, n, inside, kind.LOADED, kind.BLOCK_N, kind.BLOCK_D, kind)
-            # With a softcap, s is the tanh alone: `to_base2` includes the cap.
+            # With a softcap, s is the tanh, and to_base2 is softcap * log2(e). Otherwise s is q k^T, and to_base2 is
+            # softmax_scale * log2(e). s * to_base2 is the score in base 2; with ALiBi to_base2 is 1.
             s = apply_softcap(tl.dot(q_tile, tl.trans(k_tile), input_precision=kind.PRECISION), scores, kind.SOFTCAP)
             keys = (span.start + columns)[None, :]
-            s, to_base2 = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)  # s * to_base2: the score in base 2
-            if ISOLATE:  # the scores depend on v then
+            s, to_base2 = apply_alibi(s, queries, keys, scores, slope, kind.ALIBI)
+            if ISOLATE:  # NaN and Inf of v change the scores, so v is loaded before
                 v_tile = load_tile(v_chunk, v_descriptor, n, inside, kind.LOADED_V, kind.BLOCK_N, kind.BLOCK_DV, kind)
             if masked:
                 if ISOLATE:
@@ -198,14 +201,14 @@ def _forward_kernel(
     kind,
 ):
     # Programs of one head are consecutive, so that its keys stay in L2. `ntiles` counts the tiles of queries of a head,
-    # `nchunks` chunks of keys. `tile` is an index in tables in which the tiles with the most work come first.
+    # `nchunks` chunks of keys. q.row and the like are strides of a row.
     seed = Seed(seed_low, seed_high)  # two arguments, because UNSPECIALIZED cannot name the elements of a tuple
     program = tl.program_id(0)
     tile = program % ntiles
     batch_head = program // ntiles
     batch = (batch_head // nheads).to(tl.int64)
     head = (batch_head % nheads).to(tl.int64)
-    row, rows_left, position = load_tile_info(schedule, tile)  # `rows_left`: rows from `row` to the chunk's end
+    row, rows_left, position = load_tile_info(schedule, tile)
 
     rows = tl.arange(0, kind.BLOCK_M)
     state_offsets = (batch * nheads + head) * seqlen_q + row + rows  # also into lse
@@ -272,7 +275,7 @@ def forward(
     """Launches one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
     carried = () if state is None else (state.m, state.l, state.o)
     tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
-    # The key stands for all arguments but addresses. It is None if the launch cannot be repeated, as with dropout.
+    # The key stands for all arguments except addresses. It is None if the launch cannot be repeated, as with dropout.
     key = problem.launch_key(first, last, state is None, lse.dtype, *layout(q, k, v))
     if _launches.repeat(key, tensors):
         return
@@ -281,7 +284,8 @@ def forward(
     programs, schedule, visible = launch_tables(problem, config, q.device, by_keys=False)
     accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
     scores, seed = scores_argument(problem.score_config, lse)
-    m, l, o = carried or (lse, lse, out)  # noqa: E741 - a hop that is first and last reads no state, but a kernel needs tensors
+    # A hop that is first and last has no state, but the kernel needs tensors.
+    m, l, o = carried or (lse, lse, out)  # noqa: E741
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
     arguments = (
         operand(q), *streams, *descriptors, Results(m, l, o, out, lse), schedule, visible, scores,

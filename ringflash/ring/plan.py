@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
         mirror: for a receiver, (slot, first row) of its own counterpart of what `peer` sends.
         own_row: for gradients that return to their owner, the first row of the owner's KV that they belong to; None for
             other transfers.
-        is_last_use: whether no later step uses the slot.
+        is_last_use: whether the executor frees the slot after this transfer; only of gradients.
     """
 
     kind: Kind

@@ -1,18 +1,20 @@
 """The executor of a plan on one rank: it runs the plan's steps forward and backward.
 
-`ring.ulysses` calls `forward` and `backward_from_delta`. If heads are split over ranks, it first gives each rank all
-rows of its group for some heads, by an all-to-all. Each pass (a whole forward or backward) is a generator that
-yields before it waits for messages, so that every rank can send before any rank waits. `transport.local.run_alone` runs
-the generator of one rank to its end, and `run_lockstep` runs those of all virtual ranks from yield to yield. So all
-ranks must yield equally often. Their plans have equally many steps, and a rank also yields where it waits for nothing.
+`ring.ulysses` calls `forward` and `backward_from_delta`. If heads are split over a group of ranks, `ring.ulysses` first
+runs an all-to-all. Each rank then has all tokens of its group for some heads. Each pass (a whole forward or backward)
+is a generator that yields before it waits for messages, so that every rank can send before any rank waits. With one
+rank per process `transport.local.run_alone` runs the generator to its end. `run_lockstep` runs the generators of all
+virtual ranks from yield to yield. So all ranks must yield equally often. Their plans have equally many steps, and a
+rank also yields where it waits for nothing.
 
-The KV of every rank moves on by one rank at each hop. A grouped plan has one hop, with the KV of all ranks whose keys
-this rank sees. A step starts transfers and computes with the KV of at most one hop; the last step only returns
-gradients. A `Batch` is transfers that start together and are awaited together; `batch` in shapes is the usual one. A
-slot is one buffer of KV or of gradients. The planners choose slots and due steps so that no step writes a slot that is
-still being sent. Comments here describe a ring. Double rings and grouped hops run the same code, with other transfers
-in their steps.
-`plan.py` has the fields.
+A hop is the KV that a rank holds at one step, and the computation with it. From hop to hop, all KV moves on by one
+rank. A grouped plan (`gathered_plan`) has one hop instead: each rank first receives all keys that it sees. A step
+starts transfers and computes with the KV of at most one hop. A hop without visible pairs computes nothing, and the last
+step has no hop: it only returns gradients. A `Batch` is transfers that start together and are awaited together; in
+shapes, `batch` is the batch size. A slot is one buffer of KV or of gradients. The planners choose slots and due steps
+so that no step writes a slot that is still being sent. Comments here describe a ring. Double rings and grouped hops run
+the same code, with other transfers in their steps. `plan.py` documents the fields of `Plan`, `Step`, `Hop`, `Batch` and
+`Transfer`.
 
 Pictures of both passes, step by step, are in docs/internals/schedule.md.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
@@ -42,24 +44,29 @@ class _Moves:
         self._under_way: list[tuple[Batch, Any]] = []
 
     def start(self, batches: Sequence[Batch]) -> None:
-        """Starts the messages of batches; the messages of a batch start together."""
+        """Starts the messages of batches; the messages of a batch start together.
+
+        An empty batch is started too: the transport then checks for a broken ring.
+        """
         for batch in batches:
             messages = [self._message(transfer, batch.hop) for transfer in batch.transfers]
             self._under_way.append((batch, self._transport.start(messages)))
 
     def _message(self, transfer: Transfer, hop: int) -> Message:
-        span_of, mirror = self._buffers.message, None
+        span_of = self._buffers.message
+        mirror = None
         if transfer.mirror is not None:
-            # Names the sender's span by its counterpart here: transports that pull derive the peer's address from it.
+            # The sender's span lies at the same place in this rank's memory. Transports that pull compute the peer's
+            # address from there.
             slot, first = transfer.mirror
             mirror = span_of(slot, range(first, first + len(transfer.rows)))
         span = span_of(transfer.slot, transfer.rows)
         return Message(transfer.peer, span, transfer.kind, transfer.sends, hop, mirror)
 
     def finish(self, step: int) -> None:
-        """Waits for the batches that are due at `step`, and frees slots after their last use.
+        """Waits for the batches that are due at `step`, and frees the slots of transfers marked `is_last_use`.
 
-        Gradients that return to this rank as the owner of their KV are added to its own.
+        Gradients of this rank's own KV that return are added to those that it already has, if any.
         """
         due = [(batch, handle) for batch, handle in self._under_way if batch.due_step == step]
         self._under_way = [(batch, handle) for batch, handle in self._under_way if batch.due_step != step]
@@ -87,7 +94,7 @@ def forward(
 
     Returns:
         out (batch, seqlen_local, nheads, headdim_v) in the dtype of q, and lse (batch, nheads, seqlen_local), natural
-        logarithm, in `lse_dtype`.
+        logarithm, in `state.lse_dtype`.
     """
     batch, seqlen, nheads, _ = q.shape
     kernels = kernel_run.kernels
@@ -96,14 +103,14 @@ def forward(
     if not computed:  # no kernel would write the results
         out.zero_()
         lse.fill_(-torch.inf)
-    state = None  # the kernel of a single hop writes out and lse at once
+    state = None  # the kernel of a single hop writes out and lse directly
     if len(computed) > 1:
         dtype = kernels.state_dtype(q.dtype)
         state = AttentionState.allocate(batch, seqlen, nheads, v.shape[3], device=q.device, dtype=dtype)
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
     kv_moves = _Moves(kv, transport)
     if plan.own_slot is not None:
-        kv.load(plan.own_slot)  # peers may read slots, but not the caller's tensors
+        kv.load(plan.own_slot)  # peers can read slots, but not the caller's tensors
     # The last step only returns gradients, and no KV is due there.
     for index, step in enumerate(plan.steps[:-1]):
         # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
@@ -114,8 +121,8 @@ def forward(
         kv_moves.start(step.kv)
         # 3. Meanwhile continue the online softmax over this KV. The last hop that computes writes out and lse.
         hop = step.hop
-        if hop is not None and hop.pairs:  # not `meets`: a property costs a frame a hop
-            # In a grouped plan `keys_and_values` frees the slot.
+        if hop is not None and hop.pairs:  # not `hop.meets`: the property would cost a Python call a hop
+            # In a grouped plan `keys_and_values` sorts the rows into other memory and frees `hop.kv_slot`.
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
             first, last = hop.index == computed[0], hop.index == computed[-1]
             kernels.forward(q, *keys_and_values, problem, state=state, out=out, lse=lse, first=first, last=last)
@@ -138,26 +145,26 @@ def backward_from_delta(
 
     Args:
         dout: gradient of out (batch, seqlen_local, nheads, headdim_v), with stride 1 in the last dimension.
-        q: as in `forward`, likewise k, v, plan, kernel_run and transport.
-        k: see q.
-        v: see q.
+        q: as in `forward`.
+        k: as in `forward`.
+        v: as in `forward`.
         lse: (batch, nheads, seqlen_local), contiguous, over the keys of all ranks.
         delta: the sum of dout * out over headdim_v, less the gradient of lse; contiguous, in the shape of lse. In a
-            plan of one hop it may be pending: the kernel of the hop then computes it.
-        plan: see q.
-        kernel_run: see q.
-        transport: see q.
+            plan of one hop it may be a `PendingDelta`, which is computed just before the gradients of the hop.
+        plan: as in `forward`.
+        kernel_run: as in `forward`.
+        transport: as in `forward`.
         wide_kv: return dk and dv in the kernels' `state_dtype`, because the caller adds those of ranks that share a KV
             head.
 
     Returns:
         dq in the dtype of q, then dk and dv in the dtype of k unless `wide_kv`. Sums over hops are in `state_dtype`.
     """
-    # Nothing is summed over hops or ranks then, so kernels write dK and dV in the inputs' dtype.
-    rounds_once = plan.world_size == 1 and not wide_kv
     wide = kernel_run.kernels.state_dtype(q.dtype)
+    # If dK and dV are summed over neither hops nor ranks, kernels write them in the inputs' dtype.
+    gradient_dtype = q.dtype if plan.world_size == 1 and not wide_kv else wide
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
-    gradients = buffers_of((k, v), q.dtype if rounds_once else wide, Kind.GRADIENT, plan, transport)
+    gradients = buffers_of((k, v), gradient_dtype, Kind.GRADIENT, plan, transport)
     kv_moves, gradient_moves = _Moves(kv, transport), _Moves(gradients, transport)
     tiles = TileGradients(dout, q, lse, delta, plan, kernel_run, gradients)
     if plan.own_slot is not None:
@@ -168,11 +175,13 @@ def backward_from_delta(
             yield
             kv_moves.finish(index)
         # 2. Send the gradient of the previous hop. It follows its KV to the next rank, or returns to the owner if its
-        #    KV went no further. Start to receive the gradient of this hop's KV.
+        #    KV went no further. Start to receive the gradient of this hop's KV, and of this rank's own KV if that
+        #    returns now.
         gradient_moves.start(step.gradients)
         # 3. Send KV on, and start to receive the next KV, as in the forward.
         kv_moves.start(step.kv)
-        # 4. Meanwhile compute dQ. A kernel that computes all gradients at once also computes this rank's dK and dV.
+        # 4. Meanwhile compute dQ. A kernel that computes all gradients at once also computes this rank's
+        #    share of dK and dV.
         if step.hop is not None:
             tiles.before_arrival(step.hop, kv)
         # 5. Wait for the gradient, and add this rank's share to it.
