@@ -1,9 +1,9 @@
-"""The control plane of a context: ranks agree through small exchanges between CPUs before any data moves.
+"""The control plane of a connection: ranks agree through small exchanges between CPUs before any data moves.
 
 Every rank posts a row of integers that describes its call, and compares the rows of all ranks. If they differ, every
 rank raises RankMismatch, and none waits for messages that never come. `coordination.words` carries the integers, and
 `coordination.failures` ends the wait for a rank that does not answer. Attention calls `agree_on` through
-`ContextParallel.agree_on`.
+`ContextParallel.agree_on`. "The ring" is the connection of these ranks (`transport/connect.py`), which contexts share.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashE
 
 Field = int | float | str
 T = TypeVar("T")
-# The first integer of a call's row: the rank waits for the other ranks, has raised, or continues without waiting. A row
-# is (_OK, *fields), (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Rows
-# with the length of a text (`_gather_texts`) hold that alone.
-_OK, _FAILED, _AHEAD = range(3)
+# A row is one rank's integers ("words"), and a table holds the rows of all ranks. The first integer of a call's row
+# says that the rank waits for the other ranks, has raised, or continues without waiting. A row is (_WAITING, *fields),
+# (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Rows with the length of
+# a text (`_gather_texts`) hold that alone.
+_WAITING, _FAILED, _AHEAD = range(3)
 _MAX_CALLS = 256  # calls that are cached
 
 
@@ -107,8 +108,8 @@ class ControlPlane:
             `stack` and `gather` always travel over it, and integers until `share_words`.
         faults: ends a wait with an error if a rank does not answer.
         optimistic: a repeated call returns its earlier result at once, and does not wait for the other ranks. It
-            assumes that they pass the same values as before, and this rank's next call checks that. Otherwise the
-            CPU would wait for the network before it launches kernels. `ContextParallel(fixed_lengths=True)` asks for
+            assumes that they pass the same values as before, and this rank's next call checks that. Without it the
+            CPU waits for the network before it launches kernels. `ContextParallel(fixed_lengths=True)` asks for
             it.
     """
 
@@ -124,10 +125,10 @@ class ControlPlane:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def share_words(self) -> None:
-        """Exchanges integers through shared memory from now on, if all ranks are on one host; a collective.
+        """Exchanges integers through shared memory from now on, if all ranks are in one container; a collective.
 
-        `faults.identities` must be set before. Each process must be able to detect that another one has exited, because
-        shared memory has no connection that closes.
+        Otherwise, or if a rank cannot map the memory, gloo stays in use. Shared memory has no connection that closes,
+        but in one container each process can see that another one has exited. `faults.identities` must be set before.
         """
         if self.world_size > 1 and processes.together(self.faults.identities):
             self._words = shared(self.tell, self.rank, self.world_size, self.faults) or self._words
@@ -151,7 +152,7 @@ class ControlPlane:
         The free field is the one integer field that may differ between ranks; `free` is its name. For example,
         `agree({"nheads": 8, "seqlen": rows}, free="seqlen")` returns [100, 99] on both of two ranks if `rows` is 100 on
         rank 0 and 99 on rank 1. Calls with the same fields are cached, as in `agree_on`. With `optimistic` a repeated
-        call returns the earlier values without waiting.
+        call returns the earlier values without waiting. A row holds at most 22 fields. Decoding and connecting use it.
 
         Raises:
             RankMismatch: on every rank, when a field differs.
@@ -165,7 +166,7 @@ class ControlPlane:
         self.check_alive()
         self._check_previous()
         call = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
-        return self._checked(call, self._words.post((_OK, *call.words)), lambda values: values)
+        return self._checked(call, self._words.post((_WAITING, *call.words)), lambda values: values)
 
     def agree_on(
         self, kind: Hashable, fields: Callable[[], Mapping[str, Field]], *, free: str, then: Callable[[list[int]], T]
@@ -176,9 +177,9 @@ class ControlPlane:
             kind: key of the call. Calls with equal keys must have equal fields and an equivalent `then`.
             fields: returns the fields.
             free: name of the free field, as in `agree`.
-            then: computes the result from each rank's value of the free field. It may run again for the same values:
-                with `optimistic` all ranks' integers change at the second call. Its errors are not cached: every later
-                call with these values raises again.
+            then: computes the result from each rank's value of the free field. With `optimistic` it runs again for the
+                same values at the second call, because rows then begin with `_AHEAD` and have a digest. Its errors are
+                not cached: every later call with these values raises again.
 
         Returns:
             The result of `then`. Later calls may return the same object, so callers must not change it.
@@ -194,11 +195,14 @@ class ControlPlane:
         if self._optimistic and call.agreed is not None:
             self._unchecked = call, self._words.post((_AHEAD, *call.words, call.agreed.digest)), then
             return call.agreed.result
-        return self._checked(call, self._words.post((_OK, *call.words)), then)
+        return self._checked(call, self._words.post((_WAITING, *call.words)), then)
 
     def forget(self) -> None:
-        """Makes the next call of each kind wait for the agreement of the other ranks."""
-        self._calls.clear()  # not only their `agreed`, which `_check_previous` would set again for an unchecked call
+        """Makes the next call of each kind wait for the agreement of the other ranks.
+
+        `ContextParallel.forget_lengths` calls it before sequences of another length.
+        """
+        self._calls.clear()  # to clear `agreed` alone would not do: `_check_previous` would set it again
 
     def _new_call(self, kind: Hashable, fields: Mapping[str, Field], free: str) -> _CallRecord:
         """Makes the `_CallRecord` of a new kind and caches it; a full cache is emptied first."""
@@ -229,16 +233,16 @@ class ControlPlane:
 
     def _compared(self, call: _CallRecord, table: Rows) -> list[int]:
         """Compares the integers of all ranks and returns the result of `agree`."""
-        # If a rank continued without waiting, no rank exchanges texts: errors go through `faults`, which ends the ring.
-        # That rank learns of an error in its next call, or from the thread that watches its GPU (`coordination.watch`).
-        # A rank that raised breaks the ring too (`fail`). This rank then concludes as after a wait for a connection
-        # that closed, and the report of the failed rank makes the error a PeerFailed.
+        # A rank that continued without waiting takes no part in an exchange of texts. Errors then go through `faults`,
+        # which ends the ring. That rank learns of an error in its next call, or from the thread that watches its GPU
+        # (`coordination.watch`). A rank that raised has broken the ring too (`fail`): `give_up` finds its report, and
+        # returns a PeerFailed.
         ahead = any(row[0] == _AHEAD for row in table)
         failed = [rank for rank, row in enumerate(table) if row[0] == _FAILED]
         if failed and ahead:
             raise self.faults.give_up("closed", None, failed)
         if failed:
-            raise PeerFailed(failed, [texts for texts in self._gather_texts("") if texts], rank=self.rank)
+            raise PeerFailed(failed, [text for text in self._gather_texts("") if text], rank=self.rank)
         for column, (name, value) in enumerate(call.fields.items(), start=1):
             values = [row[column] for row in table]
             if name == call.free or len(set(values)) == 1:
@@ -282,17 +286,22 @@ class ControlPlane:
     def compare(self, field: str, text: str, own: str) -> None:
         """Raises RankMismatch on every rank unless all ranks pass the same `text`.
 
+        Debug mode compares the plans of all ranks with it before each pass.
+
         Args:
             field: name of the compared value, for the error.
             text: the compared value.
             own: text that the error shows for this rank; `text` may be longer, and is not shown.
         """
-        digests = [row[1] for row in self._exchange([_OK, _as_int(text)])]
+        digests = [row[1] for row in self._exchange([_WAITING, _as_int(text)])]
         if len(set(digests)) > 1:
             raise RankMismatch(field, self._gather_texts(own), outlier_ranks(digests), rank=self.rank)
 
     def tell(self, text: str) -> list[str]:
-        """Exchanges texts without NUL characters: returns those of all ranks, in rank order; a collective."""
+        """Exchanges texts without NUL characters: returns those of all ranks, in rank order; a collective.
+
+        Ranks use it while they connect.
+        """
         self.check_alive()
         return self._gather_texts(text)
 
@@ -301,7 +310,7 @@ class ControlPlane:
         moved = x.movedim(dim, 0).contiguous()
         padded = moved.new_zeros((max(rows), *moved.shape[1:]))
         padded[: moved.shape[0]] = moved
-        everyone = self.stack(padded.view(torch.uint8)).view(x.dtype)  # bytes: gloo supports few dtypes
+        everyone = self.stack(padded.view(torch.uint8)).view(x.dtype)  # bytes: backends support few dtypes
         return torch.cat([t[:n] for t, n in zip(everyone, rows, strict=True)]).movedim(0, dim)
 
     def stack(self, x: Tensor) -> Tensor:
@@ -322,7 +331,10 @@ class ControlPlane:
         return stacked(x, self._data)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum of `x` over all ranks. CPU tensors also travel over the data group here, not over gloo's."""
+        """Returns the sum of `x` over all ranks; CPU tensors also use the data group here.
+
+        A failed peer does not end this wait, so callers call `agree_now` before.
+        """
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._data)
         return total

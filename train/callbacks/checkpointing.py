@@ -90,7 +90,7 @@ class LastCheckpoint(Checkpoint):
             got = f"{type(strategy).__name__} with remote={url}"
             raise ConfigError("strategy", expected="RingAttentionStrategy for copies at a URL", got=got, remedy=remedy)
         check = partial(check_remote, url, fresh=fresh) if trainer.is_global_zero else lambda: None
-        on_every_rank(check, Path(url), strategy.control)
+        on_every_rank(check, Path(url), strategy.cpu_group)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Saves when a checkpoint is due.

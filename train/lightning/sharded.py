@@ -81,23 +81,23 @@ class ShardedStrategy(ModelParallelStrategy):
             data_parallel_size=data_parallel_size, process_group_backend=process_group_backend, timeout=timeout
         )
         self.timeout, self.saver = timeout, Saver(timeout)
-        self._control: dist.ProcessGroup | None = None
+        self._cpu_group: dist.ProcessGroup | None = None
         self._random: tuple[dict[str, Tensor], int] | None = None
         self._is_save_skipped = False
 
     @property
-    def control(self) -> dist.ProcessGroup:
+    def cpu_group(self) -> dist.ProcessGroup:
         """Gloo process group of all ranks, for CPU tensors. Its first use is a collective of all ranks."""
-        if self._control is None:
+        if self._cpu_group is None:
             shared = dist.get_backend() == "gloo"
             group = dist.group.WORLD if shared else dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)
-            self._control = group
-        return self._control
+            self._cpu_group = group
+        return self._cpu_group
 
     def exchange(self, *flags: int) -> list[list[int]]:
         """Returns the `flags` of every rank, in rank order. This is a small collective that no GPU waits for."""
-        return all_ranks(torch.tensor([int(flag) for flag in flags]), self.control).tolist()
+        return all_ranks(torch.tensor([int(flag) for flag in flags]), self.cpu_group).tolist()
 
     def on_exception(self, exception: BaseException) -> None:
         """Waits up to a minute for a checkpoint that is being written."""
@@ -153,7 +153,7 @@ class ShardedStrategy(ModelParallelStrategy):
             log.warning(text)
             return
         path = local_path(self.broadcast(str(filepath)), "filepath")
-        checkpoint["random"] = random_state.collect(self.root_device, self.control)
+        checkpoint["random"] = random_state.collect(self.root_device, self.cpu_group)
         self.saver.save(checkpoint, path, storage_options or SaveOptions())
 
     def barrier(self, name: str | None = None) -> None:
@@ -190,7 +190,7 @@ class ShardedStrategy(ModelParallelStrategy):
         optimizers = self.optimizers if fitting else []  # an evaluation after `fit` still has fit's optimizers
         self.saver.wait()  # the pending save may be the checkpoint to load
         rest = load(
-            fetched(self.broadcast(str(checkpoint_path)), "ckpt_path", self.control),
+            fetched(self.broadcast(str(checkpoint_path)), "ckpt_path", self.cpu_group),
             self.model,
             optimizers,
             fields,

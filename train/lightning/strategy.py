@@ -84,11 +84,11 @@ class RingAttentionStrategy(ShardedStrategy):
         process_group_backend: torch.distributed backend; None: nccl on CUDA, gloo on CPU.
         timeout: limit of a collective, and of the wait for other ranks' checkpoint files; a timedelta or seconds.
         replicate_size: number of copies of the weights. Neighbouring ranks form a group that holds one copy, sharded
-            within the group (HSDP). With one group a host, FSDP sends only gradients between hosts. 1 shards over all
-            ranks.
-        cuda_graphs: replay attention's passes, as in `rf.ContextParallel`: all with True, those of short sequences with
-            "auto".
-        shard_keys: further batch entries to cut, with a value for each token, (batch, seqlen, ...): a loss mask.
+            within the group (HSDP). If each host holds one copy, only gradients travel between hosts. 1 shards over
+            all ranks.
+        cuda_graphs: capture and replay attention's passes, as in `rf.ContextParallel`: all with True, those of short
+            sequences with "auto".
+        shard_keys: further batch entries to cut, (batch, seqlen, ...), such as a loss mask.
     """
 
     def __init__(
@@ -135,15 +135,16 @@ class RingAttentionStrategy(ShardedStrategy):
 
     @property
     def hops(self) -> str:
-        """Argument `hops` for the context of a warmup, so that it groups hops as this run: `cuda_graphs=True` never."""
+        """`hops` with which `ringflash warmup` compiles kernels for this run: `cuda_graphs=True` groups no hops."""
         return "ring" if self._cuda_graphs is True else "auto"
 
     @property
     def context(self) -> rf.ContextParallel:
         """Context-parallel group and layout; available after the strategy has set up its environment.
 
-        The context remembers the lengths of the current batch, which saves a collective in each attention call. User
-        code must call `context.forget_lengths()` before attention over sequences of another length.
+        The context remembers the agreement on the current batch's lengths. Between GPUs, later attention calls then
+        need not wait for other ranks. User code must call `context.forget_lengths()` before attention over sequences of
+        another length.
         """
         if self._context is None:
             raise _not_set_up("context")
@@ -207,13 +208,13 @@ class RingAttentionStrategy(ShardedStrategy):
                 fixed_lengths=True,  # ranks compare lengths once a batch: `batch_to_device` calls `forget_lengths`
                 cuda_graphs=self._cuda_graphs,
             )
-            self._context.gradients = "sum"  # `setup` makes FSDP sum gradients, and `token_mean` scales its loss for it
+            self._context.gradients = "sum"  # `setup` makes FSDP sum gradients; `token_mean` then omits its factor
         else:
             mesh = self.device_mesh
         set_device_mesh(self, self.lightning_module, mesh)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Materialises the weights, makes the optimizer, and then seeds each rank differently."""
+        """Makes FSDP sum gradients, materialises the weights, makes the optimizer, and seeds each rank differently."""
         self._window_tokens = []
         assert self.model is not None
         assert self.lightning_module is not None
@@ -230,8 +231,8 @@ class RingAttentionStrategy(ShardedStrategy):
         sum_gradients(self.model)
         super().setup(trainer)
         # Lightning seeds all ranks alike, and the weights were initialised from that seed. But dropout must differ
-        # between the shards of a sequence. The order of the data must not differ; samplers take it from their own seed.
-        # The constant spreads neighbouring ranks' seeds.
+        # between the shards of a sequence. The order of the data must not differ there; samplers take it from their own
+        # seed. The constant spreads neighbouring ranks' seeds.
         torch.manual_seed((torch.initial_seed() + 0x9E3779B97F4A7C15 * self.global_rank) % 2**63)
 
     def teardown(self) -> None:
@@ -247,7 +248,7 @@ class RingAttentionStrategy(ShardedStrategy):
         super().on_exception(exception)
 
     def _is_raised_by_all(self, error: BaseException) -> bool:
-        # All ranks raise Preempted after the same step, so a checkpoint can still be saved; see `ShardedStrategy`.
+        # All ranks raise Preempted after the same step, so a checkpoint can still be saved. `save_checkpoint` asks.
         return isinstance(error, Preempted)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -255,8 +256,9 @@ class RingAttentionStrategy(ShardedStrategy):
 
         {"input_ids", "labels": (batch, seqlen) int64, ...} becomes {"input_ids", "labels": (batch, seqlen_local),
         "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. `num_valid_tokens` counts the
-        labels other than -100 in this micro-batch over all ranks, each sequence once. Entries named in `shard_keys` are
-        cut too; other entries are only moved to the device. The host does not wait for the device.
+        labels other than -100 in this micro-batch over all ranks, each sequence once. An attention_mask and the entries
+        in `shard_keys` are cut too; other entries are only moved. With a batch on the CPU the host does not wait for
+        the GPU.
         The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into the
         whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
         whole, and on the CPU, where masks are made.
@@ -271,7 +273,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """
         device = device or self.root_device
         vocab_size = getattr(self.lightning_module, "vocab_size", None)
-        agreed = agree_on_batch(batch, self.control, self.context.world_size, vocab_size, self._shard_keys)
+        agreed = agree_on_batch(batch, self.cpu_group, self.context.world_size, vocab_size, self._shard_keys)
         if agreed.is_repeated and not self._warned_of_repeats:
             self._warned_of_repeats = True
             if self.is_global_zero:
@@ -295,7 +297,7 @@ class RingAttentionStrategy(ShardedStrategy):
         return moved
 
     def on_train_start(self) -> None:
-        """Prepares the epoch of a checkpoint."""
+        """Restores the accumulation factor and the length of the epoch in which a run resumes."""
         assert self.lightning_module is not None
         resume_epoch(self.lightning_module.trainer)
         super().on_train_start()
@@ -311,16 +313,16 @@ class RingAttentionStrategy(ShardedStrategy):
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        follow_epoch(trainer)
-        # The index comes from the loop, because a module's step need not take it. Lightning zeroes gradients here.
+        follow_epoch(trainer)  # sets the length of this epoch, and when it is validated
+        # The loop has the index; a module's step need not take it. At these indices Lightning also zeroes gradients.
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
-        watched, made = user_modules.WatchedBatch(batch), self.context.token_means_made
+        watched, means_before = user_modules.WatchedBatch(batch), self.context.token_means_made
         result = super().training_step(watched, *args[1:], **kwargs)
-        is_divided = watched.is_count_read or self.context.token_means_made > made
+        is_divided = watched.is_count_read or self.context.token_means_made > means_before
         if result is not None and self.world_size > 1 and not is_divided:
-            raise user_modules.refuse_loss()
+            raise user_modules.loss_error()
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -359,8 +361,9 @@ class RingAttentionStrategy(ShardedStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps on the window's token mean. Gradients are final before any hook or clipping sees them.
+        """Steps on the window's token mean.
 
+        Gradients are final before `on_before_optimizer_step` and clipping. `on_after_backward` sees them unscaled.
         With automatic optimization Lightning calls this at the last micro-batch of a window. `closure` then runs that
         micro-batch's training step and backward.
         """

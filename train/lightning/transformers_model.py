@@ -270,7 +270,7 @@ class TransformersModel(RingModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, RingAttentionStrategy):
             return [function()]
-        return on_every_rank(function, Path(str(self.init_from)), strategy.control)
+        return on_every_rank(function, Path(str(self.init_from)), strategy.cpu_group)
 
     def _prepare(self, layers: Sequence[nn.Module], choices: Sequence[ActivationCheckpointing]) -> None:
         """Replaces the layers' forwards with checkpointed, offloaded or compiled ones, as the arguments ask."""

@@ -61,7 +61,7 @@ class WatchedBatch(dict[str, Any]):
         return super().pop(key, *default)
 
 
-def refuse_loss() -> ConfigError:
+def loss_error() -> ConfigError:
     """Makes the error for a loss that is not divided by the global number of valid tokens."""
     return ConfigError(
         "training_step",
@@ -117,7 +117,7 @@ class MetricGuard(Callback):
         strategy: ShardedStrategy = trainer.strategy  # pyright: ignore[reportAssignmentType]
         mine = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         gathered: list[Any] = [None] * strategy.world_size
-        dist.all_gather_object(gathered, mine, group=strategy.control)
+        dist.all_gather_object(gathered, mine, group=strategy.cpu_group)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
         monitored |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
         for name in sorted(set[str].intersection(*(set(metrics) for metrics in gathered))):

@@ -63,6 +63,7 @@ class Weights(Callback):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # advice on loader processes for a toy data set
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of a name PyTorch has moved
 @pytest.mark.filterwarnings("ignore:.*doesn't support sharding model layers")  # there are no shards
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # once, if this process has a process group
 def test_lightning_s_moving_average_without_the_strategy() -> None:
     run, weights = Run(steps=4, epoch_batches=4), Weights()
     one = trainer(max_steps=4, callbacks=[weights, EMAWeightAveraging(decay=0.5)], limit_val_batches=1)
