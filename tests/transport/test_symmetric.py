@@ -172,14 +172,15 @@ def test_a_context_that_captures(world: int, hops: str) -> None:
     assert graphs == [6] * world  # forward and backward, except under documents
 
 
-def _captured_without_a_request() -> None:
+def _captured_without_a_request(hops: str) -> None:
     """Runs contexts until they replay, with q, k and v of one product, and with a capture that fails on one rank."""
     torch.manual_seed(0)
     problem = Problem.random(seqlen=1024, batch=2, heads=(8, 2), mask=rf.Causal())
     context, plain = (
-        rf.ContextParallel(dist.group.WORLD, transport="symmetric", cuda_graphs=graphs) for graphs in ("auto", False)
+        rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops=hops, cuda_graphs=graphs)
+        for graphs in ("auto", False)
     )
-    failing = rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops="grouped")
+    failing = rf.ContextParallel(dist.group.WORLD, transport="symmetric", hops=hops, timeout=20)  # of another name
     assert plain.graphs is None
     assert context.graphs is not None
     assert failing.graphs is not None
@@ -209,9 +210,10 @@ def _captured_without_a_request() -> None:
     assert failing.graphs.takes(failing.plan(problem.mask, 1024), 1024) == (dist.get_rank() != 1)
 
 
+@pytest.mark.parametrize("hops", ["ring", "grouped"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_passes_that_recur_are_captured_without_a_request(world: int) -> None:
-    run_ranks(world, _captured_without_a_request, backend="nccl")
+def test_passes_that_recur_are_captured_without_a_request(world: int, hops: str) -> None:
+    run_ranks(world, _captured_without_a_request, hops, backend="nccl")
 
 
 def _elsewhere() -> list[str]:

@@ -84,7 +84,7 @@ def _bars(ax: Any, labels: Sequence[str], groups: dict[str, list[float]], title:
 
 
 def _memory(ax: Any, records: Records, title: str) -> None:
-    curves = records.ring("gib", min, RINGS[1:])  # the first record leaves out the memory of CUDA graphs
+    curves = records.ring("gib", min, RINGS[2:])  # the first records leave out the memory of CUDA graphs
     curves.pop(GRAPHS)
     _curves(ax, curves, title, GIB)
     ax.set_yscale("log", base=2)

@@ -104,12 +104,14 @@ def take_round(
 ) -> None:
     """Adds `repeats` times of each pass, and the memory, to `samples`, after one call that is not timed.
 
-    A time is the mean of `queued` calls. torch does not count the memory that a transport shares with peers.
+    A time is the mean of `queued` calls. The memory includes CUDA graphs captured for this round. torch does not
+    count what a transport shares with peers.
     """
     on_gpu = problem.q.is_cuda
+    outside = torch.cuda.memory_allocated() if on_gpu else 0
     with contender(problem) as shard:
         inputs = sum(x.numel() * x.element_size() for x in (*shard.inputs, shard.dout))
-        before = torch.cuda.memory_allocated() - inputs if on_gpu else 0
+        before = min(outside, torch.cuda.memory_allocated() - inputs) if on_gpu else 0
         shard.forward_backward()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
