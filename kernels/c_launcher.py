@@ -4,8 +4,8 @@ That code allocates scratch memory, and encodes the TMA descriptor of each tenso
 no scratch memory. The address of its tensor is all that a descriptor depends on in launches that repeat, and an
 allocator returns few addresses in a training step.
 
-The ways to the C function were read in Triton 3.6 to 3.9: 3.6 compiles one for each kernel, later releases share one
-that takes a signature. Pointers are passed as numbers, for which the C function asks the driver nothing.
+The ways to the C function were read in the releases in `SUPPORTED`: 3.6 compiles one for each kernel, later releases
+share one that takes a signature. Pointers are passed as numbers, for which the C function asks the driver nothing.
 """
 
 # Triton's drivers have no types.
@@ -23,7 +23,15 @@ from triton.runtime import driver
 Grid = tuple[int, int, int]
 Launcher = Callable[[Grid, int, Sequence[Any]], Any]  # of the grid, a stream and the flat arguments
 
+# Checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0. Gluon is experimental too: each release is tried before it is added.
+SUPPORTED = ((3, 6), (3, 7), (3, 8), (3, 9))
 MOST_ADDRESSES = 256  # addresses of one argument whose descriptors are kept
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Returns the major and minor number of a version such as "3.9.0" or "3.8.0+git1"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def launcher_of(compiled: Any) -> Launcher | None:

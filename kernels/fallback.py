@@ -2,7 +2,7 @@
 
 The kernels take bfloat16 and float16, headdim up to 256 (128 for a forward in a ring) and any interval mask. Values
 must have the same headdim as keys. Softcap, ALiBi, sinks, dropout and bitmaps go to the Triton kernels of all GPUs. The
-versions of Triton were checked with 3.6.0, 3.7.1, 3.8.0 and 3.9.0; see `versions.py`.
+releases of Triton that they run under are in `c_launcher.py`; `versions.py` has what differs between these.
 
 This file imports no Gluon, so that it also loads under other versions of Triton.
 """
@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
+from ringflash.kernels.c_launcher import SUPPORTED, release_of
 from ringflash.kernels.contract import ScoreConfig, TileProblem
 from ringflash.kernels.hopper.config import KEYS
 from ringflash.kernels.hopper.mask_tables import are_ascending
@@ -24,7 +25,6 @@ from ringflash.masks import Mask
 
 log = logging.getLogger("ringflash.kernels")
 
-SUPPORTED = ((3, 6), (3, 7), (3, 8), (3, 9))  # Gluon is experimental: each release is tried before it is added
 ALIGNMENT = 16  # bytes; addresses and strides for the tensor memory accelerator (TMA) are multiples of this
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, WIDEST_STATE = 256, 128
@@ -69,12 +69,6 @@ def remedy(device: torch.device) -> str:
     if knobs.runtime.interpret:
         return "Unset TRITON_INTERPRET before Python starts."
     return "Install a version of triton that they are written for; `ringflash doctor` then says which kernels run."
-
-
-def release_of(version: str) -> tuple[int, int]:
-    """Returns the major and minor number of a version such as "3.9.0" or "3.8.0+git1"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _refusal(version: str) -> str | None:

@@ -4,8 +4,8 @@
 that takes the host longer than the launch itself. A `Launch` keeps the compiled kernel, the grid and all arguments of
 one launch, and repeats it with other tensors of the same layout. The caller's key stands for everything else.
 
-Such launches go through Triton's C launcher (`c_launcher.py`). They were tested in `CHECKED`; under other releases
-every launch goes through `JITFunction.run`.
+Such launches go through Triton's C launcher (`c_launcher.py`), under the releases that it supports. Under others every
+launch goes through `JITFunction.run`.
 """
 
 # Triton's drivers have no types.
@@ -25,11 +25,10 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from ringflash.kernels.c_launcher import Launcher, TensorMaps, launcher_of
+from ringflash.kernels.c_launcher import SUPPORTED, Launcher, TensorMaps, launcher_of, release_of
 from ringflash.kernels.cache_keys import settle
 from ringflash.kernels.device_tables import is_capturing, readers
 
-CHECKED = ("3.6", "3.7", "3.8", "3.9")
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of this
 
 
@@ -127,7 +126,7 @@ class Launches:
             readers(tensors[0].device).add(current_stream(tensors[0].device))
         compiled = kernel[grid](*arguments, **options)
         launch = None
-        if key is not None and _is_checked() and not is_capturing() and _was_launched(compiled):
+        if key is not None and _is_supported() and not is_capturing() and _was_launched(compiled):
             known = _Family.of(compiled, arguments, tensors, tables, numbers)
             if known is not None:
                 launch = Launch.of(known, grid, tables, [arguments[place] for place in numbers], note)
@@ -396,5 +395,5 @@ def _was_launched(compiled: Any) -> bool:
     return isinstance(compiled, CompiledKernel) and compiled.function is not None
 
 
-def _is_checked() -> bool:
-    return ".".join(triton.__version__.split(".")[:2]) in CHECKED and torch.version.hip is None
+def _is_supported() -> bool:
+    return release_of(triton.__version__) in SUPPORTED and torch.version.hip is None

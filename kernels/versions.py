@@ -1,7 +1,7 @@
 """Gluon functions whose names differ between versions of Triton, and all private names of Triton that are used.
 
 Gluon is experimental: releases rename its functions. Triton 3.8 and 3.9 renamed four that these kernels use; all their
-other code is the same under every version, but for what `FEW_REGISTERS` changes. `fallback.py` lists the versions
+other code is the same under every version, but for what `FEW_REGISTERS` changes. `c_launcher.py` lists the releases
 that they were checked with.
 """
 
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ringflash.kernels.fallback import SUPPORTED, release_of
+from ringflash.kernels.c_launcher import SUPPORTED, release_of
 
 assert release_of(triton.__version__) in SUPPORTED, "`select` asks `fallback.why_not` before it imports these kernels"
 

@@ -251,7 +251,7 @@ def test_repeated_launches_have_the_bits_of_first_ones(
             cases.append((problem.mapped(_padded), every[0]))
     with monkeypatch.context() as patch:
         patch.setattr(Launches, "find", lambda self, key: None)
-        patch.setattr(launch, "_is_checked", lambda: False)
+        patch.setattr(launch, "_is_supported", lambda: False)
         expected = [_results(problem, context, options) for problem, options in cases]
     repeated, at = list[Launch](), Launch.at
 
