@@ -368,25 +368,23 @@ class RingAttentionStrategy(ShardedStrategy):
         micro-batch's training step and backward.
         """
         assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            return self._report_compilations(super().optimizer_step(optimizer, closure, model, **kwargs))
-
-        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
 
         def closure_then_rescale() -> Any:
             result = closure()
-            if micro_batches > 1:
-                self._rescale_gradients(optimizer)
+            self._rescale_gradients(optimizer)
             return result
 
-        return self._report_compilations(super().optimizer_step(optimizer, closure_then_rescale, model, **kwargs))
+        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
+        rescales = micro_batches > 1 and self.lightning_module.automatic_optimization
+        result = super().optimizer_step(optimizer, closure_then_rescale if rescales else closure, model, **kwargs)
+        self._report_compilations()
+        return result
 
-    def _report_compilations(self, result: Any) -> Any:
-        """Logs what this rank compiled until the end of the first step, and returns `result`."""
+    def _report_compilations(self) -> None:
+        """Logs what this rank compiled until the end of the first step; later calls log nothing."""
         if self._compilations is not None:
             self._compilations.report(self.global_rank)
             self._compilations = None
-        return result
 
     def _first_count(self) -> Tensor:
         # Valid tokens of the window's first micro-batch; all gradients of the window are relative to this number.
@@ -431,8 +429,7 @@ def resolve_sizes(
 
 
 def _checked_keys(shard_keys: Sequence[str]) -> tuple[str, ...]:
-    taken = {*ADDED, *CUT, *WHOLE}
-    names = () if isinstance(shard_keys, str) else tuple(shard_keys)
+    taken, names = {*ADDED, *CUT, *WHOLE}, tuple(shard_keys)
     if isinstance(shard_keys, str) or any(not isinstance(name, str) or name in taken for name in names):
         raise ConfigError(
             "shard_keys",

@@ -67,7 +67,8 @@ def test_compilations_are_reported_after_the_first_step_only(caplog: pytest.LogC
     strategy = RingAttentionStrategy()
     strategy._compilations = Compilations([("triton.forward._forward_kernel", 6.0)])
     with caplog.at_level("INFO", "ringflash.compilation"):
-        assert [strategy._report_compilations(step) for step in (1, 2)] == [1, 2]
+        for _ in range(2):
+            strategy._report_compilations()
     assert [record.message.split(" (")[0] for record in caplog.records] == [
         "Rank 0 compiled 1 kernel(s) in 6.0 s by the end of the first step"
     ]
