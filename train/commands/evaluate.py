@@ -28,7 +28,6 @@ from ringflash.train.commands.launch import inference_dtype, ranks
 from ringflash.train.data.corpus import CACHE
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.data.samples import Packing, train_and_held_out
-from ringflash.train.data.sources import STDLIB
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.lightning.batch import all_ranks, document_positions, documents_of
 from ringflash.train.models.decoder import Decoder
@@ -98,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
     if not found:
         remedy = "Raise --val-fraction."
         raise DataError("corpus", expected="held-out tokens with a label", got="none", remedy=remedy)
-    facts = {"checkpoint": str(named), "corpus": options.corpus, "context_length": options.context_length}
+    corpus = [data.sources] if isinstance(data.sources, str) else data.sources
+    facts = {"checkpoint": str(named), "corpus": corpus, "context_length": options.context_length}
     result = record(found, **facts)
     if options.json != PRINTED:
         Console().print(_table(found, result))
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate", "Perplexity by position on a corpus' held-out end; under torchrun, over a ring of all ranks."
     )
     add_shared(parser, checkpoint=REQUIRED)
-    parser.add_argument("--corpus", nargs="+", default=[STDLIB], help="as in training (default: %(default)s)")
+    parser.add_argument("--corpus", nargs="+", help="files, folders or token files (default: the corpus of training)")
     parser.add_argument("--context-length", type=int, required=True, metavar="N", help="tokens a sample")
     text = "samples to measure, at most (default: all that are held out)"
     parser.add_argument("--max-samples", type=int, metavar="N", help=text)
@@ -126,7 +126,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataModule:
     """Returns the held-out data of the corpus; `trained` is the state of the data module of the model's training."""
-    sources = options.corpus[0] if len(options.corpus) == 1 else options.corpus
+    sources = options.corpus or trained.get("sources")
+    if sources is None:
+        remedy = "Name the files or the folder of token files."
+        got = "none, and the checkpoint does not name that of its training"
+        raise ArgumentError("--corpus", expected="the text to evaluate on", got=got, remedy=remedy)
+    if isinstance(sources, list) and len(sources) == 1:
+        sources = sources[0]
     held_out = options.val_fraction
     data = TextDataModule(
         sources,
@@ -172,7 +178,7 @@ def _check_held_out(data: TextDataModule, trained: Mapping[str, Any]) -> None:
 
 
 def _table(found: Sequence[Bucket], result: Mapping[str, Any]) -> Table:
-    table = Table("position", "tokens", "loss", "perplexity")
+    table = Table("position", "tokens", "loss", "perplexity", title=f"Held-out end of {', '.join(result['corpus'])}")
     for column in table.columns:
         column.justify = "right"
     for b in found:

@@ -156,6 +156,10 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
         """Returns the loader of `val_dataloader`."""
         return self.val_dataloader()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of a checkpoint, which also names the corpus, for `ringflash evaluate`."""
+        return super().state_dict() | {"sources": self.sources}
+
     def _settings(self) -> dict[str, Any]:
         return {
             "corpus": self.tokens.header.digest,

@@ -206,6 +206,20 @@ def test_longer_samples_do_not_reach_tokens_of_training(tmp_path: Path, document
         data(2 * held_out)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_the_corpus_of_training_by_default(tmp_path: Path, several: bool) -> None:
+    text, given = str(tmp_path / "text.txt"), {"cache_dir": str(tmp_path / "cache"), "context_length": 50}
+    Path(text).write_text("the quick brown fox\n" * 200)
+    of_training = TextDataModule([text] if several else text, **cast("Any", given))
+    of_training.prepare_data()
+    of_training.setup("fit")
+    options = Namespace(**given, corpus=None, documents=None, val_fraction=None, checkpoint="none")
+    assert evaluate._data(options, of_training.state_dict()).sources == text
+    message = "--corpus: expected the text to evaluate on, got none, and the checkpoint does not name .* Name the files"
+    with pytest.raises(ArgumentError, match=message):
+        evaluate._data(options, {})
+
+
 def test_bad_steps_to_trace() -> None:
     for steps in ((1, 2), (5, 4), (3,)):
         with pytest.raises(ConfigError, match="profile.steps"):
