@@ -181,6 +181,7 @@ class ContextParallel(TokenMeans):
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
+        self.passes = 0  # forwards and backwards of attention so far
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators
         # The layout and the other choices of the schedule, as text.

@@ -60,6 +60,7 @@ class TokenMeans:
     # A strategy that sums gradients itself sets these for its own context.
     gradients: Reduction = "mean"
     weighs_windows = False
+    labels_shape: tuple[int, int] | None = None  # of this rank's part of the batch, if the strategy has cut it
     token_means_made = 0
 
     def token_mean(
@@ -98,6 +99,7 @@ class TokenMeans:
             remedy = "Leave it out: the strategy weighs the micro-batches of a window by their valid tokens."
             raise ArgumentError("num_valid_tokens", expected="None", got=repr(num_valid_tokens), remedy=remedy)
         _check(token_losses, labels, num_valid_tokens, gradients)
+        self._check_cut_once(labels)
         mean = _token_mean(token_losses, labels, num_valid_tokens, self._token_ranks(group), gradients)
         self.token_means_made += 1
         return mean
@@ -121,6 +123,20 @@ class TokenMeans:
             _check_labels(part)
         local = torch.stack([(part != IGNORE_INDEX).sum() for part in parts]).sum()
         return self._token_ranks(group).sum(local)
+
+    def _check_cut_once(self, labels: Tensor) -> None:
+        """Raises ArgumentError for labels of the shape that `context.shard` makes of those that a strategy has cut."""
+        if self.labels_shape is None or self.group is None or (ranks := dist.get_world_size(self.group)) == 1:
+            return
+        batch, rows = self.labels_shape
+        again = {rows // ranks, -(-rows // ranks)} - {rows}
+        if labels.dim() == 2 and labels.shape[0] == batch and labels.shape[1] in again:
+            raise ArgumentError(
+                "labels",
+                expected=f"this rank's part of the batch, {self.labels_shape}",
+                got=f"{tuple(labels.shape)}, of a batch that was cut twice",
+                remedy="Leave out context.shard: the strategy has cut input_ids and labels.",
+            )
 
     def _token_ranks(self, group: dist.ProcessGroup | None) -> TokenRanks:
         return _token_ranks([each for each in (self.group, self.heads_group) if each is not None], group)

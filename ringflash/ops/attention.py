@@ -381,7 +381,7 @@ def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
         raise ArgumentError("q", expected="a device with storage", got="meta", remedy=remedy)
     context.check_device(q.device)
     if q.shape[1] != k.shape[1]:
-        remedy = "Shard queries and keys of the same sequence with context.shard."
+        remedy = "Shard both with context.shard; shapes are (batch, seqlen, nheads, headdim)."
         got = f"{q.shape[1]} and {k.shape[1]}"
         raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
     context.check_heads(q.shape[2])

@@ -129,7 +129,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
         self._window_tokens: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
-        self._warned_of_repeats = False
+        self._warned_of_repeats = self._warned_of_attention = False
         self._shutdown: Shutdown | None = None
         self._compilations: Compilations | None = None  # until the first step has reported them
 
@@ -285,6 +285,7 @@ class RingAttentionStrategy(ShardedStrategy):
         seqlen = moved["input_ids"].shape[1]
         for name in cut_keys(batch, self._shard_keys):
             moved[name] = self.context.shard(moved[name], dim=1)
+        self.context.labels_shape = tuple(moved["labels"].shape)
         self.context.forget_lengths()  # this batch may have another length than the last one
         if cu_seqlens is None:
             moved["position_ids"] = self.context.positions(seqlen, device=device)
@@ -318,11 +319,16 @@ class RingAttentionStrategy(ShardedStrategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
-        watched, means_before = user_modules.WatchedBatch(batch), self.context.token_means_made
+        watched = user_modules.WatchedBatch(batch)
+        means_before, passes_before = self.context.token_means_made, self.context.passes
         result = super().training_step(watched, *args[1:], **kwargs)
         is_divided = watched.is_count_read or self.context.token_means_made > means_before
         if result is not None and self.world_size > 1 and not is_divided:
             raise user_modules.loss_error()
+        if self.context.world_size > 1 and self.context.passes == passes_before and not self._warned_of_attention:
+            self._warned_of_attention = True
+            if self.is_global_zero:
+                logger.warning(user_modules.NO_ATTENTION, self.context.world_size)
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

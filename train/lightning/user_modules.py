@@ -27,6 +27,13 @@ REMEDY = (
 )
 
 
+NO_ATTENTION = (
+    "The training step called no attention of its context, so each of the %d ranks attends to its own part of the "
+    "sequence alone. Call rf.ring_attention with context=self.trainer.strategy.context in place of rf.flash_attention "
+    "or scaled_dot_product_attention, unless no token of this model sees another."
+)
+
+
 class WatchedBatch(dict[str, Any]):
     """A batch that records whether `training_step` reads the number of valid tokens."""
 

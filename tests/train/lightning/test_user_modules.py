@@ -49,7 +49,11 @@ class UserModule(pl.LightningModule):
         return cast("RingAttentionStrategy", self.trainer.strategy).context
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        losses = self.model(batch["input_ids"], batch["labels"], self._context())
+        ids, labels, context = batch["input_ids"], batch["labels"], self._context()
+        if self.way == "cut twice":
+            ids, labels = context.shard(ids), context.shard(labels)
+            return context.token_mean(self.model(ids, labels, context), labels).loss
+        losses = self.model(ids, labels, None if self.way == "no ring" else context)
         if self.way == "mean":
             return losses.sum() / (batch["labels"] >= 0).sum().clamp(min=1)
         mean = self._context().token_mean(losses, batch["labels"])
@@ -138,6 +142,7 @@ def _ways() -> dict[str, dict[str, Any]]:
     outcomes = {way: _fit(way) for way in ("value", "one argument")}
     if world_size == 2:
         outcomes |= {way: _fit(way) for way in ("mean", "share", "share synced", "share monitored", "swa", "ema")}
+        outcomes |= {way: _fit(way) for way in ("no ring", "cut twice")}
         outcomes["data parallel"] = _fit("value", data_parallel=2)
         outcomes["shuffled"] = _fit("shuffled", data_parallel=2)
         outcomes["unsharded data"] = _fit("unsharded data", data_parallel=2)
@@ -191,6 +196,23 @@ def test_a_share_that_nobody_monitors_is_named_once(outcomes: Any) -> None:
     assert len(first["records"]) == 1
     assert "val_loss differs between ranks" in first["records"][0]
     assert second["records"] == []
+
+
+def test_a_step_without_attention_of_its_context_is_named_once(outcomes: Any) -> None:
+    first, second = (rank["no ring"] for rank in outcomes[2])
+    assert first["error"] is second["error"] is None
+    (record,) = first["records"]
+    assert "called no attention of its context, so each of the 2 ranks attends to its own part" in record
+    assert "Call rf.ring_attention" in record
+    assert second["records"] == []
+
+
+def test_a_batch_that_is_cut_twice_raises_on_every_rank(outcomes: Any) -> None:
+    for rank in outcomes[2]:
+        kind, text = rank["cut twice"]["error"]
+        assert kind == "ArgumentError"
+        assert "labels: expected this rank's part of the batch, (6, " in text
+        assert "cut twice. Leave out context.shard" in text
 
 
 def test_equal_batches_of_data_parallel_groups_warn_once(outcomes: Any) -> None:
