@@ -20,6 +20,8 @@ from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.extras import MissingExtra
+from ringflash.integrations.transformers.arguments import check_arguments
+from ringflash.integrations.transformers.arguments import loss_of_shards as loss_of_shards
 from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witness, check
 from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
 from ringflash.integrations.transformers.positions import on_host, resolve_mask
@@ -65,7 +67,7 @@ def register() -> None:
     if PreTrainedModel.__call__.__module__ == __name__:
         return
     chosen = PreTrainedModel.get_correct_attn_implementation
-    rotary_of: Any = torch.compiler.disable(_rotary_modules)
+    prepared: Any = torch.compiler.disable(_prepared)
 
     def choose(model: Any, requested_attention: str | None, *args: Any, **keywords: Any) -> str:
         if requested_attention == NAME:
@@ -76,7 +78,7 @@ def register() -> None:
         context = keywords.get("ring_context")
         if not isinstance(context, ContextParallel):
             return nn.Module.__call__(model, *args, **keywords)
-        return _call(model, context, rotary_of, args, keywords)
+        return _call(model, context, prepared, args, keywords)
 
     setattr(PreTrainedModel, "get_correct_attn_implementation", choose)  # noqa: B010 - typed as a method
     setattr(PreTrainedModel, "__call__", call)  # noqa: B010 - the same
@@ -275,7 +277,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 def _call(
     model: nn.Module,
     context: ContextParallel,
-    rotary_of: Callable[[nn.Module], tuple[str, ...]],
+    prepared: Callable[..., tuple[str, ...]],
     args: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
@@ -284,12 +286,12 @@ def _call(
     Args:
         model: a transformers model.
         context: the context among the keywords.
-        rotary_of: `_rotary_modules`, wrapped so that `torch.compile` does not trace it.
+        prepared: `_prepared`, wrapped so that `torch.compile` does not trace it.
         args: positional arguments of the call.
         keywords: keyword arguments of the call.
     """
     try:
-        rotary = rotary_of(model)
+        rotary = prepared(model, context, args, keywords)
         agrees = bool(rotary) and len(context.local_ranks) < context.world_size and not hasattr(model, AGREED)
         own = _largest_of(keywords.get("position_ids")) if agrees else 0
     except Exception as error:
@@ -318,8 +320,14 @@ def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...]
         raise
 
 
-def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the modules whose RoPE depends on length. Checks the model first, unless that was done."""
+def _prepared(
+    model: nn.Module, context: ContextParallel, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns the names of the modules whose RoPE depends on length.
+
+    Checks the arguments of the call first, and the model too, unless that was done.
+    """
+    check_arguments(model, context, args, keywords)
     if not hasattr(model, CHECKED):
         check_model(model)
     return getattr(model, CHECKED).rotary
