@@ -44,3 +44,45 @@ def test_labels_are_taken_by_one_rank_and_by_a_loss_of_shards() -> None:
         assert model(**refused(labels=labels())).loss == 2 * SEQLEN
     finally:
         model.loss_function = before
+
+
+# A process of virtual ranks holds the whole sequence, so shards of real ranks are half as long as its tensors here.
+HALF = (SEQLEN + 1) // 2
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "whole ids": (
+        {"position_ids": torch.arange(HALF)[None]},
+        rf"position_ids: expected as many positions as input_ids .* shard, got {SEQLEN} tokens and {HALF} positions. "
+        r"Cut both: pass context.shard\(input_ids\), and context.positions\(seqlen\)\[None\]",
+    ),
+    "whole embeddings": (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, SEQLEN, 64), "position_ids": torch.arange(HALF)},
+        rf"position_ids: expected as many positions as inputs_embeds .* got {SEQLEN} tokens and {HALF} positions",
+    ),
+    "one dimension": (
+        {"position_ids": rf.ContextParallel.local(2).positions(SEQLEN)},
+        rf"position_ids: expected \(1 or 2, {SEQLEN}\), as \(batch or 1, tokens of the shard\), got \({SEQLEN},\)",
+    ),
+    "another batch": (
+        {"position_ids": torch.zeros(3, SEQLEN, dtype=torch.int64)},
+        rf"position_ids: expected \(1 or 2, {SEQLEN}\), as .* got \(3, {SEQLEN}\)",
+    ),
+    "whole mask": (
+        {"attention_mask": torch.ones(2, 2 * SEQLEN)},
+        rf"attention_mask: expected None, or ones for the {SEQLEN} tokens .*, got {2 * SEQLEN} columns. Leave it out",
+    ),
+    "whole mask with padding": (
+        {"attention_mask": torch.eye(2, 2 * SEQLEN)},
+        rf"attention_mask: .* got {2 * SEQLEN} columns, with padding. Cut padding off",
+    ),
+    "default positions": (
+        {"position_ids": torch.arange(SEQLEN)[None]},
+        rf"position_ids: expected .*, got 0 to {SEQLEN - 1}, as of a sequence that was not cut. Cut whole input_ids by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_arguments_that_are_not_of_one_shard_are_refused(name: str) -> None:
+    changes, message = SHAPES[name]
+    with pytest.raises(ArgumentError, match=message):
+        llama()(**refused(**changes))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
+from ringflash.integrations.transformers.mask import PADDED
 
 OF_SHARDS = "_ring_of_shards"  # attribute of a loss function whose results may be added up over shards
 Loss = TypeVar("Loss", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ def check_arguments(
         keywords: keyword arguments of the call.
 
     Raises:
-        ArgumentError: there are labels.
+        ArgumentError: there are labels, or input_ids, position_ids and attention_mask are not of the same shard.
     """
     # A wrong number of arguments is left to the forward itself, whose error names it.
     names = inspect.signature(model.forward).parameters if args else ()
@@ -48,6 +49,52 @@ def check_arguments(
             remedy="Leave labels out, and compute the loss from the logits by "
             "context.token_mean(token_losses, labels).",
         )
+    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    name, tokens = ("inputs_embeds", embeddings) if ids is None else ("input_ids", ids)
+    if isinstance(tokens, Tensor) and tokens.ndim == (2 if name == "input_ids" else 3):
+        batch, seqlen = tokens.shape[:2]
+        _check_positions(given.get("position_ids"), name, batch, seqlen)
+        if given.get("past_key_values") is None:  # the mask of a cache is longer than the rows
+            _check_mask(given.get("attention_mask"), seqlen)
+
+
+def _check_positions(positions: object, name: str, batch: int, seqlen: int) -> None:
+    """Checks the shape of positions against tokens (batch, seqlen) of the argument `name`.
+
+    Positions of other kinds, such as those of images in three dimensions, are left to the model.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2):
+        return
+    given = positions.shape[-1]
+    if given != seqlen:
+        raise ArgumentError(
+            "position_ids",
+            expected=f"as many positions as {name} has tokens, both of this rank's shard",
+            got=f"{seqlen} tokens and {given} positions",
+            remedy=f"Cut both: pass context.shard({name}), and context.positions(seqlen)[None] for the seqlen tokens "
+            "of the whole sequence.",
+        )
+    if positions.ndim == 1 or positions.shape[0] not in (1, batch):
+        rows = "1" if batch == 1 else f"1 or {batch}"
+        raise ArgumentError(
+            "position_ids",
+            expected=f"({rows}, {seqlen}), as (batch or 1, tokens of the shard)",
+            got=tuple(positions.shape),
+            remedy="Pass context.positions(seqlen)[None].",
+        )
+
+
+def _check_mask(mask: object, seqlen: int) -> None:
+    """Checks the length of a mask of padding against the tokens of the shard."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] == seqlen:
+        return
+    is_padded = not bool(mask.all())
+    raise ArgumentError(
+        "attention_mask",
+        expected=f"None, or ones for the {seqlen} tokens of this rank's shard",
+        got=f"{mask.shape[1]} columns{', with padding' if is_padded else ''}",
+        remedy=PADDED if is_padded else "Leave it out: attention follows from the model and position_ids.",
+    )
 
 
 def _takes_shards(model: nn.Module) -> bool:
