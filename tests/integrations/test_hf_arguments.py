@@ -9,7 +9,7 @@ import torch
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from tests.integrations.test_hf import SEQLEN, llama, refused, tokens
+from tests.integrations.test_hf import LLAMA, SEQLEN, by_name, llama, refused, tokens
 
 pytest.importorskip("transformers")
 
@@ -86,3 +86,31 @@ def test_arguments_that_are_not_of_one_shard_are_refused(name: str) -> None:
     changes, message = SHAPES[name]
     with pytest.raises(ArgumentError, match=message):
         llama()(**refused(**changes))
+
+
+KNOWN = "expected a keyword that this attention knows, such as ring_context, ring_documents and ring_dropout_seed, got"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("context", r"Did you mean ring_context\?"),
+        ("cp_context", r"Did you mean ring_context\?"),
+        ("documents", r"Did you mean ring_documents\?"),
+        ("ring_dropout", r"Did you mean ring_dropout_seed\?"),
+        ("ring_mask", "Pass one of these; masks follow from the model, position_ids and ring_documents."),
+        ("position_bias", "Leave it out, or choose attn_implementation"),
+    ],
+)
+def test_unknown_keywords_name_those_of_the_library(name: str, remedy: str) -> None:
+    for changes in ({}, {"ring_context": ...}):
+        with pytest.raises(ArgumentError, match=f"^{name}: {KNOWN} {name}. {remedy}"):
+            llama()(**refused(**changes, **{name: object()}))
+
+
+def test_a_configuration_that_another_model_has_changed() -> None:
+    model = by_name(LLAMA.build())
+    type(model)(model.config).set_attn_implementation(LLAMA.own)
+    message = "attn_implementation: expected ring_attention, got sdpa.* the same config object .* copy.deepcopy"
+    with pytest.raises(ArgumentError, match=message):
+        model(**refused())

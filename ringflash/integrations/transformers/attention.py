@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -255,7 +256,10 @@ def _checked(model: nn.Module) -> Checked:
         expected = "a model with one text model"
         raise ArgumentError("model", expected=expected, got=type(model).__name__, remedy=remedy) from error
     if text._attn_implementation != NAME:
-        remedy = 'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention".'
+        remedy = (
+            'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention". Another model '
+            "made from the same config object may have changed it: pass copy.deepcopy(config) to each."
+        )
         raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)
     mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
     if mixing:
@@ -363,9 +367,7 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
         remedy = "The weights are never there whole: leave it out."
         raise ArgumentError("output_attentions", expected="False", got=True, remedy=remedy)
     if call.others:
-        raise ArgumentError(
-            call.others[0], expected="a keyword that this attention knows", got=", ".join(call.others), remedy=REMEDY
-        )
+        raise _unknown(call.others)
     if context is not None and call.use_cache:
         remedy = "Pass use_cache=False, or set model.config.use_cache: a cache would hold this rank's shard."
         raise ArgumentError("use_cache", expected="False under a context", got=True, remedy=remedy)
@@ -375,6 +377,20 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
     if q is not None and call.ring_documents is not None:
         remedy = "Pass one of them."
         raise ArgumentError("cu_seq_lens_q", expected="None with ring_documents", got=q, remedy=remedy)
+
+
+def _unknown(names: tuple[str, ...]) -> ArgumentError:
+    """Returns the error for keywords that attention does not know, with the library's keyword of a like name."""
+    name, own = names[0], sorted(n for n in KNOWN if n.startswith("ring_"))
+    like = [f"ring_{name}"] if f"ring_{name}" in own else get_close_matches(name, own, n=1, cutoff=0.7)
+    if like:
+        remedy = f"Did you mean {like[0]}?"
+    elif name.startswith("ring_"):
+        remedy = "Pass one of these; masks follow from the model, position_ids and ring_documents."
+    else:
+        remedy = REMEDY
+    expected = f"a keyword that this attention knows, such as {', '.join(own[:-1])} and {own[-1]}"
+    return ArgumentError(name, expected=expected, got=", ".join(names), remedy=remedy)
 
 
 def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> Mask | None:
