@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ringflash as rf
 from ringflash.train.lightning.transformers_head import why_whole_logits
 from ringflash.train.models.linear_loss import linear_token_loss
 from ringflash.train.models.loss import token_losses
@@ -54,6 +55,7 @@ class HeadLoss:
         """Makes forwards of the model with labels return the sum; yields the results of its loss function."""
         head, before, called = self.model.get_output_embeddings(), self.model.loss_function, list[Tensor]()
 
+        @rf.hf.loss_of_shards
         def total(logits: Tensor, labels: Tensor, *_args: Any, **_keywords: Any) -> Tensor:
             called.append(linear_token_loss(logits.to(head.weight.dtype), head.weight, labels).total)
             return called[-1]

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ringflash.context import ContextParallel
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.extras import MissingExtra
+from ringflash.integrations.transformers.arguments import check_arguments
+from ringflash.integrations.transformers.arguments import loss_of_shards as loss_of_shards
 from ringflash.integrations.transformers.check import ONE_DEVICE, Checked, Witness, check
 from ringflash.integrations.transformers.mask import REMEDY, Asked, MaskRefused, Settled, describe
 from ringflash.integrations.transformers.positions import on_host, resolve_mask
@@ -65,7 +68,7 @@ def register() -> None:
     if PreTrainedModel.__call__.__module__ == __name__:
         return
     chosen = PreTrainedModel.get_correct_attn_implementation
-    rotary_of: Any = torch.compiler.disable(_rotary_modules)
+    prepared: Any = torch.compiler.disable(_prepared)
 
     def choose(model: Any, requested_attention: str | None, *args: Any, **keywords: Any) -> str:
         if requested_attention == NAME:
@@ -76,7 +79,7 @@ def register() -> None:
         context = keywords.get("ring_context")
         if not isinstance(context, ContextParallel):
             return nn.Module.__call__(model, *args, **keywords)
-        return _call(model, context, rotary_of, args, keywords)
+        return _call(model, context, prepared, args, keywords)
 
     setattr(PreTrainedModel, "get_correct_attn_implementation", choose)  # noqa: B010 - typed as a method
     setattr(PreTrainedModel, "__call__", call)  # noqa: B010 - the same
@@ -253,7 +256,10 @@ def _checked(model: nn.Module) -> Checked:
         expected = "a model with one text model"
         raise ArgumentError("model", expected=expected, got=type(model).__name__, remedy=remedy) from error
     if text._attn_implementation != NAME:
-        remedy = 'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention".'
+        remedy = (
+            'Call ringflash.hf.register() and make the model with attn_implementation="ring_attention". Another model '
+            "made from the same config object may have changed it: pass copy.deepcopy(config) to each."
+        )
         raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)
     mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
     if mixing:
@@ -275,7 +281,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 def _call(
     model: nn.Module,
     context: ContextParallel,
-    rotary_of: Callable[[nn.Module], tuple[str, ...]],
+    prepared: Callable[..., tuple[str, ...]],
     args: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
@@ -284,12 +290,12 @@ def _call(
     Args:
         model: a transformers model.
         context: the context among the keywords.
-        rotary_of: `_rotary_modules`, wrapped so that `torch.compile` does not trace it.
+        prepared: `_prepared`, wrapped so that `torch.compile` does not trace it.
         args: positional arguments of the call.
         keywords: keyword arguments of the call.
     """
     try:
-        rotary = rotary_of(model)
+        rotary = prepared(model, context, args, keywords)
         agrees = bool(rotary) and len(context.local_ranks) < context.world_size and not hasattr(model, AGREED)
         own = _largest_of(keywords.get("position_ids")) if agrees else 0
     except Exception as error:
@@ -318,8 +324,14 @@ def _announced(model: nn.Module, context: ContextParallel, args: tuple[Any, ...]
         raise
 
 
-def _rotary_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the modules whose RoPE depends on length. Checks the model first, unless that was done."""
+def _prepared(
+    model: nn.Module, context: ContextParallel, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns the names of the modules whose RoPE depends on length.
+
+    Checks the arguments of the call first, and the model too, unless that was done.
+    """
+    check_arguments(model, context, args, keywords)
     if not hasattr(model, CHECKED):
         check_model(model)
     return getattr(model, CHECKED).rotary
@@ -355,9 +367,7 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
         remedy = "The weights are never there whole: leave it out."
         raise ArgumentError("output_attentions", expected="False", got=True, remedy=remedy)
     if call.others:
-        raise ArgumentError(
-            call.others[0], expected="a keyword that this attention knows", got=", ".join(call.others), remedy=REMEDY
-        )
+        raise _unknown(call.others)
     if context is not None and call.use_cache:
         remedy = "Pass use_cache=False, or set model.config.use_cache: a cache would hold this rank's shard."
         raise ArgumentError("use_cache", expected="False under a context", got=True, remedy=remedy)
@@ -367,6 +377,20 @@ def _check(module: nn.Module, call: Keywords, context: object) -> None:
     if q is not None and call.ring_documents is not None:
         remedy = "Pass one of them."
         raise ArgumentError("cu_seq_lens_q", expected="None with ring_documents", got=q, remedy=remedy)
+
+
+def _unknown(names: tuple[str, ...]) -> ArgumentError:
+    """Returns the error for keywords that attention does not know, with the library's keyword of a like name."""
+    name, own = names[0], sorted(n for n in KNOWN if n.startswith("ring_"))
+    like = [f"ring_{name}"] if f"ring_{name}" in own else get_close_matches(name, own, n=1, cutoff=0.7)
+    if like:
+        remedy = f"Did you mean {like[0]}?"
+    elif name.startswith("ring_"):
+        remedy = "Pass one of these; masks follow from the model, position_ids and ring_documents."
+    else:
+        remedy = REMEDY
+    expected = f"a keyword that this attention knows, such as {', '.join(own[:-1])} and {own[-1]}"
+    return ArgumentError(name, expected=expected, got=", ".join(names), remedy=remedy)
 
 
 def _resolve(asked: Asked, call: Keywords, context: ContextParallel | None) -> Mask | None:

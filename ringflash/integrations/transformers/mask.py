@@ -14,6 +14,7 @@ from ringflash.masks import Causal, Mask, SlidingWindow
 
 MULTIPLIERS = (2654435761, 3266489917)  # multipliers of the hashes that spread rows over keys
 REMEDY = 'Leave it out, or choose attn_implementation="sdpa" for this model.'
+PADDED = "Cut padding off, or pack sequences into one with position_ids that restart."
 
 
 class MaskAsTensor(ArgumentError, AttributeError):
@@ -208,5 +209,4 @@ def describe(
 
 def _check_whole(is_whole: Tensor | bool | None) -> None:
     if is_whole is not None and not bool(is_whole):
-        remedy = "Cut padding off, or pack sequences into one with position_ids that restart."
-        raise MaskRefused("attention_mask", expected="None or all ones", got="padding", remedy=remedy)
+        raise MaskRefused("attention_mask", expected="None or all ones", got="padding", remedy=PADDED)

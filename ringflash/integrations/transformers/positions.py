@@ -138,13 +138,20 @@ def _expected(
         first = torch.zeros_like(whole)[None] if documents is None else documents.bounds(whole, seqlen)[0]
         if positions is None or bool((positions == whole).all()) or bool((positions == whole - first).all()):
             return whole, first
+    got, cut = "others", ""
+    if positions is not None:
+        got = f"{positions.flatten()[:8].tolist()}, ..."
+        if context is not None and bool((positions == torch.arange(asked.seqlen_q)).all()):
+            # The default of transformers: the rows may be a shard, or a whole sequence that was not cut.
+            got = f"0 to {asked.seqlen_q - 1}, as of a sequence that was not cut"
+            cut = "Cut whole input_ids by context.shard(input_ids). "
     shard = "the whole sequence" if context is None else f"the {context.layout} shard of rank {context.rank}"
     packed = "" if documents is None else ", or that less where each one's document begins"
     raise ArgumentError(
         "position_ids",
         expected=f"those of {shard}{packed}",
-        got="others" if positions is None else f"{positions.flatten()[:8].tolist()}, ...",
-        remedy="Pass context.positions(seqlen)[None], and ring_documents of the whole sequence where it is packed.",
+        got=got,
+        remedy=f"{cut}Pass context.positions(seqlen)[None], and ring_documents of the whole sequence if it is packed.",
     )
 
 
