@@ -83,6 +83,11 @@ class _CallRecord:
     words: tuple[int, ...]
     agreed: _Agreed | None = None
 
+    @staticmethod
+    def of(fields: Mapping[str, Field], free: str) -> _CallRecord:
+        """Returns the record of a call on which no rank has agreed yet."""
+        return _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
+
 
 @dataclass(frozen=True)
 class _Agreed:
@@ -165,7 +170,7 @@ class ControlPlane:
         """Like `agree`, but always waits, also with `optimistic`: the free field may change at any call."""
         self.check_alive()
         self._check_previous()
-        call = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
+        call = _CallRecord.of(fields, free)
         return self._checked(call, self._words.post((_WAITING, *call.words)), lambda values: values)
 
     def agree_on(
@@ -208,7 +213,7 @@ class ControlPlane:
         """Makes the `_CallRecord` of a new kind and caches it; a full cache is emptied first."""
         if len(self._calls) == _MAX_CALLS:
             self._calls.clear()
-        call = self._calls[kind] = _CallRecord(fields, free, tuple(_as_int(value) for value in fields.values()))
+        call = self._calls[kind] = _CallRecord.of(fields, free)
         return call
 
     def _check_previous(self) -> None:
