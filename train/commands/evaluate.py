@@ -97,8 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if not found:
         remedy = "Raise --val-fraction."
         raise DataError("corpus", expected="held-out tokens with a label", got="none", remedy=remedy)
-    corpus = [data.sources] if isinstance(data.sources, str) else data.sources
-    facts = {"checkpoint": str(named), "corpus": corpus, "context_length": options.context_length}
+    facts = {"checkpoint": str(named), "corpus": options.corpus, "context_length": options.context_length}
     result = record(found, **facts)
     if options.json != PRINTED:
         Console().print(_table(found, result))
@@ -125,14 +124,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _data(options: argparse.Namespace, trained: Mapping[str, Any]) -> TextDataModule:
-    """Returns the held-out data of the corpus; `trained` is the state of the data module of the model's training."""
-    sources = options.corpus or trained.get("sources")
-    if sources is None:
+    """Returns the held-out data of `options.corpus`, which becomes the corpus of training if there is none.
+
+    `trained` is the state of the data module of the model's training.
+    """
+    options.corpus = options.corpus or trained.get("sources")
+    if options.corpus is None:
         remedy = "Name the files or the folder of token files."
         got = "none, and the checkpoint does not name that of its training"
         raise ArgumentError("--corpus", expected="the text to evaluate on", got=got, remedy=remedy)
-    if isinstance(sources, list) and len(sources) == 1:
-        sources = sources[0]
+    sources = options.corpus[0] if len(options.corpus) == 1 else options.corpus
     held_out = options.val_fraction
     data = TextDataModule(
         sources,

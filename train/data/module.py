@@ -158,7 +158,8 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of a checkpoint, which also names the corpus, for `ringflash evaluate`."""
-        return super().state_dict() | {"sources": self.sources}
+        names = [self.sources] if isinstance(self.sources, str) else list(self.sources)
+        return super().state_dict() | {"sources": names}
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -215,6 +215,8 @@ def test_the_corpus_of_training_by_default(tmp_path: Path, several: bool) -> Non
     of_training.setup("fit")
     options = Namespace(**given, corpus=None, documents=None, val_fraction=None, checkpoint="none")
     assert evaluate._data(options, of_training.state_dict()).sources == text
+    assert options.corpus == [text]
+    options.corpus = None
     message = "--corpus: expected the text to evaluate on, got none, and the checkpoint does not name .* Name the files"
     with pytest.raises(ArgumentError, match=message):
         evaluate._data(options, {})
