@@ -99,7 +99,8 @@ class TokenMeans:
             remedy = "Leave it out: the strategy weighs the micro-batches of a window by their valid tokens."
             raise ArgumentError("num_valid_tokens", expected="None", got=repr(num_valid_tokens), remedy=remedy)
         _check(token_losses, labels, num_valid_tokens, gradients)
-        self._check_cut_once(labels)
+        if num_valid_tokens is None:  # with a count a call may hold only a chunk of the batch
+            self._check_cut_once(labels)
         mean = _token_mean(token_losses, labels, num_valid_tokens, self._token_ranks(group), gradients)
         self.token_means_made += 1
         return mean

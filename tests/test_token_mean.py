@@ -239,6 +239,25 @@ def test_what_contradicts_a_strategy_that_sums_gradients() -> None:
         context.token_mean(torch.zeros(1, 3), LABELS, num_valid_tokens=2)
 
 
+def _chunks() -> tuple[float, str]:
+    """Returns the mean by two chunks of a cut batch with a count, and the error of a chunk without one."""
+    context = rf.ContextParallel(dist.group.WORLD)
+    labels = torch.arange(12).view(2, 6)
+    losses, context.labels_shape = labels.double(), (2, 6)
+    count = context.count_valid_tokens(labels)
+    parts = zip(losses.split(3, 1), labels.split(3, 1), strict=True)
+    means = [context.token_mean(*part, num_valid_tokens=count).value.item() for part in parts]
+    with pytest.raises(ArgumentError) as refused:
+        context.token_mean(losses[:, :3], labels[:, :3])
+    return sum(means), str(refused.value)
+
+
+def test_half_of_a_cut_batch_needs_a_count() -> None:
+    for mean, refused in run_ranks(2, _chunks):
+        assert mean == pytest.approx(5.5)
+        assert "labels: expected this rank's part of the batch, (2, 6), got (2, 3), of a batch that was cut" in refused
+
+
 def test_labels_that_cannot_be_counted() -> None:
     with pytest.raises(ArgumentError, match="labels: expected at least one tensor"):
         LOCAL.count_valid_tokens([])
