@@ -57,6 +57,7 @@ class Run:
     packed: bool = False
     optimizer: OptimizerConfig = OPTIMIZER
     linears: LinearDtype = "compute"
+    reshard: bool | None = None
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Recorded(LanguageModel):
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         options: dict[str, Any] = {"activation_checkpointing": run.checkpointing, "compile_blocks": run.compile_blocks}
-        options["linear_dtype"] = run.linears
+        options |= {"linear_dtype": run.linears, "reshard_after_forward": run.reshard}
         super().__init__(run.model, run.optimizer, run.dtype, **options, seed=5, activation_memory=run.memory)
         self.run, self.outcome = run, outcome
 

@@ -104,7 +104,7 @@ class LanguageModel(RingModule):
         return asdict(self.model_config)
 
     def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Decoder:
-        """Returns the decoder, without storage if it is sharded."""
+        """Returns the decoder, without storage under `RingAttentionStrategy`."""
         strategy = self.trainer.strategy
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
@@ -113,11 +113,21 @@ class LanguageModel(RingModule):
         decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
         if self.compile_blocks:
             decoder.compile_blocks(options=compile_options(self.linear_dtype))
-        if isinstance(strategy, RingAttentionStrategy):
-            self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
-        else:
+        if not isinstance(strategy, RingAttentionStrategy):
             decoder.materialise(strategy.root_device)
+        elif self.rounds_weights(strategy.world_size):
+            decoder.round_weights(self.resolved_dtype(strategy.root_device))
+        else:
+            self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
         return decoder
+
+    def rounds_weights(self, world_size: int) -> bool:
+        """Returns whether layers round their weights themselves, and FSDP does not shard the model.
+
+        That is so on one rank. FSDP is still used for float8, whose weights it gathers in float8, and where
+        `reshard_after_forward` says what it does with gathered weights.
+        """
+        return world_size == 1 and self.linear_dtype == "compute" and self.reshard_after_forward is None
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]

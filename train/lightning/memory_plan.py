@@ -31,11 +31,12 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         world_size: number of ranks.
     """
     compute = module.resolved_dtype(device)
-    context, data_parallel, shard, copied = 1, 1, 1, False
+    context, data_parallel, shard, copied, rounded = 1, 1, 1, False, False
     if isinstance(strategy, RingAttentionStrategy):
         data_parallel, context = resolve_sizes(*strategy.asked_sizes, world_size)
         shard = world_size // strategy.replicate_size
-        copied = shard > 1 or compute == torch.bfloat16
+        rounded = module.rounds_weights(world_size)
+        copied = shard > 1 or (compute == torch.bfloat16 and not rounded)
     seqlen, batch_size = (getattr(data, name, None) or 0 for name in ("context_length", "batch_size"))
     return TrainingShape(
         tokens=(seqlen // context) * (batch_size // data_parallel),
@@ -46,6 +47,7 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         offloads_sum=module.offloads_sum,
         reshard_after_forward=module.reshard_after_forward,
         copied=copied,
+        rounded=rounded and compute == torch.bfloat16,
         in_pieces=module.compile_blocks and module.in_pieces,
         compiled=module.compile_blocks,
         float32_norms=module.float32_norms and not module.compile_blocks,

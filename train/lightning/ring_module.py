@@ -74,7 +74,8 @@ class RingModule(pl.LightningModule, ABC):
             recomputes the rest of the block without repeating its ring. "none" keeps everything. None: the last blocks
             keep everything, as many as `activation_memory` allows.
         reshard_after_forward: free each block's gathered weights between its forward and its backward. None: unless
-            `activation_memory` has room for them once every block keeps everything.
+            `activation_memory` has room for them once every block keeps everything. With None a LanguageModel on one
+            rank is not sharded at all.
         seed: seed of the initial weights.
         nonfinite: policy for a step with a NaN or infinite loss or gradient; None: such a step stops the run.
         activation_offload: keep in host memory, until the backward, the tensors that "block" keeps.
@@ -180,6 +181,10 @@ class RingModule(pl.LightningModule, ABC):
     def trained_size(self) -> int | None:
         """Number of parameters that train; None if all do."""
         return None
+
+    def rounds_weights(self, world_size: int) -> bool:
+        """Returns whether, on `world_size` ranks, layers round their weights themselves instead of FSDP."""
+        return False
 
     def is_saved(self, name: str) -> bool:
         """Returns whether checkpoints hold the module's tensor `name`."""

@@ -55,6 +55,11 @@ class Layer(nn.Module):
     """A module with its own parameters, drawn at random, or read if `stored` is set."""
 
     stored: Callable[[str, Tensor], None] | None = None  # fills a parameter, given its name in this module
+    rounding: torch.dtype | None = None  # dtype in which parameters enter the forward; None: as they are
+
+    def rounded(self, parameter: Tensor) -> Tensor:
+        """Returns one of its parameters as it enters the forward. Its gradient is in the dtype of the parameter."""
+        return parameter if self.rounding is None else parameter.to(self.rounding)
 
     def reset_parameters(self) -> None:
         """Draws or reads the parameters that have storage."""
@@ -70,9 +75,16 @@ class Layer(nn.Module):
 class Linear(Layer, nn.Linear):
     """x @ weight.T + bias, weight (out_features, in_features); the bias, if there is one, starts at zero."""
 
+    only_multiplies = True  # a float8 layer may take its place
+
     def __init__(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> None:
         self.init = init
         super().__init__(in_features, out_features, bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Maps (..., in_features) to (..., out_features)."""
+        bias = None if self.bias is None else self.rounded(self.bias)  # pyright: ignore[reportUnnecessaryComparison]
+        return nn.functional.linear(x, self.rounded(self.weight), bias)
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Draws the weight, or zeros the bias."""
@@ -89,6 +101,10 @@ class Embedding(Layer, nn.Embedding):
         self.init = init
         super().__init__(vocab_size, dim)
 
+    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Maps (...) int64 to (..., dim). It rounds the rows that it takes, which are fewer than the weight's."""
+        return self.rounded(super().forward(input_ids))
+
     def draw(self, name: str, parameter: Tensor) -> None:
         """Draws the weight."""
         self.init.fill(parameter)
@@ -97,9 +113,11 @@ class Embedding(Layer, nn.Embedding):
 class Head(Linear):
     """Head x @ weight.T; with labels it returns the loss, without whole logits."""
 
+    only_multiplies = False
+
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | TokenLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Maps (..., dim) to (..., vocab_size), or to the losses."""
-        return _logits_or_loss(x, self.weight, labels)
+        return _logits_or_loss(x, self.rounded(self.weight), labels)
 
 
 def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor | TokenLosses:
@@ -108,6 +126,10 @@ def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor 
 
 class RMSNorm(Layer, nn.RMSNorm):
     """Norm x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., dim) to (..., dim)."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.rounded(self.weight), self.eps)
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Sets the weight to one."""
@@ -277,6 +299,16 @@ class Decoder(nn.Module):
             if isinstance(module, Layer):
                 module.reset_parameters()
 
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Makes each layer compute with its weights rounded to `dtype`, as FSDP does with the weights that it gathers.
+
+        This is for one rank, where FSDP would only copy. Copies and reductions by FSDP take the host most of a short
+        step.
+        """
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.rounding = dtype
+
     def keep_activations(
         self, checkpointing: ActivationCheckpointing, *, offload: bool = False, kept_blocks: int = 0
     ) -> None:
@@ -369,5 +401,5 @@ class Decoder(nn.Module):
             x = cache.newest(x) if newest else x
         x = self.norm(x)
         if self.lm_head is None:
-            return _logits_or_loss(x, self.embed_tokens.weight, labels)
+            return _logits_or_loss(x, self.embed_tokens.rounded(self.embed_tokens.weight), labels)
         return self.lm_head(x, labels)

@@ -36,6 +36,8 @@ class TrainingShape:
         reshard_after_forward: whether a block's gathered weights are freed after its forward. None leaves that to a
             plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
+        rounded: whether layers make rounded copies of the stored weights themselves. Blocks that keep everything keep
+            these copies too.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
         float32_norms: whether blocks are transformers' layers, not compiled. Each of their norms also keeps a float32
@@ -59,6 +61,7 @@ class TrainingShape:
     offloads_sum: bool = False
     reshard_after_forward: bool | None = True
     copied: bool = True
+    rounded: bool = False
     in_pieces: bool = False
     compiled: bool = False
     float32_norms: bool = False
@@ -79,7 +82,8 @@ class MemoryEstimate:
         weights: sharded master weights; with adapters, the frozen ones in the compute dtype.
         optimizer: AdamW's two moments, sharded.
         gradients: sharded gradients, after the backward.
-        gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head.
+        gathered: whole weights in the compute dtype that stay for the backward: the embedding, or all but the head, or
+            those of blocks that keep everything.
         activations: tensors that all blocks keep from the forward.
         loss: logits of a chunk and their gradient, the head, and gradients of the head and of the final states.
         block: tensors that a block's backward recomputes, less what later blocks have freed, its weights, and the
@@ -189,8 +193,12 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         gathered -= config.vocab_size * config.dim * item
         loss += head * item
     else:
-        block += head_gradient * item
-    if shape.reshard_after_forward is False:
+        block += head_gradient * (master if shape.rounded else item)
+    if shape.rounded:
+        gathered = kept_blocks * block_bytes
+        loss += head * item
+        block += block_bytes * (kept_blocks < config.n_layers)
+    elif shape.reshard_after_forward is False:
         gathered += config.n_layers * block_bytes
     elif shape.copied:
         block += block_bytes
@@ -198,7 +206,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         weights=weights // shape.shard_size,
         optimizer=int(2 * trained * (1 + 4 / 256 if shape.state_8bit else master)) // shape.shard_size,
         gradients=trained * master // shape.shard_size,
-        gathered=gathered if shape.copied else 0,
+        gathered=gathered if shape.copied or shape.rounded else 0,
         activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks) * kept),
         loss=loss,
         block=block,

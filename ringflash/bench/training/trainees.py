@@ -145,12 +145,19 @@ def kept_of(training: Training) -> Kept:
     world_size, compiled = training.weights.size(), training.compiled
     tokens = training.seqlen // world_size
     options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
+    copies = "rounded" if rounds_weights(training) else "copied"
+    options |= {"copied": False, copies: training.dtype == torch.bfloat16 or world_size > 1}
     shape = TrainingShape(tokens, world_size, training.dtype, reshard_after_forward=None, **options)
     free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
     dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
     least, total = free.tolist()
     plan = plan_activations(training.config, shape, "auto", available_memory(least), total, "free")
     return Kept(plan.kept, plan.keeps_weights)
+
+
+def rounds_weights(training: Training) -> bool:
+    """Returns whether the layers round their weights themselves, as those of a LanguageModel on one rank."""
+    return training.weights.size() == 1 and training.linears == "compute"
 
 
 @contextmanager
@@ -276,17 +283,21 @@ class PeerDecoder(Decoder):
 
 
 def on_device(model: Decoder, training: Training, kept: Kept) -> Decoder:
-    """Compiles the blocks of `model`, shards it, and draws its weights. Each rank draws only its shard to save time.
+    """Compiles the blocks of `model`, shards it as a LanguageModel does, and draws its weights.
 
-    Linear layers of the blocks become float8 ones before, if `training.linears` asks for it.
+    Each rank draws only its shard to save time. Linear layers of the blocks become float8 ones before, if
+    `training.linears` asks for it.
     """
     check_float8(training.linears, training.device, training.dtype)
     use_float8(model.layers, training.linears, training.device, sharded=True, speak=False)
     if training.compiled:
         model.compile_blocks(options=compile_options(training.linears))
-    options: dict[str, Any] = {"head": model.lm_head, "reshard_after_forward": not kept.weights}
-    shard_model(model, model.layers, training.weights, training.dtype, **options)
-    sum_gradients(model)
+    if rounds_weights(training):
+        model.round_weights(training.dtype)
+    else:
+        options: dict[str, Any] = {"head": model.lm_head, "reshard_after_forward": not kept.weights}
+        shard_model(model, model.layers, training.weights, training.dtype, **options)
+        sum_gradients(model)
     model.to_empty(device=training.device)
     generator = torch.Generator(training.device).manual_seed(training.weights.get_rank())
     with torch.no_grad():

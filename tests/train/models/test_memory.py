@@ -146,6 +146,38 @@ def test_a_compiled_block_keeps_what_is_estimated() -> None:
     assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["none", "block"])
+def test_blocks_keep_their_rounded_weights_with_everything_else(mode: Any, compiled: bool) -> None:
+    partition: dict[str, Any] = {
+        "partition_fn": min_cut_rematerialization_partition,
+        "decompositions": select_decomp_table(),
+    }
+    x = torch.arange(512)[None] % 61
+    torch._dynamo.reset()
+
+    def kept(layers: int, dtype: torch.dtype) -> int:
+        decoder = Decoder(replace(WIDE, n_layers=layers)).to(dtype)
+        decoder.round_weights(torch.bfloat16)
+        decoder.keep_activations(mode)
+        if compiled:
+            decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition))
+        return kept_bytes(decoder, x, x[0])
+
+    def estimate(layers: int, rounded: bool) -> int:
+        options: dict[str, Any] = {"copied": False, "rounded": rounded, "compiled": compiled, "checkpointing": mode}
+        return estimate_memory(replace(WIDE, n_layers=layers), TrainingShape(512, **options)).gathered
+
+    # The same blocks with bfloat16 weights keep as many activations and no rounded weights.
+    measured = [kept(2, dtype) - kept(1, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    expected = estimate(2, True) - estimate(1, True)
+    assert expected == (2 * parameter_counts(WIDE)[0] if mode == "none" else 0)
+    assert measured[0] - measured[1] == pytest.approx(expected, rel=0.01)
+    assert estimate(2, False) == 0
+
+
 def test_a_block_of_transformers_keeps_what_is_estimated() -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
