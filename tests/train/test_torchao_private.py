@@ -236,14 +236,18 @@ def test_a_compiled_float8_block_keeps_what_is_estimated(kind: LinearDtype) -> N
     backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition)
     torch._dynamo.reset()
 
-    def kept(layers: int) -> int:
-        decoder = Decoder(replace(WIDE, n_layers=layers)).bfloat16()
+    def kept(layers: int, dtype: torch.dtype) -> int:
+        decoder = Decoder(replace(WIDE, n_layers=layers)).to(dtype)
         use_float8(decoder.layers, kind, CPU, sharded=False, speak=False)
+        decoder.round_weights(torch.bfloat16)
         decoder.compile_blocks(backend)  # one graph serves all blocks
         return kept_bytes(decoder, x, x[0])
 
-    shape = TrainingShape(512, compiled=True, linear_dtype=kind)
-    assert kept(2) - kept(1) == pytest.approx(estimate_memory(replace(WIDE, n_layers=1), shape).activations, rel=0.01)
+    shape = TrainingShape(512, compiled=True, linear_dtype=kind, copied=False, rounded=True)
+    estimate = estimate_memory(replace(WIDE, n_layers=1), shape)
+    assert estimate.gathered == 0
+    for dtype in (torch.bfloat16, torch.float32):
+        assert kept(2, dtype) - kept(1, dtype) == pytest.approx(estimate.activations, rel=0.01)
 
 
 def test_compiled_float8_blocks_leave_out_the_reductions_that_write_single_bytes() -> None:

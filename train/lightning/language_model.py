@@ -124,10 +124,9 @@ class LanguageModel(RingModule):
     def rounds_weights(self, world_size: int) -> bool:
         """Returns whether layers round their weights themselves, and FSDP does not shard the model.
 
-        That is so on one rank. FSDP is still used for float8, whose weights it gathers in float8, and where
-        `reshard_after_forward` says what it does with gathered weights.
+        That is so on one rank, unless `reshard_after_forward` says what FSDP does with the weights that it gathers.
         """
-        return world_size == 1 and self.linear_dtype == "compute" and self.reshard_after_forward is None
+        return world_size == 1 and self.reshard_after_forward is None
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
         input_ids, labels = batch["input_ids"], batch["labels"]

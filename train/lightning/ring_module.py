@@ -450,8 +450,9 @@ class RingModule(pl.LightningModule, ABC):
 
     def _use_float8(self, blocks: Iterable[nn.Module]) -> None:
         """Makes linear layers of `blocks` compute in float8, if asked; before `_shard`."""
-        sharded, speak = self.context is not None, self.trainer.is_global_zero
-        use_float8(blocks, self.linear_dtype, self.trainer.strategy.root_device, sharded=sharded, speak=speak)
+        strategy, speak = self.trainer.strategy, self.trainer.is_global_zero
+        sharded = isinstance(strategy, RingAttentionStrategy) and not self.rounds_weights(strategy.world_size)
+        use_float8(blocks, self.linear_dtype, strategy.root_device, sharded=sharded, speak=speak)
 
     def _shard(
         self,

@@ -37,7 +37,7 @@ class TrainingShape:
             plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
         rounded: whether layers make rounded copies of the stored weights themselves. Blocks that keep everything keep
-            these copies too.
+            these copies too, except of float8 layers, whose backward makes them again.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
         float32_norms: whether blocks are transformers' layers, not compiled. Each of their norms also keeps a float32
@@ -195,7 +195,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     else:
         block += head_gradient * (master if shape.rounded else item)
     if shape.rounded:
-        gathered = kept_blocks * block_bytes
+        gathered = kept_blocks * block_bytes * (shape.linear_dtype == "compute")
         loss += head * item
         block += block_bytes * (kept_blocks < config.n_layers)
     elif shape.reshard_after_forward is False:

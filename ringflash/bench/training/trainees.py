@@ -157,7 +157,7 @@ def kept_of(training: Training) -> Kept:
 
 def rounds_weights(training: Training) -> bool:
     """Returns whether the layers round their weights themselves, as those of a LanguageModel on one rank."""
-    return training.weights.size() == 1 and training.linears == "compute"
+    return training.weights.size() == 1
 
 
 @contextmanager
@@ -289,10 +289,11 @@ def on_device(model: Decoder, training: Training, kept: Kept) -> Decoder:
     `training.linears` asks for it.
     """
     check_float8(training.linears, training.device, training.dtype)
-    use_float8(model.layers, training.linears, training.device, sharded=True, speak=False)
+    sharded = not rounds_weights(training)
+    use_float8(model.layers, training.linears, training.device, sharded=sharded, speak=False)
     if training.compiled:
         model.compile_blocks(options=compile_options(training.linears))
-    if rounds_weights(training):
+    if not sharded:
         model.round_weights(training.dtype)
     else:
         options: dict[str, Any] = {"head": model.lm_head, "reshard_after_forward": not kept.weights}
