@@ -72,8 +72,13 @@ def uploaded(tables: Sequence[np.ndarray], device: torch.device) -> list[Tensor]
     staging, places = _packed(tables)
     chunk, begin = _room(staging.nbytes, device)
     aside = _stream(device)
-    with torch.cuda.stream(aside):
+    before, current = torch.cuda.current_device(), torch.cuda.current_stream(device.index)
+    torch.cuda.set_stream(aside)  # torch.cuda.stream takes the host as long as the copy
+    try:
         chunk.memory[begin : begin + staging.nbytes].copy_(staging, non_blocking=True)
+    finally:
+        torch.cuda.set_stream(current)
+        torch.cuda.set_device(before)  # the stream of another GPU has changed it
     aside.synchronize()  # other streams than the current one will read it
     return [chunk.table(table, begin + place) for table, place in zip(tables, places, strict=True)]
 
