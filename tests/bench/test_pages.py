@@ -303,17 +303,17 @@ def test_training_on_one_gpu() -> None:
         for row in rows("training-1gpu-1b-flash", "training-1gpu-8b-flash", "training-1gpu-8b-2k-flash")
     }
     listed = table("training", "flash")
-    assert len(of) == 3 * len(listed) == 27
+    assert len(of) == 3 * len(listed) - 1 == 26
     for shape, context, *cells in listed:
-        ours, *peers = (of[shape, int(context), name] for name in ("ringflash", "FlashAttention", "SDPA"))
-        rate, *others = (row["tokens_per_second_per_gpu"] for row in (ours, *peers))
-        expected = rate, 100 * ours["mfu"], ours["gib"], *others, *(rate / other for other in others)
-        for text, value in zip(cells, expected, strict=True):
-            assert_rounded(text, value)
+        ours, *peers = (of.get((shape, int(context), name)) for name in ("ringflash", "FlashAttention", "SDPA"))
+        assert ours is not None
+        rate, *others = (None if row is None else row["tokens_per_second_per_gpu"] for row in (ours, *peers))
+        ratios = [None if other is None else rate / other for other in others]
+        for text, value in zip(cells, (rate, 100 * ours["mfu"], ours["gib"], *others, *ratios), strict=True):
+            assert text == "-" if value is None else assert_rounded(text, value) is None
+        assert peers[0] is not None
         assert peers[0]["kernels"] == "FA4"
-        assert (ours["kept_blocks"], ours["keeps_weights"]) == (
-            (4, False) if context == "131072" else (ours["layers"], True)
-        )
+        assert ours["kept_blocks"] == (4 if context == "131072" else ours["layers"])
     (block,) = rows("training-1gpu-8b-block")
     assert block["loss"][0] == of["8B", 32768, "ringflash"]["loss"][0]
     text = (PAGES / "training.md").read_text().replace("\n", " ")
@@ -322,7 +322,7 @@ def test_training_on_one_gpu() -> None:
 
 
 def test_float8() -> None:
-    of = {row["linears"]: row for row in rows("training-1gpu-8b-fp8")}
+    of = {row["linears"]: row for row in rows("training-1gpu-8b-fp8-rowwise", "training-1gpu-8b-fp8")}
     listed = table("training", "float8")
     assert [name.strip("`") for name, *_ in listed] == list(of)
     for name, *cells in listed:
