@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.checks import check_whole
 from ringflash.coordination.failures import Faults
+from ringflash.coordination.first_tokens import FirstTokens
 from ringflash.coordination.registry import Closed, Registry
 from ringflash.coordination.session import ControlPlane, Field, outlier_ranks
 from ringflash.errors import ArgumentError, RankMismatch
@@ -182,6 +183,7 @@ class ContextParallel(TokenMeans):
         self.debug = debug
         self.world_size = len(grid.places)
         self.passes = 0  # forwards and backwards of attention so far
+        self.first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators
         # The layout and the other choices of the schedule, as text.
@@ -226,7 +228,8 @@ class ContextParallel(TokenMeans):
         """Returns this rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
 
         Args:
-            x: the whole sequence, the same on every rank.
+            x: the whole sequence, the same on every rank. Of the first integers, such as token ids, ranks compare
+                checksums in one of the first calls of attention, which raises RankMismatch if they differ.
             dim: the dimension that is cut.
             mask: the mask of the attention to come; only the layout "balanced" depends on it.
 
@@ -234,6 +237,7 @@ class ContextParallel(TokenMeans):
             ArgumentError: no such dimension, fewer rows than ranks, no mask for "balanced" or one that does not fit.
         """
         dim = layouts.checked_dim(x, dim)
+        self.first_tokens.note(x, dim)
         return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
 
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
@@ -379,6 +383,11 @@ class ContextParallel(TokenMeans):
         if self._control is None:
             return value
         return max(self._control.agree_now({"operation": "largest", "of": name, "value": value}, free="value"))
+
+    def compare_tokens(self) -> None:
+        """Compares the first token ids that ranks have cut, as `FirstTokens.compare`; a collective."""
+        if self._control is not None:
+            self.first_tokens.compare(self._control)
 
     def forget_lengths(self) -> None:
         """Makes the next call of each kind wait for the agreement of all ranks; other ranks need not do the same.
