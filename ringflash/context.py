@@ -228,8 +228,8 @@ class ContextParallel(TokenMeans):
         """Returns this rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
 
         Args:
-            x: the whole sequence, the same on every rank. Of the first integers, such as token ids, ranks compare
-                checksums in one of the first calls of attention, which raises RankMismatch if they differ.
+            x: the whole sequence, the same on every rank. Ranks compare checksums of the first integers, such as token
+                ids, in one of the first calls of attention. That call raises RankMismatch if they differ.
             dim: the dimension that is cut.
             mask: the mask of the attention to come; only the layout "balanced" depends on it.
 
@@ -313,7 +313,7 @@ class ContextParallel(TokenMeans):
         """Returns whether hops are grouped; this depends only on values that ranks have agreed on."""
         if self.hops != "auto" or row_bytes is None:
             return self.hops == "grouped"
-        own_bytes = layout.seqlen // layout.world_size * row_bytes
+        own_bytes = layout.least_length * row_bytes
         most = max(GROUPED_BYTES, min(own_bytes, 2 * GROUPED_BYTES))
         return receives_at_most(layout, mask, most // row_bytes)
 

@@ -60,6 +60,11 @@ class Layout:
         """Returns the number of tokens that each rank stores, in rank order."""
         return tuple(sum(chunk.length for chunk in chunks) for chunks in self.chunks)
 
+    @property
+    def least_length(self) -> int:
+        """Returns the least number of tokens that a rank stores; others store as many, or one more."""
+        return self.seqlen // self.world_size
+
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
         return self.lengths  # cached: every hop reads it; Dynamo, which has no cached_property, traces only `lengths`

@@ -148,7 +148,7 @@ class GraphCache:
 
         `row_bytes` is a token's bytes of keys and values on a GPU. Ranks get the same answer until a capture fails.
         """
-        own_bytes = plan.layout.seqlen // plan.layout.world_size * (row_bytes or 0)
+        own_bytes = plan.layout.least_length * (row_bytes or 0)
         return self._asked or (own_bytes <= MOST_BYTES and not self._failed)
 
     def run(

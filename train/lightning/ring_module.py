@@ -144,7 +144,7 @@ class RingModule(pl.LightningModule, ABC):
 
     @abstractmethod
     def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Any:
-        """Returns the model: sharded under `RingAttentionStrategy`, whole under another strategy.
+        """Returns the model, as `configure_model` builds it.
 
         Args:
             dtype: dtype of the stored weights.
@@ -163,7 +163,7 @@ class RingModule(pl.LightningModule, ABC):
         return self._loss(batch)
 
     def configure_model(self) -> None:
-        """Builds the model: sharded under `RingAttentionStrategy`, whole under another strategy.
+        """Builds the model: sharded under `RingAttentionStrategy`, unless it `rounds_weights`; whole under others.
 
         Raises:
             ConfigError: several ranks under another strategy, a Trainer precision that would cast behind FSDP,
