@@ -16,7 +16,7 @@ from ringflash.coordination.failures import Faults
 from ringflash.coordination.first_tokens import FirstTokens
 from ringflash.coordination.registry import Closed, Registry
 from ringflash.coordination.session import ControlPlane, Field, outlier_ranks
-from ringflash.errors import ArgumentError, RankMismatch
+from ringflash.errors import FIRST_TOKENS, ArgumentError, RankMismatch
 from ringflash.groups import group_of
 from ringflash.layouts import layout as layouts
 from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
@@ -183,7 +183,7 @@ class ContextParallel(TokenMeans):
         self.debug = debug
         self.world_size = len(grid.places)
         self.passes = 0  # forwards and backwards of attention so far
-        self.first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
+        self._first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators
         # The layout and the other choices of the schedule, as text.
@@ -228,8 +228,9 @@ class ContextParallel(TokenMeans):
         """Returns this rank's part of the whole sequence `x`: a contiguous copy, rows in layout order along `dim`.
 
         Args:
-            x: the whole sequence, the same on every rank. Ranks compare checksums of the first integers, such as token
-                ids, in one of the first calls of attention. That call raises RankMismatch if they differ.
+            x: the whole sequence, the same on every rank. The next call of attention compares checksums of the first
+                token ids, int32 or int64 (batch, seqlen). If they differ, that call and all later ones raise
+                RankMismatch on every rank.
             dim: the dimension that is cut.
             mask: the mask of the attention to come; only the layout "balanced" depends on it.
 
@@ -237,7 +238,7 @@ class ContextParallel(TokenMeans):
             ArgumentError: no such dimension, fewer rows than ranks, no mask for "balanced" or one that does not fit.
         """
         dim = layouts.checked_dim(x, dim)
-        self.first_tokens.note(x, dim)
+        self._first_tokens.note(x, dim)
         return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
 
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
@@ -362,8 +363,11 @@ class ContextParallel(TokenMeans):
         if self._control is None:
             return then(local_seqlen)
 
+        first = self._first_tokens if self._first_tokens.pending is not None else None
+
         def described() -> Mapping[str, Field]:
-            return {**fields(), "layout": self._schedule, "debug": self.debug, "seqlen": local_seqlen}
+            tokens = {FIRST_TOKENS: 0 if first is None else first.field()}
+            return {**fields(), "layout": self._schedule, "debug": self.debug, **tokens, "seqlen": local_seqlen}
 
         def concluded(lengths: list[int]) -> T:
             expected = self._cut(sum(lengths), mask).lengths
@@ -372,7 +376,11 @@ class ContextParallel(TokenMeans):
                 raise RankMismatch("seqlen", values, outlier_ranks(lengths), rank=self.rank)
             return then(sum(lengths))
 
-        return self._control.agree_on((self.name, local_seqlen, kind), described, free="seqlen", then=concluded)
+        kind = self.name, local_seqlen, kind, first  # `first` itself, as contexts of one name share the cache
+        result = self._control.agree_on(kind, described, free="seqlen", then=concluded)
+        if first is not None:
+            first.pending = None
+        return result
 
     def largest(self, name: str, value: int) -> int:
         """Returns the largest `value` of all ranks; a collective. `name` is the same on all ranks.
@@ -383,11 +391,6 @@ class ContextParallel(TokenMeans):
         if self._control is None:
             return value
         return max(self._control.agree_now({"operation": "largest", "of": name, "value": value}, free="value"))
-
-    def compare_tokens(self) -> None:
-        """Compares the first token ids that ranks have cut, as `FirstTokens.compare`; a collective."""
-        if self._control is not None:
-            self.first_tokens.compare(self._control)
 
     def forget_lengths(self) -> None:
         """Makes the next call of each kind wait for the agreement of all ranks; other ranks need not do the same.

@@ -75,7 +75,11 @@ class CheckpointCorrupt(CheckpointError):
     """A file of a checkpoint, named by `argument`, that differs from the saved one."""
 
 
+FIRST_TOKENS = "first token ids (checksum)"  # a field of agreements, see `coordination.first_tokens`
 _REMEDIES = {
+    FIRST_TOKENS: "All ranks of a context must cut the same sequences, in calls of the same order. Give the loader's "
+    "sampler the rank and the number of ranks of the data-parallel dimension, not those of the world, and make the "
+    "context again.",
     "dropout": "Call with the same dropout on all ranks of the context. Ranks draw the same seed only if they are "
     "seeded alike, and RingAttentionStrategy seeds them differently: pass rf.Dropout(p, seed=number), with another "
     "number in each step.",

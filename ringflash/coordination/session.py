@@ -23,7 +23,7 @@ from torch import Tensor
 from ringflash.coordination import processes
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.words import GlooWords, Rows, Words, shared
-from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashError
+from ringflash.errors import FIRST_TOKENS, ArgumentError, PeerFailed, RankMismatch, RingflashError
 
 Field = int | float | str
 T = TypeVar("T")
@@ -250,6 +250,9 @@ class ControlPlane:
             raise PeerFailed(failed, [text for text in self._gather_texts("") if text], rank=self.rank)
         for column, (name, value) in enumerate(call.fields.items(), start=1):
             values = [row[column] for row in table]
+            if name == FIRST_TOKENS:
+                usual = max(filter(None, values), key=values.count, default=0)
+                values = [each or usual for each in values]  # a rank may have none to compare
             if name == call.free or len(set(values)) == 1:
                 continue
             own = values[self.rank]

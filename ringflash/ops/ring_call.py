@@ -125,8 +125,6 @@ class RingCall:
         """Agrees with all ranks on the call, and returns the ranks of this process for one pass."""
         guard.phase = Phase.AGREEING
         context.passes += 1
-        if context.passes == context.first_tokens.due:
-            context.compare_tokens()
         if self._planned is not None and context.is_virtual:
             plans, lengths = self._planned
         else:
