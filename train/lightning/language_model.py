@@ -103,6 +103,14 @@ class LanguageModel(RingModule):
         """Returns the model's shape as plain values."""
         return asdict(self.model_config)
 
+    def configure_model(self) -> None:
+        """Builds the model as a `RingModule` does, and makes its layers round their weights where FSDP is left out."""
+        super().configure_model()
+        strategy = self.trainer.strategy
+        rounds = isinstance(strategy, RingAttentionStrategy) and self.rounds_weights(strategy.world_size)
+        # Set each time: another strategy, under which autocast rounds the weights, may have built the model.
+        self.decoder.round_weights(self.resolved_dtype(strategy.root_device) if rounds else None)
+
     def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Decoder:
         """Returns the decoder, without storage under `RingAttentionStrategy`."""
         strategy = self.trainer.strategy
@@ -115,9 +123,7 @@ class LanguageModel(RingModule):
             decoder.compile_blocks(options=compile_options(self.linear_dtype))
         if not isinstance(strategy, RingAttentionStrategy):
             decoder.materialise(strategy.root_device)
-        elif self.rounds_weights(strategy.world_size):
-            decoder.round_weights(self.resolved_dtype(strategy.root_device))
-        else:
+        elif not self.rounds_weights(strategy.world_size):
             self._shard(decoder, decoder.layers, strategy, decoder.lm_head)
         return decoder
 

@@ -72,9 +72,9 @@ class RingAttentionStrategy(ShardedStrategy):
     1 if the first micro-batch has no valid token. With manual optimization nothing is weighted: the module divides by
     the window's count.
 
-    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; on several ranks every
-    parameter must be sharded. With several micro-batches the gradients are reduced after each micro-batch, which keeps
-    them sharded.
+    The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
+    sharded, except of a LanguageModel on one rank. With several micro-batches the gradients are reduced after each
+    micro-batch, which keeps them sharded.
 
     Args:
         context_parallel_size: ranks that share a sequence; "auto": all ranks that `data_parallel_size` leaves.
@@ -229,7 +229,8 @@ class RingAttentionStrategy(ShardedStrategy):
         # A forward without a backward may have left weights gathered. Those are plain tensors: `sum_gradients` would
         # refuse them, and the optimizer would keep them.
         reshard(self.model)
-        if self.world_size > 1:
+        rounds = getattr(self.lightning_module, "rounds_weights", None)
+        if rounds is None or not rounds(self.world_size):
             sum_gradients(self.model)
         super().setup(trainer)
         # Lightning seeds all ranks alike, and the weights were initialised from that seed. But dropout must differ

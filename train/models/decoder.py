@@ -299,11 +299,11 @@ class Decoder(nn.Module):
             if isinstance(module, Layer):
                 module.reset_parameters()
 
-    def round_weights(self, dtype: torch.dtype) -> None:
+    def round_weights(self, dtype: torch.dtype | None) -> None:
         """Makes each layer compute with its weights rounded to `dtype`, as FSDP does with the weights that it gathers.
 
-        This is for one rank, where FSDP would only copy. Copies and reductions by FSDP take the host most of a short
-        step.
+        None leaves the weights as they are. On one rank FSDP would only copy, and its copies and reductions take the
+        host most of a short step.
         """
         for module in self.modules():
             if isinstance(module, Layer):

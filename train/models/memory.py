@@ -36,8 +36,8 @@ class TrainingShape:
         reshard_after_forward: whether a block's gathered weights are freed after its forward. None leaves that to a
             plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
-        rounded: whether layers make rounded copies of the stored weights themselves. Blocks that keep everything keep
-            these copies too, except of float8 layers, whose backward makes them again.
+        rounded: whether layers make rounded copies of the stored weights themselves, without `copied`. Blocks that keep
+            everything keep these copies too, except of float8 layers, whose backward makes them again.
         in_pieces: whether a block's backward recomputes gate and up piece by piece, as in a compiled Decoder.
         compiled: whether blocks are compiled; their backward then computes silu(gate) again.
         float32_norms: whether blocks are transformers' layers, not compiled. Each of their norms also keeps a float32

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from ringflash.errors import ConfigError
 from ringflash.train.lightning import ring_module
+from ringflash.train.lightning.language_model import LanguageModel
+from ringflash.train.lightning.strategy import RingAttentionStrategy
+from ringflash.train.lightning.transformers_model import TransformersModel
 from ringflash.train.models.decoder import Decoder
 from tests.helpers.distributed import run_ranks
-from tests.train.runs import MODEL, SEQLEN, Outcome, Run, train
+from tests.train.lightning.test_transformers_model import Run as TransformersRun
+from tests.train.lightning.test_transformers_model import config_of
+from tests.train.runs import MODEL, SEQLEN, Data, Outcome, Run, train
 
 RUN = Run(steps=1, micro_batches=2, packed=True, dtype="bfloat16")
 RUNS = {
@@ -98,3 +107,25 @@ def test_the_forward_rounds_and_the_stored_weights_stay() -> None:
         assert torch.equal(parameter, before[name])
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
+
+
+def _built_by_another_strategy() -> list[Any]:
+    """Returns the dtypes in which a model computes under one strategy after another, and what other modules get."""
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="It is recommended to use `self.log")  # this process has a group
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"accelerator": "cpu", "devices": 1, "enable_model_summary": False, "limit_val_batches": 1}
+    module, dtypes = LanguageModel(MODEL, compute_dtype="bfloat16"), []
+    for strategy in ("auto", RingAttentionStrategy(), "auto"):
+        pl.Trainer(strategy=strategy, **quiet).validate(module, Data(RUN), verbose=False)
+        dtypes.append(module.decoder.embed_tokens.rounding)
+    own = TransformersModel(config_of(TransformersRun(family="Llama")), compute_dtype="bfloat16")
+    pl.Trainer(strategy="auto", **quiet).validate(own, Data(RUN), verbose=False)
+    with pytest.raises(ConfigError, match="every parameter sharded"):
+        pl.Trainer(strategy=RingAttentionStrategy(), **quiet).validate(own, Data(RUN), verbose=False)
+    return dtypes
+
+
+def test_a_model_of_another_strategy_computes_in_its_dtype() -> None:
+    assert run_ranks(1, _built_by_another_strategy) == [[None, torch.bfloat16, None]]
