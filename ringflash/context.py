@@ -366,8 +366,8 @@ class ContextParallel(TokenMeans):
         first = self._first_tokens if self._first_tokens.pending is not None else None
 
         def described() -> Mapping[str, Field]:
-            tokens = {FIRST_TOKENS: 0 if first is None else first.field()}
-            return {**fields(), "layout": self._schedule, "debug": self.debug, **tokens, "seqlen": local_seqlen}
+            own = {"layout": self._schedule, "debug": self.debug, "seqlen": local_seqlen}
+            return {**fields(), **own, FIRST_TOKENS: None if first is None else first.field()}
 
         def concluded(lengths: list[int]) -> T:
             expected = self._cut(sum(lengths), mask).lengths

@@ -38,12 +38,12 @@ class FirstTokens:
             values = x.detach().flatten().long()
             self.pending = (values * (torch.arange(values.numel(), device=x.device) % PERIOD + 1)).sum()
 
-    def field(self) -> int:
-        """Returns the pending checksum as a field of an agreement; 0 says that this rank has none to compare.
+    def field(self) -> int | None:
+        """Returns the pending checksum as a field of an agreement; None if there is none.
 
-        On a GPU the host waits for it, and a capture of a CUDA graph therefore leaves it out.
+        On a GPU the host waits for the checksum, and a capture of a CUDA graph therefore leaves it out.
         """
-        return 0 if self.pending is None or _is_capturing() else int(self.pending) or 1
+        return None if self.pending is None or _is_capturing() else int(self.pending)
 
 
 def _is_capturing() -> bool:

@@ -23,21 +23,24 @@ from torch import Tensor
 from ringflash.coordination import processes
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.words import GlooWords, Rows, Words, shared
-from ringflash.errors import FIRST_TOKENS, ArgumentError, PeerFailed, RankMismatch, RingflashError
+from ringflash.errors import ArgumentError, PeerFailed, RankMismatch, RingflashError
 
-Field = int | float | str
+Field = int | float | str | None  # None agrees with every value: this rank has none to compare
 T = TypeVar("T")
 # A row is one rank's integers ("words"), and a table holds the rows of all ranks. The first integer of a call's row
 # says that the rank waits for the other ranks, has raised, or continues without waiting. A row is (_WAITING, *fields),
 # (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Rows with the length of
 # a text (`_gather_texts`) hold that alone.
 _WAITING, _FAILED, _AHEAD = range(3)
+_ANY = -(2**63)  # the integer of None
 _MAX_CALLS = 256  # calls that are cached
 
 
 def _as_int(value: Field) -> int:
     # The integer that stands for a field in a row: the checksum of a text, or the bits of a float. `hash` would not do:
     # it differs between processes.
+    if value is None:
+        return _ANY
     if isinstance(value, str):
         return zlib.crc32(value.encode())
     if isinstance(value, float):
@@ -250,14 +253,14 @@ class ControlPlane:
             raise PeerFailed(failed, [text for text in self._gather_texts("") if text], rank=self.rank)
         for column, (name, value) in enumerate(call.fields.items(), start=1):
             values = [row[column] for row in table]
-            if name == FIRST_TOKENS:
-                usual = max(filter(None, values), key=values.count, default=0)
-                values = [each or usual for each in values]  # a rank may have none to compare
-            if name == call.free or len(set(values)) == 1:
+            known = [x for x in values if x != _ANY]
+            if name == call.free or len(set(known)) <= 1:
                 continue
             own = values[self.rank]
             texts = [str(value) if x == own else "another" for x in values] if ahead else self._gather_texts(str(value))
-            error = RankMismatch(name, texts, outlier_ranks(values), rank=self.rank)
+            common = max(known, key=known.count)
+            odd = outlier_ranks([common if x == _ANY else x for x in values])
+            error = RankMismatch(name, texts, odd, rank=self.rank)
             if ahead:
                 self.faults.raised(error)
             raise error
