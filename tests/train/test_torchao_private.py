@@ -14,10 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.compilers import nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ringflash.errors import ConfigError
@@ -42,7 +38,7 @@ from ringflash.train.torchao_private import (
 from tests.helpers.distributed import run_ranks
 from tests.train.lightning.test_transformers_model import Run as TransformersRun
 from tests.train.lightning.test_transformers_model import config_of
-from tests.train.models.test_memory import LLAMA_8B, WIDE, kept_bytes
+from tests.train.models.test_memory import LLAMA_8B, WIDE, kept_bytes, partitioned
 from tests.train.runs import MODEL, OPTIMIZER, Data, Outcome, Recorded, Run, train, whole
 
 CPU = torch.device("cpu")
@@ -231,9 +227,7 @@ def test_rows_that_are_no_multiple_of_16_have_their_gradients(linears: LinearDty
 def test_a_compiled_float8_block_keeps_what_is_estimated(kind: LinearDtype) -> None:
     needs_torchao()
     x = torch.arange(512)[None] % 61
-    partition: dict[str, Any] = {"partition_fn": min_cut_rematerialization_partition}
-    partition["decompositions"] = select_decomp_table()
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition)
+    backend = partitioned()
     torch._dynamo.reset()
 
     def kept(layers: int, dtype: torch.dtype) -> int:

@@ -125,15 +125,20 @@ def kept_bytes(decoder: Any, *args: Any, **keywords: Any) -> int:
     return sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in weights)
 
 
-# torch 2.11 warns when its compiler is imported, and when it inspects the input of the second block.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_block_keeps_what_is_estimated() -> None:
+def partitioned() -> Any:
+    """Returns a backend that chooses the tensors to keep as inductor does, and compiles nothing."""
     partition: dict[str, Any] = {
         "partition_fn": min_cut_rematerialization_partition,
         "decompositions": select_decomp_table(),
     }
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition)
+    return aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition)
+
+
+# torch 2.11 warns when its compiler is imported, and when it inspects the input of the second block.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_block_keeps_what_is_estimated() -> None:
+    backend = partitioned()
     x = torch.arange(512)[None] % 61
     torch._dynamo.reset()
 
@@ -151,10 +156,6 @@ def test_a_compiled_block_keeps_what_is_estimated() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", ["none", "block"])
 def test_blocks_keep_their_rounded_weights_with_everything_else(mode: Any, compiled: bool) -> None:
-    partition: dict[str, Any] = {
-        "partition_fn": min_cut_rematerialization_partition,
-        "decompositions": select_decomp_table(),
-    }
     x = torch.arange(512)[None] % 61
     torch._dynamo.reset()
 
@@ -163,7 +164,7 @@ def test_blocks_keep_their_rounded_weights_with_everything_else(mode: Any, compi
         decoder.round_weights(torch.bfloat16)
         decoder.keep_activations(mode)
         if compiled:
-            decoder.compile_blocks(aot_autograd(fw_compiler=nop, bw_compiler=nop, **partition))
+            decoder.compile_blocks(partitioned())
         return kept_bytes(decoder, x, x[0])
 
     def estimate(layers: int, rounded: bool) -> int:
