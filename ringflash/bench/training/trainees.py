@@ -145,8 +145,7 @@ def kept_of(training: Training) -> Kept:
     world_size, compiled = training.weights.size(), training.compiled
     tokens = training.seqlen // world_size
     options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
-    copies = "rounded" if rounds_weights(training) else "copied"
-    options |= {"copied": False, copies: training.dtype == torch.bfloat16 or world_size > 1}
+    options |= {"rounded": rounds_weights(training), "copied": not rounds_weights(training)}
     shape = TrainingShape(tokens, world_size, training.dtype, reshard_after_forward=None, **options)
     free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
     dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
