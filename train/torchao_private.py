@@ -173,7 +173,7 @@ def make_adamw_8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float,
     """Makes AdamW that keeps the moments of large parameters in 8 bits, with one float32 scale for 256 values.
 
     A state_dict has the names and dtypes of torch's AdamW, with the moments in float32 and in host memory. The same
-    shards restore the same bits; other shards, or moments from torch's AdamW, are rounded to 8 bits anew.
+    shards restore the same bits; other shards, or moments from torch's AdamW, are rounded to 8 bits again.
 
     Raises:
         ConfigError: torchao is missing or of another version, or parameters are in float64.

@@ -173,7 +173,7 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
     def _check_learnt(self, *, speak: bool) -> None:
         """Logs how many samples have no token to learn; their loss is 0 and has no weight.
 
-        Of many samples it looks at some, evenly spread over the first block, because reading all would take too long.
+        If there are many samples, it reads some, evenly spread over the first block, because all would take too long.
         """
         for part, samples in (("training", self.train_samples()), ("held-out", self.val_samples())):
             first = int(samples.edges[min(1, len(samples.edges) - 1)])

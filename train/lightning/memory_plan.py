@@ -112,7 +112,7 @@ def check_run_memory(module: RingModule) -> None:
 
 
 def report_measured(module: RingModule) -> None:
-    """Logs the most memory that torch has allocated on any rank so far, beside the plan; a collective of all ranks."""
+    """Logs the most memory that torch has allocated on any rank so far, and the plan; a collective of all ranks."""
     strategy, plan = module.trainer.strategy, module.activation_plan
     if plan is None or strategy.root_device.type != "cuda":
         return

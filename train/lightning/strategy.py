@@ -226,8 +226,8 @@ class RingAttentionStrategy(ShardedStrategy):
             callbacks.insert(0, user_modules.MetricGuard())
         if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             exchange_sigterm(trainer, lambda received: any(flags[0] for flags in self.exchange(received)))
-        # A forward without a backward may have left weights gathered. Those are plain tensors: `sum_gradients` would
-        # refuse them, and the optimizer would keep them.
+        # A forward without a backward may have left weights gathered. `sum_gradients` would refuse these plain tensors,
+        # and the optimizer would keep them.
         reshard(self.model)
         rounds = getattr(self.lightning_module, "rounds_weights", None)
         if rounds is None or not rounds(self.world_size):
