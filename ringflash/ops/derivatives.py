@@ -6,19 +6,19 @@ or gradient of zero would be wrong in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from ringflash.context import ContextParallel
+from ringflash.context import ContextParallel, context_by_name
 from ringflash.errors import ArgumentError
-from ringflash.ops.autograd import attention, attention_backward, gradients, save
-from ringflash.ops.call import AttentionCall
+from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.decode_op import decode
 from ringflash.ops.guard import Guard
 from ringflash.ops.one_device import OneDevice
+from ringflash.ops.operators import attention, attention_backward, library
 from ringflash.ops.prepared import is_plain
 from ringflash.ops.ring_call import BoundCall
 from ringflash.torch_private import AutoDispatchBelowAutograd, are_transforms_active
@@ -39,7 +39,30 @@ def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-attention_backward.register_autograd(_refuse_second_order)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps on `ctx` what `_gradients` needs of the operator's inputs and output."""
+    q, k, v, *parameters = inputs
+    call = AttentionCall(*parameters)
+    ctx.call = call.without_tensors()
+    ctx.context = context_by_name(call.context) if call.context else None  # the backward finds it by name
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, call.sinks, call.alibi_slopes, call.dropout_seed)
+
+
+def _gradients(
+    backward: Callable[..., tuple[Tensor, ...]],
+    call: AttentionCall,
+    saved: Sequence[Any],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of q, k, v and sinks by `backward`, the backward operator or a stand-in of it."""
+    q, k, v, out, lse, sinks, alibi_slopes, dropout_seed = saved
+    if dout is None:
+        dout = torch.zeros_like(out)
+    call = call._replace(sinks=sinks, alibi_slopes=alibi_slopes, dropout_seed=dropout_seed)
+    dq, dk, dv, dsinks = backward(dout, dlse, q, k, v, out, lse, *call)
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
 
 
 class _Gradients(torch.autograd.Function):
@@ -80,12 +103,8 @@ def _check_alive(context: ContextParallel | None) -> None:
         context.check_alive()
 
 
-class _Eager(torch.autograd.Function):
-    """The operator and its gradient for eager calls: the differentiable inputs, and the others in one piece.
-
-    `register_autograd` flattens and checks all arguments by their schema, in every call and again in its backward. That
-    takes the host as long as a launch.
-    """
+class _Operator(torch.autograd.Function):
+    """The operator and its gradient: the differentiable inputs, and the others in one piece."""
 
     jvp = staticmethod(_refuse_forward_mode)
 
@@ -94,20 +113,20 @@ class _Eager(torch.autograd.Function):
         inputs = q, k, v, *call._replace(sinks=sinks)
         with AutoDispatchBelowAutograd():
             output = attention(*inputs)
-        save(ctx, inputs, output)
+        _save(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
-            return *gradients(attention_backward, ctx.call, ctx.saved_tensors, *grads), None
+            return *_gradients(attention_backward, ctx.call, ctx.saved_tensors, *grads), None
         with Guard(ctx.context):  # autograd raises here for an input that changed after the forward, maybe on one rank
             _check_alive(ctx.context)
             saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
             if torch.is_grad_enabled():
-                return *gradients(_differentiable_backward, ctx.call, saved, *grads), None
+                return *_gradients(_differentiable_backward, ctx.call, saved, *grads), None
             with AutoDispatchBelowAutograd():
-                return *gradients(attention_backward, ctx.call, saved, *grads), None
+                return *_gradients(attention_backward, ctx.call, saved, *grads), None
 
 
 class _Prepared(torch.autograd.Function):
@@ -128,12 +147,12 @@ class _Prepared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         of, dout, dlse = ctx.attention, grads[0], grads[1] if len(grads) == 2 else None
-        with Guard(of.context):  # as in `_Eager`
+        with Guard(of.context):  # as in `_Operator`
             saved = ctx.saved_tensors
             if dout is not None and is_plain(dout) and (dlse is None or is_plain(dlse)):
                 return *of.backward(dout, dlse, *saved)[:3], None, None
             operator = _differentiable_backward if torch.is_grad_enabled() else attention_backward
-            return *gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None, None
+            return *_gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None, None
 
 
 class _Transformed(torch.autograd.Function):
@@ -150,24 +169,40 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, rest = inputs
-        save(ctx, (*tensors, *rest.values), output)
+        _save(ctx, (*tensors, *rest.values), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with Guard(ctx.context):
             _check_alive(ctx.context)
-            return *gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
+            return *_gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
+
+
+def _with_gradients(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+    """Returns `attention`, differentiable.
+
+    It is an operator too, into which torch.compile's front end does not trace. The compiled graphs have only the
+    operators `attention` and `attention_backward`, without a rule of autograd in Python.
+    """
+    call = AttentionCall(*parameters)
+    return cast("tuple[Tensor, Tensor]", _Operator.apply(q, k, v, call.sinks, call._replace(sinks=None)))
+
+
+library.define(f"attention_with_gradients(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")
+library.impl("attention_with_gradients", _with_gradients, "CompositeImplicitAutograd")
+attention_with_gradients = torch.ops.ringflash.attention_with_gradients.default
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns `attention` of the call, differentiable, by the shortest way to it."""
+    """Returns attention of the call, differentiable, by the shortest way to it."""
     if torch.compiler.is_compiling():
-        return attention(q, k, v, *call)
+        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, call.sinks))
+        return attention_with_gradients(q, k, v, *call) if learns else attention(q, k, v, *call)
     if are_transforms_active():
         sinks, alibi_slopes, dropout_seed, *values = call
         result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
         return cast("tuple[Tensor, Tensor]", result)
-    return cast("tuple[Tensor, Tensor]", _Eager.apply(q, k, v, call.sinks, call._replace(sinks=None)))
+    return _with_gradients(q, k, v, *call)
 
 
 def attend_prepared(
@@ -199,5 +234,6 @@ def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[
     return rule
 
 
-for _operator in (attention, attention_backward, decode):
-    _operator.register_vmap(_looped(_operator))
+for _operator in (attention, attention_backward):
+    torch.library.register_vmap(_operator.name(), _looped(_operator), lib=library)
+decode.register_vmap(_looped(decode))

@@ -68,11 +68,11 @@ FAULTS: list[Fault] = [
     # before and after the operators
     *((attention, "_validate", 0, action) for action in (_raise, _interrupt)),
     (rf.Dropout, "drawn", 0, _raise),
-    *((derivatives, "gradients", 0, action) for action in (_raise, _interrupt)),
+    *((derivatives, "_gradients", 0, action) for action in (_raise, _interrupt)),
 ]
 
 
-OF_OPERATORS = [("kernel_run", BACKWARD), ("mask_of", BACKWARD), ("_fields", BACKWARD), ("gradients", 0)]
+OF_OPERATORS = [("kernel_run", BACKWARD), ("mask_of", BACKWARD), ("_fields", BACKWARD), ("_gradients", 0)]
 
 
 def _ring_calls() -> list[Outcome]:

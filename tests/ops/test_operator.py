@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is de
 
 TWO_RANKS = rf.ContextParallel.local(2, "contiguous")
 ATTENTION = torch.ops.ringflash.attention.default
+BACKWARD = torch.ops.ringflash.attention_backward.default
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +177,28 @@ def test_opcheck(context: str, mask: str, tensors: list[Tensor], mode: dict[str,
     q, k, v = (torch.randn(1, 6, 2, width, requires_grad=True) for width in (24, 24, 16))
     extra = (mode.get("sinks"), mode.get("slopes"), mode.get("seed"))
     values = (0.25, mode.get("softcap", 0.0), mode.get("p", 0.0), "auto", deterministic)
-    torch.library.opcheck(ATTENTION, (q, k, v, *extra, name, mask, tensors, *values))
+    inputs: tuple[Any, ...] = (q, k, v, *extra, name, mask, tensors, *values)
+    torch.library.opcheck(torch.ops.ringflash.attention_with_gradients.default, inputs)
+    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+    q, k, v, *others = inputs
+    out, lse = ATTENTION(*inputs)
+    for operator, arguments in ((ATTENTION, inputs), (BACKWARD, (out, lse, q, k, v, out, lse, *others))):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # about the backend of torch's own tests
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_compiled_graphs_have_the_operators_without_gradients(requires_grad: bool) -> None:
+    """Checks that no rule of autograd runs in a compiled step: one in Python takes the host as long as a look-up."""
+    backend = AotEagerAndRecordGraphs()
+    q = torch.randn(1, 24, 2, 16, requires_grad=requires_grad)
+    out = torch.compile(flash, backend=backend)(q, rf.Causal())
+    expected = ["ringflash.attention.default"]
+    if requires_grad:
+        out.sum().backward()
+        expected.append("ringflash.attention_backward.default")
+    nodes = [node for graph in (*backend.fw_graphs, *backend.bw_graphs) for node in graph.graph.nodes]
+    assert [str(node.target) for node in nodes if "ringflash" in str(node.target)] == expected
 
 
 def test_modes_compile_into_one_graph() -> None:

@@ -163,7 +163,7 @@ def test_operator() -> None:
     q, k, v = (torch.randn(1, 6, n, width, requires_grad=True) for n, width in ((4, 24), (1, 24), (1, 16)))
     name = context_of((2, 2)).name
     values = (None, None, None, name, "causal", [], 0.25, 0.0, 0.0, "auto", True)
-    torch.library.opcheck(torch.ops.ringflash.attention.default, (q, k, v, *values))
+    torch.library.opcheck(torch.ops.ringflash.attention_with_gradients.default, (q, k, v, *values))
 
 
 @pytest.mark.parametrize("nheads", [2, 3, 6])

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("bench host", "Measures the host time of warm calls.")
     add_options(parser, GPU, "128 512 1024 2048")
-    parser.add_argument("--compiled", action="store_true", help="also our call under torch.compile")
+    parser.add_argument("--compiled", action="store_true", help="also both under torch.compile")
     return parser
 
 
@@ -112,6 +112,8 @@ def _calls(
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # fails here, rather than choosing another backend later
             sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
     add("SDPA", sdpa, heads_first=True)
+    if with_compiled:
+        add("SDPA, compiled", torch.compile(sdpa), heads_first=True, repeats=False)
     with suppress(Unavailable):
         add("FlashAttention-4", out_of(cute().flash_attn_func, causal=True))
     return calls

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 import ringflash as rf
 from ringflash.masks import spec_of
-from ringflash.ops.autograd import attention, attention_backward
 from ringflash.ops.call import AttentionCall
+from ringflash.ops.operators import attention, attention_backward
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
