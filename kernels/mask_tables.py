@@ -84,9 +84,7 @@ class TileBounds:
 
         Some row sees some of [begin, end). Every row sees all of [full_begin, full_end).
         """
-        spans = np.empty(
-            (*self.some_lo.shape, 4), np.int64
-        )  # filled in place, and by ufuncs: with few tiles, calls count
+        spans = np.empty((*self.some_lo.shape, 4), np.int64)  # filled in place: with few tiles, calls count
         begin, full_begin, full_end, end = (spans[..., i] for i in range(4))
         np.floor_divide(self.some_lo, block, out=begin)
         np.maximum(-(-self.some_hi // block), begin, out=end)
@@ -167,9 +165,8 @@ def _made_bounds(mask: Mask, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.nd
     return lo, hi
 
 
-_known_bounds = lru_cache(maxsize=4)(
-    _made_bounds
-)  # documents change at each step, the causal mask beside them does not
+# Documents change at each step, but the causal mask beside them does not.
+_known_bounds = lru_cache(maxsize=4)(_made_bounds)
 
 
 @lru_cache(maxsize=16)  # masks of one shape, such as the documents of each step, share them

@@ -57,6 +57,8 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     short = forward_config(headdim, masked=True, visits=0)
     known = tables(short)
     config = forward_config(headdim, masked=known.masked, visits=known.visits)
+    if config == short:
+        return short, known
     longer = tables(config)  # under longer tiles more of them may need a mask
     if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
         return short, known

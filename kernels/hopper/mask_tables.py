@@ -140,7 +140,9 @@ def intervals(
         first, stop = _counts_up_to(stop, nkeys), _counts_up_to(first, nkeys)
     first_rows = np.arange(0, first.shape[1], own_block)
     live = stop > first
-    fully_masked = ~np.logical_and.reduceat(live, first_rows, axis=1)  # whether any row of a tile is
+    covers = bool(live.all())
+    # Whether any row of a tile is fully masked.
+    fully_masked = np.False_ if covers else ~np.logical_and.reduceat(live, first_rows, axis=1)
     seen = TileBounds.of(first, stop, live, first_rows)
     if by_keys and first.shape[1] % own_block > 0:
         seen.all_hi[:, -1] = 0  # no query sees keys past the end, because dq is a sum over all rows of a tile
@@ -148,11 +150,14 @@ def intervals(
     tiles = seen.spans(block)
     begin, end = tiles[..., 0], tiles[..., 3]
     visits = end - begin
-    below = bool(((visits > 0) & ((seen.all_lo > begin * block) | fully_masked)).any())
-    above = bool(((visits > 0) & ((seen.all_hi < end * block) | fully_masked)).any())
+    visited = visits > 0
+    below = bool((visited & ((seen.all_lo > begin * block) | fully_masked)).any())
+    above = bool((visited & ((seen.all_hi < end * block) | fully_masked)).any())
     above |= by_keys and first.shape[1] % own_block > 0
-    fullest = visits[visits.sum(1).argmax()]
-    order = (-visits.sum(0)).argsort(kind="stable")
+    fullest = totals = visits[0]
+    if len(visits) > 1:
+        fullest, totals = visits[visits.sum(1).argmax()], visits.sum(0)
+    order = (-totals).argsort(kind="stable")
     bounds = np.empty((*first.shape, 2), np.int32)
     bounds[..., 0], bounds[..., 1] = first, stop
     tables = [bounds, tiles, order]
@@ -164,7 +169,7 @@ def intervals(
         above=above,
         visits=visits.sum().item() / visits.size,
         skew=fullest.max().item() * fullest.size / most if (most := fullest.sum().item()) else 1.0,
-        covers=bool(live.all()),
+        covers=covers,
         ordered=ordered,
         host=tables,
         device=device,

@@ -136,7 +136,7 @@ def flash_attention(
         call = _call("", mask, scale, dropout, softcap, options)
         if key is None:
             return _attend(q, k, v, call, with_lse)
-        known = _known.put(key, PreparedCall(OneDevice.of(q, k, v, call), with_lse))
+        known = _known.put(key, PreparedCall(OneDevice.new(q, k, v, call), with_lse))
     attention = known.attention
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=known.with_lse)

@@ -60,6 +60,12 @@ class OneDevice:
         key = call.key(q, k, v)
         if key is not None and (known := _operators.get(key)) is not None:
             return known
+        made = OneDevice.new(q, k, v, call)
+        return made if key is None else _operators.put(key, made)
+
+    @staticmethod
+    def new(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
+        """Makes attention for `call`, as `of`, for callers that keep it themselves."""
         call = call._replace(context="")
         mask = call.mask_of(k.shape[1])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -69,8 +75,7 @@ class OneDevice:
             # `place` is new with each problem. No cache, because that of a pass would keep its tensors alive.
             problem = TileProblem(q_chunks, k_chunks, mask, kernel_run.score_config, place=object())
         fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
-        made = OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
-        return made if key is None else _operators.put(key, made)
+        return OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
 
     context = None
 
