@@ -50,6 +50,8 @@ GRAPHS = (True, False, "auto")
 GROUPED_BYTES = 24 * 2**20
 
 _CONTEXTS = Registry()
+context_by_name = _CONTEXTS.by_name
+"""Returns the context with this `.name`."""
 
 
 class ContextParallel(TokenMeans):
@@ -492,8 +494,3 @@ def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
         if grid.ring % inner_ring:
             expected = f"a divisor of the ring's {grid.ring} ranks"
             raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)
-
-
-def context_by_name(name: str) -> ContextParallel:
-    """Returns the context with this `.name`."""
-    return _CONTEXTS.by_name(name)

@@ -35,13 +35,6 @@ CHECKED = ("2.11", "2.13", "2.15")  # releases of torch; run the tests under ano
 
 # Operators and automatic differentiation. These names are on the path of every call.
 
-AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
-"""Context manager in which operators skip autograd.
-
-An `autograd.Function` has recorded the gradient already; the operator's own rule would flatten and check all arguments
-again. Public is only `torch.no_grad`, under which an operator still passes through autograd's keys.
-"""
-
 are_transforms_active = torch._C._are_functorch_transforms_active
 """Returns whether a transform of torch.func (vmap, grad, jvp) is running. torch.func has no public query."""
 

@@ -142,21 +142,12 @@ def test_names_of_every_call_add_no_frame() -> None:
     x = torch.ones(2)
 
     def call() -> None:
-        with torch_private.AutoDispatchBelowAutograd():
-            torch_private.are_transforms_active()
-            torch_private.forward_mode_level()
-            torch_private.assert_async(x.all(), "all")
-            torch_private.copy_each([x], [x])
+        torch_private.are_transforms_active()
+        torch_private.forward_mode_level()
+        torch_private.assert_async(x.all(), "all")
+        torch_private.copy_each([x], [x])
 
     assert {name for _, name in frames_of(call)} <= {"call"}
-
-
-def test_operators_skip_autograd() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with torch_private.AutoDispatchBelowAutograd():
-        assert (2 * x).grad_fn is None
-        assert torch.is_grad_enabled()
-    assert (2 * x).grad_fn is not None
 
 
 def test_transforms_are_active_inside_of_them_only() -> None:

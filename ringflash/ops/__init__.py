@@ -1,1 +1,1 @@
-"""Public functions, their autograd operators and their checks."""
+"""Public functions, their operators, derivatives and checks."""

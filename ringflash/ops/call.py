@@ -42,7 +42,7 @@ class AttentionOptions:
 class AttentionCall(NamedTuple):
     """Parameters of an attention operator after q, k and v, in the order of its schema.
 
-    A custom operator takes tensors and plain values, so a context crosses its boundary by name, and a mask as text and
+    An operator takes tensors and plain values, so a context crosses its boundary by name, and a mask as text and
     tensors.
 
     Args:
@@ -72,7 +72,7 @@ class AttentionCall(NamedTuple):
     deterministic: bool
 
     def without_tensors(self) -> AttentionCall:
-        """Returns the call without sinks, slopes and seed, which differ between calls."""
+        """Returns the call without sinks, slopes and seed, which differ between calls; it keeps the mask's tensors."""
         if self.sinks is None and self.alibi_slopes is None and self.dropout_seed is None:
             return self
         return self._replace(sinks=None, alibi_slopes=None, dropout_seed=None)

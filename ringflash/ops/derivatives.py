@@ -1,4 +1,4 @@
-"""Derivatives of attention: a short path for eager calls, the transforms of torch.func, and clear refusals.
+"""Derivatives of attention: in eager and in compiled calls, under the transforms of torch.func, and clear refusals.
 
 Reverse mode of first order is implemented, and vmap as a loop. Forward mode and second derivatives raise, as a tangent
 or gradient of zero would be wrong in silence.
@@ -18,10 +18,10 @@ from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.decode_op import decode
 from ringflash.ops.guard import Guard
 from ringflash.ops.one_device import OneDevice
-from ringflash.ops.operators import attention, attention_backward, library
+from ringflash.ops.operators import attention, attention_backward, define, define_vmap
 from ringflash.ops.prepared import is_plain
 from ringflash.ops.ring_call import BoundCall
-from ringflash.torch_private import AutoDispatchBelowAutograd, are_transforms_active
+from ringflash.torch_private import are_transforms_active
 
 _PLAIN = "ringflash.reference.attention, the plain formula, has every derivative on one device."
 
@@ -89,9 +89,14 @@ class _Values:
         self.values = values
 
 
-def _differentiable_backward(*inputs: Any) -> tuple[Tensor, ...]:
+def _first_order_backward(*inputs: Any) -> tuple[Tensor, ...]:
     """`attention_backward` of the same arguments by `_Gradients`: ten tensors, then the values."""
     return cast("tuple[Tensor, ...]", _Gradients.apply(*inputs[:10], _Values(inputs[10:])))
+
+
+def _backward_operator() -> Callable[..., tuple[Tensor, ...]]:
+    """Returns `attention_backward`, or the function that refuses a gradient of it where autograd records one."""
+    return _first_order_backward if torch.is_grad_enabled() else attention_backward
 
 
 def _check_alive(context: ContextParallel | None) -> None:
@@ -111,22 +116,18 @@ class _Operator(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
         inputs = q, k, v, *call._replace(sinks=sinks)
-        with AutoDispatchBelowAutograd():
-            output = attention(*inputs)
+        output = attention(*inputs)
         _save(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
-            return *_gradients(attention_backward, ctx.call, ctx.saved_tensors, *grads), None
+            return *_gradients(_backward_operator(), ctx.call, ctx.saved_tensors, *grads), None
         with Guard(ctx.context):  # autograd raises here for an input that changed after the forward, maybe on one rank
             _check_alive(ctx.context)
             saved = ctx.saved_tensors  # here: of a checkpoint they are computed again, for which autograd must see it
-            if torch.is_grad_enabled():
-                return *_gradients(_differentiable_backward, ctx.call, saved, *grads), None
-            with AutoDispatchBelowAutograd():
-                return *_gradients(attention_backward, ctx.call, saved, *grads), None
+            return *_gradients(_backward_operator(), ctx.call, saved, *grads), None
 
 
 class _Prepared(torch.autograd.Function):
@@ -151,8 +152,7 @@ class _Prepared(torch.autograd.Function):
             saved = ctx.saved_tensors
             if dout is not None and is_plain(dout) and (dlse is None or is_plain(dlse)):
                 return *of.backward(dout, dlse, *saved)[:3], None, None
-            operator = _differentiable_backward if torch.is_grad_enabled() else attention_backward
-            return *_gradients(operator, of.call, (*saved, None, None, None), dout, dlse)[:3], None, None
+            return *_gradients(_backward_operator(), of.call, (*saved, None, None, None), dout, dlse)[:3], None, None
 
 
 class _Transformed(torch.autograd.Function):
@@ -175,7 +175,7 @@ class _Transformed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with Guard(ctx.context):
             _check_alive(ctx.context)
-            return *_gradients(_differentiable_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
+            return *_gradients(_first_order_backward, ctx.call, ctx.saved_tensors, *grads), None, None, None
 
 
 def _with_gradients(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
@@ -185,24 +185,26 @@ def _with_gradients(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[
     operators `attention` and `attention_backward`, without a rule of autograd in Python.
     """
     call = AttentionCall(*parameters)
-    return cast("tuple[Tensor, Tensor]", _Operator.apply(q, k, v, call.sinks, call._replace(sinks=None)))
-
-
-library.define(f"attention_with_gradients(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")
-library.impl("attention_with_gradients", _with_gradients, "CompositeImplicitAutograd")
-attention_with_gradients = torch.ops.ringflash.attention_with_gradients.default
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns attention of the call, differentiable, by the shortest way to it."""
-    if torch.compiler.is_compiling():
-        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, call.sinks))
-        return attention_with_gradients(q, k, v, *call) if learns else attention(q, k, v, *call)
     if are_transforms_active():
         sinks, alibi_slopes, dropout_seed, *values = call
         result = _Transformed.apply(q, k, v, sinks, alibi_slopes, dropout_seed, _Values(tuple(values)))
         return cast("tuple[Tensor, Tensor]", result)
-    return _with_gradients(q, k, v, *call)
+    return cast("tuple[Tensor, Tensor]", _Operator.apply(q, k, v, call.sinks, call._replace(sinks=None)))
+
+
+attention_with_gradients = define(
+    f"attention_with_gradients(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)", _with_gradients
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Returns attention of the call, differentiable."""
+    if not torch.compiler.is_compiling():
+        return _with_gradients(q, k, v, *call)
+    # Without gradients nothing decomposes the operator. An exported program may train later.
+    if torch.is_grad_enabled() or are_transforms_active() or torch.compiler.is_exporting():
+        return attention_with_gradients(q, k, v, *call)
+    return attention(q, k, v, *call)
 
 
 def attend_prepared(
@@ -234,6 +236,6 @@ def _looped(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[
     return rule
 
 
-for _operator in (attention, attention_backward):
-    torch.library.register_vmap(_operator.name(), _looped(_operator), lib=library)
+for _each in (attention, attention_backward, attention_with_gradients):
+    define_vmap(_each, _looped(_each))
 decode.register_vmap(_looped(decode))

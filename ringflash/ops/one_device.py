@@ -18,7 +18,7 @@ from ringflash.state import contiguous, lse_dtype
 class OneDevice:
     """Attention on one device, for tensors of the shapes, dtype and device that it was made for.
 
-    It holds no tensor of a call except sinks and slopes, and may be used by several threads at once.
+    It holds no tensor of a call except the mask's, sinks and slopes. Several threads may use it at once.
     """
 
     def __init__(
@@ -65,7 +65,11 @@ class OneDevice:
 
     @staticmethod
     def new(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
-        """Makes attention for `call`, as `of`, for callers that keep it themselves."""
+        """Makes attention for `call`, for callers that keep it themselves.
+
+        Raises:
+            ArgumentError: a mask that does not fit the number of keys.
+        """
         call = call._replace(context="")
         mask = call.mask_of(k.shape[1])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -77,7 +81,7 @@ class OneDevice:
         fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
         return OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
 
-    context = None
+    context = None  # of `BoundCall`: a single device has none
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns out and lse, as the operator `attention`."""

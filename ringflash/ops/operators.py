@@ -1,12 +1,13 @@
-"""Attention as torch operators, forward and backward: opaque to torch.compile, and without a gradient of their own.
+"""Attention as torch operators, forward and backward: opaque to torch.compile, and without gradients of their own.
 
-`derivatives.py` makes attention of them that is differentiable. `torch.library.custom_op` would define the same
-operators, with checks of every result and a rule of autograd, in every call and also in a compiled step. Both take the
-host longer than finding the call.
+`derivatives.py` has the differentiable operator, which calls these. `torch.library.custom_op` would give them checks of
+every result and a rule of autograd, which run in every call, also in a compiled step. Both take the host longer than
+finding the call. `decode_op.py` has no compiled step to save, and uses `custom_op`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ringflash.context import context_by_name
+from ringflash.errors import ArgumentError
 from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Phase, announce
 from ringflash.ops.one_device import OneDevice
 from ringflash.ops.ring_call import BoundCall, call_of
 from ringflash.state import lse_dtype
 
-library = torch.library.Library("ringflash", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library = torch.library.Library("ringflash", "FRAGMENT")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
@@ -30,7 +31,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tenso
     `parameters` are the fields of an `AttentionCall`. lse is in `lse_dtype`, more precise than what users get, for the
     backward.
     """
-    return _known_of(q, k, v, AttentionCall(*parameters)).forward(q, k, v)
+    call = AttentionCall(*parameters)
+    if torch.is_grad_enabled():
+        _refuse_gradients("attention", q, k, v, call.sinks)
+    return _known_of(q, k, v, call).forward(q, k, v)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
@@ -45,7 +49,10 @@ def _attention_backward(
 
     `parameters` are the fields of an `AttentionCall`.
     """
-    known = _known_of(q, k, v, AttentionCall(*parameters))
+    call = AttentionCall(*parameters)
+    if torch.is_grad_enabled():
+        _refuse_gradients("attention_backward", dout, q, k, v, out, lse, dlse, call.sinks)
+    known = _known_of(q, k, v, call)
     dq, dk, dv, dsinks = known.backward(dout, dlse, q, k, v, out, lse)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
@@ -56,6 +63,14 @@ def _fake_backward(
     sinks = AttentionCall(*parameters).sinks
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _refuse_gradients(name: str, *inputs: Tensor | None) -> None:
+    """Raises ArgumentError if an input requires grad: autograd knows no gradient of the operator."""
+    if any(x is not None and x.requires_grad for x in inputs):
+        expected, got = "a call without gradients", "an input that requires grad"
+        remedy = "Call rf.flash_attention or rf.ring_attention. Train an exported program before run_decompositions."
+        raise ArgumentError(f"torch.ops.ringflash.{name}", expected=expected, got=got, remedy=remedy)
 
 
 def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice | BoundCall:
@@ -71,22 +86,44 @@ def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice
     return known if isinstance(known, OneDevice) else BoundCall(known, context)
 
 
-def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = library.define(schema, tags=_TAGS)
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringflash::{name}", fake, lib=library)
+def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `kernel`, hidden from torch.compile, which traces into functions that a frame without a graph calls.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds and which a program may never need.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return kernel(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(kernel))
+        return disabled[0](*args)
+
+    return call
 
 
-_define(
-    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)",
-    _attention,
-    _fake_forward,
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    """Defines an operator of ringflash, and returns it. Without `fake` its `kernel` serves tracing too."""
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
+    _library.impl(name, kernel if fake is None else _untraced(kernel), kind)
+    if fake is not None:
+        torch.library.register_fake(f"ringflash::{name}", fake, lib=_library)
+    return getattr(torch.ops.ringflash, name).default
+
+
+def define_vmap(operator: Any, rule: Callable[..., Any]) -> None:
+    """Defines the vmap rule of an operator of `define`."""
+    torch.library.register_vmap(operator.name(), rule, lib=_library)
+
+
+attention = define(
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)", _attention, _fake_forward
 )
-_define(
+attention_backward = define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _attention_backward,
     _fake_backward,
 )
-attention = torch.ops.ringflash.attention.default
-attention_backward = torch.ops.ringflash.attention_backward.default

@@ -34,7 +34,7 @@ _Planned = tuple[list[Plan], tuple[int, ...]]  # the plans of this process's ran
 class RingCall:
     """Attention of shards with the shapes, dtype and device that it was made for.
 
-    Contexts keep their calls, so a call refers to no context. It holds no tensor of a call except sinks and slopes.
+    Contexts keep their calls, so a call refers to no context. It holds no tensor except the mask's, sinks and slopes.
     """
 
     def __init__(

@@ -182,8 +182,50 @@ def test_opcheck(context: str, mask: str, tensors: list[Tensor], mode: dict[str,
     inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
     q, k, v, *others = inputs
     out, lse = ATTENTION(*inputs)
-    for operator, arguments in ((ATTENTION, inputs), (BACKWARD, (out, lse, q, k, v, out, lse, *others))):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(ATTENTION, inputs)
+    torch.library.opcheck(BACKWARD, (out, lse, q, k, v, out, lse, *others))
+
+
+def _inputs_of_operator(*, requires_grad: bool = True) -> tuple[Any, ...]:
+    q = torch.randn(1, 24, 2, 16, requires_grad=requires_grad)
+    return q, q, q, None, None, None, "", "causal", [], 0.25, 0.0, 0.0, "auto", False
+
+
+def test_the_operators_refuse_inputs_that_require_grad() -> None:
+    inputs = _inputs_of_operator()
+    with pytest.raises(ArgumentError, match="ringflash.attention: expected a call without gradients.*Call rf.flash"):
+        ATTENTION(*inputs)
+    with torch.no_grad():
+        out, lse = ATTENTION(*inputs)
+    with pytest.raises(ArgumentError, match="ops.ringflash.attention_backward: expected a call without gradients"):
+        BACKWARD(out, None, *inputs[:3], out, lse, *inputs[3:])
+    (dq,) = torch.autograd.grad(torch.ops.ringflash.attention_with_gradients.default(*inputs)[0].sum(), inputs[0])
+    expected = torch.autograd.grad(as_tensor(rf.flash_attention(*inputs[:3], mask=rf.Causal())).sum(), inputs[0])
+    torch.testing.assert_close(dq, expected[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("exported_with_gradients", [True, False])
+def test_an_exported_program_trains(exported_with_gradients: bool, strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return flash(q, rf.Causal())
+
+    q = torch.randn(1, 24, 2, 16, requires_grad=True)
+    with torch.set_grad_enabled(exported_with_gradients):
+        program = torch.export.export(Model(), (q.detach(),), strict=strict)
+    (got,) = torch.autograd.grad(program.module()(q).square().sum(), q)
+    (expected,) = torch.autograd.grad(flash(q, rf.Causal()).square().sum(), q)
+    torch.testing.assert_close(got, expected)
+
+
+def test_compiled_vmap_has_the_gradients_of_eager_calls() -> None:
+    mapped = torch.vmap(lambda q, k: q + flash(q, rf.Causal()) * k)
+    inputs = [torch.randn(3, 1, 24, 2, 16, requires_grad=True) for _ in range(2)]
+    expected = torch.autograd.grad(mapped(*inputs).square().sum(), inputs)
+    got = torch.autograd.grad(torch.compile(mapped, backend="aot_eager")(*inputs).square().sum(), inputs)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # about the backend of torch's own tests
@@ -192,13 +234,48 @@ def test_compiled_graphs_have_the_operators_without_gradients(requires_grad: boo
     """Checks that no rule of autograd runs in a compiled step: one in Python takes the host as long as a look-up."""
     backend = AotEagerAndRecordGraphs()
     q = torch.randn(1, 24, 2, 16, requires_grad=requires_grad)
-    out = torch.compile(flash, backend=backend)(q, rf.Causal())
+    with torch.set_grad_enabled(requires_grad):
+        out = torch.compile(flash, backend=backend)(q, rf.Causal())
     expected = ["ringflash.attention.default"]
     if requires_grad:
         out.sum().backward()
         expected.append("ringflash.attention_backward.default")
     nodes = [node for graph in (*backend.fw_graphs, *backend.bw_graphs) for node in graph.graph.nodes]
     assert [str(node.target) for node in nodes if "ringflash" in str(node.target)] == expected
+
+
+def _squares(q: Tensor, k: Tensor) -> Tensor:
+    return (q + as_tensor(rf.flash_attention(q, k, k, mask=rf.Causal()))).square().sum()
+
+
+def _gradients(q: Tensor, k: Tensor) -> Any:
+    return torch.func.grad(_squares, (0, 1))(q, k)
+
+
+def _gradients_of_each(q: Tensor, k: Tensor) -> Any:
+    return torch.vmap(torch.func.grad(_squares, (0, 1)))(q[None], k[None])
+
+
+@pytest.mark.parametrize("gradients", [_gradients, _gradients_of_each])
+def test_compiled_gradients_of_torch_func(gradients: Callable[[Tensor, Tensor], Any]) -> None:
+    q, k = (torch.randn(1, 24, 2, 16) for _ in range(2))
+    for a, b in zip(torch.compile(gradients, backend="aot_eager")(q, k), gradients(q, k), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _tangent(q: Tensor, k: Tensor) -> Tensor:
+    return torch.func.jvp(_squares, (q, k), (q, k))[1]
+
+
+def _second_gradient(q: Tensor, k: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: torch.func.grad(_squares)(q, k).sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.parametrize("derivative", [_tangent, _second_gradient])
+def test_compiled_derivatives_that_would_be_wrong_are_refused(derivative: Callable[..., Tensor]) -> None:
+    with pytest.raises(ArgumentError, match="derivative of attention: expected"):
+        torch.compile(derivative, backend="aot_eager")(torch.randn(1, 24, 2, 16), torch.randn(1, 24, 2, 16))
 
 
 def test_modes_compile_into_one_graph() -> None:
