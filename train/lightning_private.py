@@ -56,12 +56,23 @@ def exchange_sigterm(trainer: pl.Trainer, on_any_rank: Callable[[bool], bool]) -
 
 
 def resume_epoch(trainer: pl.Trainer) -> None:
-    """Restores the accumulation and the length of an epoch in which a run resumes.
+    """Restores the place, the accumulation and the length of an epoch in which a run resumes.
+
+    With `max_steps`, Lightning takes a run that resumes at the end of an epoch for one within the next epoch, and so
+    leaves out as many of its batches as an epoch has.
 
     Lightning does not call `on_train_epoch_start` in such an epoch, so GradientAccumulationScheduler sets no factor.
     Lightning also limits the epoch to as many batches as a whole epoch has. These are too few if the batches before the
     checkpoint were smaller, and thus more.
     """
+    loop: Any = trainer.fit_loop
+    progress, at_end = loop.epoch_progress, loop.epoch_loop.batch_progress.is_last_batch
+    finished = progress.current.ready == progress.current.processed > 0
+    if loop.restarting and finished and at_end and not loop.restarted_mid_epoch:
+        if loop.restarted_on_epoch_end:
+            progress.increment_completed()
+        loop._restarting = loop.epoch_loop.restarting = False
+        loop.update_restart_stage()
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):

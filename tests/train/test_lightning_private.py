@@ -10,16 +10,19 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any, cast
 
 import lightning
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
 
 import ringflash
 from ringflash.train import lightning_private
@@ -153,6 +156,49 @@ class Module(pl.LightningModule):
 def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides pytest's own arguments, because LightningCLI warns about them beside `args`."""
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
+
+
+class Order(pl.LightningModule):
+    """A module that notes the rows of each batch, and resumes epochs as the strategy does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows = torch.nn.Linear(1, 1), list[tuple[int, list[int]]]()
+
+    def on_train_start(self) -> None:
+        lightning_private.resume_epoch(self.trainer)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.rows.append((self.current_epoch, batch.tolist()))
+        return self.layer(batch[:, None].float()).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _order(max_steps: int, *callbacks: Callback, saved: Path | None = None, resumes: bool = False) -> Any:
+    """Returns the batches of a run of 4 batches an epoch, which is saved after its end or resumes from `saved`."""
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": bool(callbacks), "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=max_steps, callbacks=[*callbacks], enable_progress_bar=False, **options
+    )
+    sampler = DistributedSampler(cast("Any", range(8)), 1, 0, seed=7)
+    module, loader = Order(), DataLoader(cast("Any", range(8)), 2, sampler=sampler)
+    trainer.fit(module, loader, ckpt_path=str(saved) if resumes else None, weights_only=False)
+    if saved is not None and not resumes:
+        trainer.save_checkpoint(saved)
+    return module.rows
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+def test_a_run_that_resumes_at_the_end_of_an_epoch_takes_all_batches_of_the_next(tmp_path: Path) -> None:
+    at_ends = ModelCheckpoint(tmp_path, filename="epoch", every_n_epochs=2)
+    within = ModelCheckpoint(tmp_path, filename="step", every_n_train_steps=8)
+    whole = _order(12, at_ends, within)
+    assert _order(8, saved=tmp_path / "run.ckpt") == whole[:8]
+    for name in ("run", "epoch", "step"):  # saved after a run, after an epoch, and in the last step of an epoch
+        assert _order(12, saved=tmp_path / f"{name}.ckpt", resumes=True) == whole[8:]
 
 
 class CLI(lightning_private.UntrustingCLI):
