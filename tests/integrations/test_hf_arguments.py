@@ -108,8 +108,11 @@ def test_unknown_keywords_name_those_of_the_library(name: str, remedy: str) -> N
             llama()(**refused(**changes, **{name: object()}))
 
 
-def test_a_configuration_that_another_model_has_changed() -> None:
+@pytest.mark.parametrize("first_called", [False, True])
+def test_a_configuration_that_another_model_has_changed(first_called: bool) -> None:
     model = by_name(LLAMA.build())
+    if first_called:
+        model(**refused())
     type(model)(model.config).set_attn_implementation(LLAMA.own)
     message = "attn_implementation: expected ring_attention, got sdpa.* the same config object .* copy.deepcopy"
     with pytest.raises(ArgumentError, match=message):

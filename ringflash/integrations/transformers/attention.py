@@ -247,7 +247,12 @@ def check_model(model: nn.Module) -> None:
             setattr(module, CHECKED, checked if module is model else _inside(model, module, checked))
 
 
-def _checked(model: nn.Module) -> Checked:
+def _text_config(model: nn.Module) -> Any:
+    """Returns the configuration of the model's text model, which asks for ring attention.
+
+    Raises:
+        ArgumentError: it asks for another attention now, or there are two text models.
+    """
     config: Any = model.config
     try:
         text = config.get_text_config()
@@ -261,6 +266,11 @@ def _checked(model: nn.Module) -> Checked:
             "made from the same config object may have changed it: pass copy.deepcopy(config) to each."
         )
         raise ArgumentError("attn_implementation", expected=NAME, got=text._attn_implementation, remedy=remedy)
+    return text
+
+
+def _checked(model: nn.Module) -> Checked:
+    text = _text_config(model)
     mixing = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
     if mixing:
         got = f"{mixing[0]} in {type(model).__name__}"
@@ -329,9 +339,11 @@ def _prepared(
 ) -> tuple[str, ...]:
     """Returns the names of the modules whose RoPE depends on length.
 
-    Checks the arguments of the call first, and the model too, unless that was done.
+    Checks the arguments of the call first, and the model too, unless that was done. The attention that the model uses
+    is checked each time: another model that is made from the same configuration changes it.
     """
     check_arguments(model, context, args, keywords)
+    _text_config(model)
     if not hasattr(model, CHECKED):
         check_model(model)
     return getattr(model, CHECKED).rotary
