@@ -185,6 +185,7 @@ class ContextParallel(TokenMeans):
         self.debug = debug
         self.world_size = len(grid.places)
         self.passes = 0  # forwards and backwards of attention so far
+        self.cut_rows = 0  # rows of the shard that was cut last
         self._first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators
@@ -241,7 +242,9 @@ class ContextParallel(TokenMeans):
         """
         dim = layouts.checked_dim(x, dim)
         self._first_tokens.note(x, dim)
-        return layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
+        shard = layouts.take(x, self._local_chunks(x.shape[dim], mask), dim)
+        self.cut_rows = shard.shape[dim]
+        return shard
 
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
         """Returns the whole sequence in order from every rank's shard `x`: the exact inverse of `shard`; a collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -13,7 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from ringflash.errors import ArgumentError
 
+logger = logging.getLogger(__name__)
+
 IGNORE_INDEX = -100
+NO_ATTENTION = (
+    "context.token_mean: no attention has used this context yet, so each of its %d ranks attends to its own part of "
+    "the sequence alone. Call rf.ring_attention with the context, or pass ring_context= to a model of transformers, "
+    "unless no token of this model sees another."
+)
 Reduction = Literal["mean", "sum"]
 
 
@@ -61,6 +69,7 @@ class TokenMeans:
     gradients: Reduction = "mean"
     weighs_windows = False
     labels_shape: tuple[int, int] | None = None  # of this rank's part of the batch, if the strategy has cut it
+    passes = 0  # of attention so far
     token_means_made = 0
 
     def token_mean(
@@ -102,6 +111,8 @@ class TokenMeans:
         if num_valid_tokens is None:  # with a count a call may hold only a chunk of the batch
             self._check_cut_once(labels)
         mean = _token_mean(token_losses, labels, num_valid_tokens, self._token_ranks(group), gradients)
+        if self.token_means_made == self.passes == 0 and self.gradients == "mean":  # the strategy looks at each step
+            self._warn_without_attention()
         self.token_means_made += 1
         return mean
 
@@ -124,6 +135,11 @@ class TokenMeans:
             _check_labels(part)
         local = torch.stack([(part != IGNORE_INDEX).sum() for part in parts]).sum()
         return self._token_ranks(group).sum(local)
+
+    def _warn_without_attention(self) -> None:
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        if ranks > 1 and dist.get_rank() == 0:
+            logger.warning(NO_ATTENTION, ranks)
 
     def _check_cut_once(self, labels: Tensor) -> None:
         """Raises ArgumentError for labels of the shape that `context.shard` makes of those that a strategy has cut."""

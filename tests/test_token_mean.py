@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from itertools import pairwise
 from typing import Any, cast
@@ -250,6 +251,25 @@ def _chunks() -> tuple[float, str]:
     with pytest.raises(ArgumentError) as refused:
         context.token_mean(losses[:, :3], labels[:, :3])
     return sum(means), str(refused.value)
+
+
+def _warnings_without_attention() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("ringflash").addHandler(handler)
+    context = rf.ContextParallel(dist.group.WORLD)
+    for _ in range(2):
+        context.token_mean(torch.ones(1, 4), torch.ones(1, 4, dtype=torch.int64))
+    logging.getLogger("ringflash").removeHandler(handler)
+    return records
+
+
+def test_a_mean_before_any_attention_is_named_once() -> None:
+    first, second = run_ranks(2, _warnings_without_attention)
+    (record,) = first
+    assert "no attention has used this context yet, so each of its 2 ranks attends to its own part" in record
+    assert second == []
 
 
 def test_half_of_a_cut_batch_needs_a_count() -> None:

@@ -384,6 +384,12 @@ def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
         remedy = "Shard both with context.shard; shapes are (batch, seqlen, nheads, headdim)."
         got = f"{q.shape[1]} and {k.shape[1]}"
         raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
+    if q.shape[1] < q.shape[2] == context.cut_rows:
+        remedy = (
+            "Pass x.transpose(1, 2) of each: scaled_dot_product_attention has heads before rows, this call does not."
+        )
+        got = f"{tuple(q.shape)}, with the {context.cut_rows} rows of the shard in the place of heads"
+        raise ArgumentError("q, k, v", expected="(batch, seqlen, nheads, headdim)", got=got, remedy=remedy)
     context.check_heads(q.shape[2])
 
 

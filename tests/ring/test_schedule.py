@@ -198,6 +198,14 @@ def test_queries_and_keys_of_different_lengths() -> None:
         rf.ring_attention(q, k, k, rf.ContextParallel.local(2))
 
 
+def test_heads_in_the_place_of_rows() -> None:
+    context = rf.ContextParallel.local(2)
+    x = context.shard(torch.randn(1, 24, 2, 16))
+    rf.ring_attention(x, x, x, context)
+    with pytest.raises(ArgumentError, match=r"q, k, v: .*got \(1, 2, 24, 16\), with the 24 rows of the .*transpose"):
+        rf.ring_attention(x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2), context)
+
+
 def _between_nans(x: Tensor) -> Tensor:
     storage = torch.full((*x.shape, 2), math.nan, dtype=x.dtype)
     storage[..., 1] = x
