@@ -22,7 +22,8 @@ CHECKSUM_PERIOD = 65521
 UNSHIFTED_TOKENS = 8
 SAMPLER = (
     "Leave Trainer(use_distributed_sampler=True), its default, which keeps shuffle=True; or give the DataLoader a "
-    "sampler of its own: DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)."
+    "sampler of its own: DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs). Let datasets and "
+    "collators make no random choices that differ between ranks: seed a generator from the index."
 )
 
 

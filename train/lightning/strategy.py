@@ -130,7 +130,7 @@ class RingAttentionStrategy(ShardedStrategy):
         self._shard_mesh: DeviceMesh | None = None
         self._world_group: dist.ProcessGroup | None = None
         self._window_tokens: list[Tensor] = []  # valid tokens over all ranks, for each micro-batch of the window so far
-        self._warned_of_repeats = self._warned_of_attention = False
+        self._warned_of_repeats, self._step_checks = False, user_modules.StepChecks()
         self._shutdown: Shutdown | None = None
         self._compilations: Compilations | None = None  # until the first step has reported them
 
@@ -229,6 +229,8 @@ class RingAttentionStrategy(ShardedStrategy):
         # A forward without a backward may have left weights gathered. `sum_gradients` would refuse these plain tensors,
         # and the optimizer would keep them.
         reshard(self.model)
+        if self.is_global_zero:
+            user_modules.warn_of_parted_weights(self.model)
         rounds = getattr(self.lightning_module, "rounds_weights", None)
         if rounds is None or not rounds(self.world_size):
             sum_gradients(self.model)
@@ -310,8 +312,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """Runs the module's step and records the number of valid tokens of the micro-batch.
 
         Raises:
-            ConfigError: there are several ranks, and the step neither calls `context.token_mean` nor reads
-                `num_valid_tokens`. Such a loss does not give the gradient of the mean over all ranks.
+            ConfigError: as `StepChecks.run`.
         """
         batch = args[0]
         self.restore_random()  # acts only before the first step after a checkpoint was loaded
@@ -322,17 +323,8 @@ class RingAttentionStrategy(ShardedStrategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
-        watched = user_modules.WatchedBatch(batch)
-        means_before, passes_before = self.context.token_means_made, self.context.passes
-        result = super().training_step(watched, *args[1:], **kwargs)
-        is_divided = watched.is_count_read or self.context.token_means_made > means_before
-        if result is not None and self.world_size > 1 and not is_divided:
-            raise user_modules.loss_error()
-        if self.context.world_size > 1 and self.context.passes == passes_before and not self._warned_of_attention:
-            self._warned_of_attention = True
-            if self.is_global_zero:
-                logger.warning(user_modules.NO_ATTENTION, self.context.world_size)
-        return result
+        step = super().training_step
+        return self._step_checks.run(self, batch, lambda watched: step(watched, *args[1:], **kwargs))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over ranks, for `self.log(..., sync_dist=True)`.

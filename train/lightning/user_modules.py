@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ringflash.errors import ConfigError
+from ringflash.train.lightning.batch import all_ranks
 
 if TYPE_CHECKING:
     from ringflash.train.lightning.sharded import ShardedStrategy
+    from ringflash.train.lightning.strategy import RingAttentionStrategy
 
 logger = logging.getLogger(__name__)
 
-COUNT = "num_valid_tokens"
+COUNT, POSITIONS = "num_valid_tokens", "position_ids"
 AVERAGES = (StochasticWeightAveraging, WeightAveraging)
 TOLERANCE = 1e-5  # relative; far below the difference of two shards' losses
 REMEDY = (
@@ -34,18 +39,36 @@ NO_ATTENTION = (
 )
 
 
-class WatchedBatch(dict[str, Any]):
-    """A batch that records whether `training_step` reads the number of valid tokens."""
+NO_POSITIONS = (
+    "The training step did not read batch['position_ids'], the positions of this rank's tokens in the whole sequence. "
+    "A model that counts positions itself gives the tokens of all %d ranks the same ones. Pass these positions to the "
+    "model, unless it needs none."
+)
+UNEQUAL_LOSS = (
+    "The loss of training_step differs between ranks: %s. Gradients are summed over ranks, so a mean over a shard is "
+    "wrong, and a term beside the loss of token_mean counts once a rank. Add terms of each token to token_losses. "
+    "Other terms are right if they are divided by self.trainer.world_size."
+)
+SEPARATE_WEIGHTS = (
+    "%s and %s hold the same numbers, but train as two parameters. If they were tied, separate calls of fully_shard "
+    "have parted them: put both into one child module with a forward of its own, and shard that child after its blocks."
+)
 
-    is_count_read = False
+
+class WatchedBatch(dict[str, Any]):
+    """A batch that records which entries `training_step` reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        self.is_count_read |= key == COUNT
+        self.read.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the entry `key`, or `default`."""
-        self.is_count_read |= key == COUNT
+        self.read.add(key)
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -53,19 +76,79 @@ class WatchedBatch(dict[str, Any]):
         return super().__iter__()
 
     def items(self) -> Any:
-        """Returns names and entries, including the number of valid tokens."""
-        self.is_count_read = True
+        """Returns names and entries, and records all as read."""
+        self.read.update(self)
         return super().items()
 
     def values(self) -> Any:
-        """Returns the entries, including the number of valid tokens."""
-        self.is_count_read = True
+        """Returns the entries, and records all as read."""
+        self.read.update(self)
         return super().values()
 
     def pop(self, key: str, *default: Any) -> Any:
         """Removes and returns the entry `key`, or `default`."""
-        self.is_count_read |= key == COUNT
+        self.read.add(key)
         return super().pop(key, *default)
+
+
+class StepChecks:
+    """Checks of the training steps of a module on several ranks; each warning is given once."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+        self._has_compared = False
+
+    def run(self, strategy: RingAttentionStrategy, batch: dict[str, Any], step: Callable[[WatchedBatch], Any]) -> Any:
+        """Returns the result of `step` for the batch of this rank.
+
+        Raises:
+            ConfigError: the step neither calls `context.token_mean` nor reads `num_valid_tokens`. Such a loss does not
+                give the gradient of the mean over all ranks.
+        """
+        context = strategy.context
+        watched, means, passes = WatchedBatch(batch), context.token_means_made, context.passes
+        result = step(watched)
+        if strategy.world_size == 1:
+            return result
+        calls_mean = context.token_means_made > means
+        if result is not None and not (calls_mean or COUNT in watched.read):
+            raise loss_error()
+        if calls_mean and not self._has_compared:  # a collective as well, and so on every rank
+            self._has_compared = True
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            value = loss.detach().double().reshape(1) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+            row = torch.zeros(1, dtype=torch.float64, device=strategy.root_device) if value is None else value
+            values = all_ranks(row, strategy.world_group).flatten().tolist()
+            if not are_equal(values):
+                self._warn(strategy, UNEQUAL_LOSS, values)
+        if context.world_size > 1:
+            if context.passes == passes:
+                self._warn(strategy, NO_ATTENTION, context.world_size)
+            elif POSITIONS not in watched.read:
+                self._warn(strategy, NO_POSITIONS, context.world_size)
+        return result
+
+    def _warn(self, strategy: RingAttentionStrategy, text: str, *values: Any) -> None:
+        if text not in self._warned and strategy.is_global_zero:
+            logger.warning(text, *values)
+        self._warned.add(text)
+
+
+def warn_of_parted_weights(module: nn.Module) -> None:
+    """Warns of an embedding's weight whose shard equals that of another layer: FSDP2 parts tied weights in silence."""
+    owners = dict(module.named_modules())
+    sharded = [
+        (name, owners[name.rpartition(".")[0]], weight)
+        for name, weight in module.named_parameters()
+        if isinstance(weight, DTensor) and weight.requires_grad and not weight.is_meta
+    ]
+    for name, owner, weight in sharded:
+        for other_name, other_owner, other in sharded if isinstance(owner, nn.Embedding) else ():
+            if isinstance(other_owner, nn.Embedding) or other.shape != weight.shape or other.dtype != weight.dtype:
+                continue
+            mine, theirs = weight.to_local(), other.to_local()
+            if mine.numel() and torch.equal(mine, theirs) and bool((mine != mine.flatten()[0]).any()):
+                logger.warning(SEPARATE_WEIGHTS, name, other_name)
 
 
 def loss_error() -> ConfigError:
@@ -113,7 +196,7 @@ class MetricGuard(Callback):
     """Compares logged metrics over ranks before other callbacks act on them.
 
     A metric that a callback or a scheduler monitors must be equal on all ranks, because each rank acts on its own
-    value. An unmonitored loss that differs between ranks causes one warning.
+    value. Any other metric that differs between ranks causes one warning.
     """
 
     def __init__(self) -> None:
@@ -135,7 +218,7 @@ class MetricGuard(Callback):
                 raise ConfigError(
                     name, expected="one value on all ranks, as it is monitored", got=values, remedy=REMEDY
                 )
-            if "loss" in name and name not in self._warned:
+            if name not in self._warned:
                 self._warned.add(name)
                 if trainer.is_global_zero:
                     logger.warning("%s differs between ranks: %s. Each logs its own share. %s", name, values, REMEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader
 import ringflash as rf
 from ringflash.errors import ConfigError, RingflashError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, sum_gradients
-from ringflash.train.lightning.user_modules import WatchedBatch
+from ringflash.train.lightning.user_modules import WatchedBatch, warn_of_parted_weights
 from tests.helpers.distributed import run_ranks
 from tests.test_token_mean import TinyModel, alone, make_batches, make_model
 
@@ -50,15 +51,19 @@ class UserModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         ids, labels, context = batch["input_ids"], batch["labels"], self._context()
+        if self.way != "no positions":
+            assert len(batch["position_ids"]) == ids.shape[1]  # the model has none
         if self.way == "cut twice":
             ids, labels = context.shard(ids), context.shard(labels)
             return context.token_mean(self.model(ids, labels, context), labels).loss
         losses = self.model(ids, labels, None if self.way == "no ring" else context)
-        if self.way == "mean":
+        if self.way == "mean logged":
+            self.log("mean", context.token_mean(losses, batch["labels"]).value)
+        if self.way.startswith("mean"):
             return losses.sum() / (batch["labels"] >= 0).sum().clamp(min=1)
         mean = self._context().token_mean(losses, batch["labels"])
         self.losses.append(mean.value.item())
-        return mean.loss
+        return mean.loss + (0.1 * losses.square().mean() if self.way == "more terms" else 0.0)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = self.model.named_parameters()
@@ -142,7 +147,7 @@ def _ways() -> dict[str, dict[str, Any]]:
     outcomes = {way: _fit(way) for way in ("value", "one argument")}
     if world_size == 2:
         outcomes |= {way: _fit(way) for way in ("mean", "share", "share synced", "share monitored", "swa", "ema")}
-        outcomes |= {way: _fit(way) for way in ("no ring", "cut twice")}
+        outcomes |= {way: _fit(way) for way in ("no ring", "cut twice", "no positions", "mean logged", "more terms")}
         outcomes["data parallel"] = _fit("value", data_parallel=2)
         outcomes["shuffled"] = _fit("shuffled", data_parallel=2)
         outcomes["unsharded data"] = _fit("unsharded data", data_parallel=2)
@@ -207,6 +212,45 @@ def test_a_step_without_attention_of_its_context_is_named_once(outcomes: Any) ->
     assert second["records"] == []
 
 
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("no positions", "did not read batch.'position_ids'.*gives the tokens of all 2 ranks the same ones"),
+        ("mean logged", "loss of training_step differs between ranks.*a mean over a shard is wrong"),
+        ("more terms", "loss of training_step differs between ranks.*divided by self.trainer.world_size"),
+    ],
+)
+def test_a_step_that_may_train_a_wrong_model_is_named_once(outcomes: Any, way: str, text: str) -> None:
+    first, second = (rank[way] for rank in outcomes[2])
+    assert first["error"] is second["error"] is None
+    (record,) = first["records"]
+    assert re.search(text, record)
+    assert second["records"] == []
+
+
+def _warnings_of_weights(tied: bool) -> list[str]:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "head": torch.nn.Linear(4, 6, bias=False)})
+    if tied:
+        cast("Any", model["head"]).weight = model["embed"].weight
+    for child in model.values():
+        fully_shard(child)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("ringflash").addHandler(handler)
+    warn_of_parted_weights(model)
+    logging.getLogger("ringflash").removeHandler(handler)
+    return records
+
+
+def test_tied_weights_that_were_sharded_apart_are_named() -> None:
+    for records in run_ranks(2, _warnings_of_weights, True):
+        (record,) = records
+        assert "embed.weight and head.weight hold the same numbers" in record
+        assert "one child module" in record
+    assert run_ranks(2, _warnings_of_weights, False) == [[], []]
+
+
 def test_a_batch_that_is_cut_twice_raises_on_every_rank(outcomes: Any) -> None:
     for rank in outcomes[2]:
         kind, text = rank["cut twice"]["error"]
@@ -243,9 +287,9 @@ def test_every_way_to_read_the_number_of_valid_tokens_is_noticed(way: str) -> No
     batch = WatchedBatch(labels=1, num_valid_tokens=5)
     assert [*batch] == ["labels", "num_valid_tokens"]
     assert batch["labels"] == 1
-    assert not batch.is_count_read
+    assert batch.read == {"labels"}
     READS[way](batch)
-    assert batch.is_count_read
+    assert "num_valid_tokens" in batch.read
 
 
 class Failing(UserModule):
