@@ -103,19 +103,27 @@ def test_kernels() -> None:
             assert_rounded(text, row["forward_tflops"], row["backward_tflops"])
 
 
-def test_claims_about_kernels() -> None:
+@pytest.mark.parametrize(
+    ("records", "forward", "backward"),
+    [
+        (("kernels", "kernels-gqa"), (0.96, 1.07, 1.00), (0.93, 1.11, 1.02)),
+        (("kernels-later",), (0.91, 1.05, 0.99), (0.94, 1.09, 1.00)),
+    ],
+)
+def test_claims_about_kernels(
+    records: tuple[str, ...], forward: tuple[float, ...], backward: tuple[float, ...]
+) -> None:
     of: dict[str, dict[tuple[Any, ...], Any]] = {}
-    for row in rows("kernels", "kernels-gqa"):
+    for row in rows(*records):
         cell = tuple(row[key] for key in ("headdim", "nheads", "seqlen", "causal"))
         of.setdefault(row["name"], {})[cell] = row
     ours, fa4, cudnn = (of[name] for name in ("ringflash fast", "FlashAttention-4", "SDPA cuDNN"))
     assert len(ours) == 32
-    for part, least, most, median in (("forward", 0.96, 1.07, 1.00), ("backward", 0.93, 1.11, 1.02)):
+    for part, expected in (("forward", forward), ("backward", backward)):
         key = f"{part}_tflops"
         assert all(ours[cell][key] > cudnn[cell][key] for cell in ours)
         ratios = [ours[cell][key] / fa4[cell][key] for cell in ours]
-        assert (min(ratios), max(ratios)) == pytest.approx((least, most), abs=0.0051)
-        assert statistics.median(ratios) == pytest.approx(median, abs=0.0051)
+        assert (min(ratios), max(ratios), statistics.median(ratios)) == pytest.approx(expected, abs=0.0061)
 
 
 def test_the_triton_kernels() -> None:
