@@ -44,7 +44,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, *parameters = inputs
     call = AttentionCall(*parameters)
     ctx.call = call.without_tensors()
-    ctx.context = context_by_name(call.context) if call.context else None  # the backward finds it by name
+    ctx.context = context_by_name(call.context) if call.context else None  # alive, since the backward finds it by name
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, call.sinks, call.alibi_slopes, call.dropout_seed)
 

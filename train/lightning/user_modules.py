@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.errors import ConfigError
 from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.lightning.host_copies import HostCopy
 
 if TYPE_CHECKING:
     from ringflash.train.lightning.sharded import ShardedStrategy
@@ -48,6 +49,10 @@ UNEQUAL_LOSS = (
     "The loss of training_step differs between ranks: %s. Gradients are summed over ranks, so a mean over a shard is "
     "wrong, and a term beside the loss of token_mean counts once a rank. Add terms of each token to token_losses. "
     "Other terms are right if they are divided by self.trainer.world_size."
+)
+NOT_FINITE = (
+    "The loss of an earlier training step was %s on rank %d, and training goes on. Look at the data, lower the "
+    "learning rate, and pass EarlyStopping(monitor, check_finite=True) to the Trainer to stop such a run."
 )
 SEPARATE_WEIGHTS = (
     "%s and %s hold the same numbers, but train as two parameters. If they were tied, separate calls of fully_shard "
@@ -97,6 +102,7 @@ class StepChecks:
     def __init__(self) -> None:
         self._warned: set[str] = set()
         self._has_compared = False
+        self._last_loss: HostCopy | None = None
 
     def run(self, strategy: RingAttentionStrategy, batch: dict[str, Any], step: Callable[[WatchedBatch], Any]) -> Any:
         """Returns the result of `step` for the batch of this rank.
@@ -108,6 +114,9 @@ class StepChecks:
         context = strategy.context
         watched, means, passes = WatchedBatch(batch), context.token_means_made, context.passes
         result = step(watched)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        loss = loss.detach().double().reshape(1) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        self._look_at_last(strategy, loss)
         if strategy.world_size == 1:
             return result
         calls_mean = context.token_means_made > means
@@ -115,9 +124,7 @@ class StepChecks:
             raise loss_error()
         if calls_mean and not self._has_compared:  # a collective as well, and so on every rank
             self._has_compared = True
-            loss = result.get("loss") if isinstance(result, Mapping) else result
-            value = loss.detach().double().reshape(1) if isinstance(loss, Tensor) and loss.numel() == 1 else None
-            row = torch.zeros(1, dtype=torch.float64, device=strategy.root_device) if value is None else value
+            row = torch.zeros(1, dtype=torch.float64, device=strategy.root_device) if loss is None else loss
             values = all_ranks(row, strategy.world_group).flatten().tolist()
             if not are_equal(values):
                 self._warn(strategy, UNEQUAL_LOSS, values)
@@ -127,6 +134,15 @@ class StepChecks:
             elif POSITIONS not in watched.read:
                 self._warn(strategy, NO_POSITIONS, context.world_size)
         return result
+
+    def _look_at_last(self, strategy: RingAttentionStrategy, loss: Tensor | None) -> None:
+        """Warns if the loss of the step before was not finite; the host waits for that loss, not for this step."""
+        if hasattr(strategy.lightning_module, "nonfinite") or NOT_FINITE in self._warned:  # a RingModule has its policy
+            return
+        if self._last_loss is not None and not math.isfinite(value := self._last_loss.read()[0]):
+            self._warned.add(NOT_FINITE)
+            logger.warning(NOT_FINITE, value, strategy.global_rank)
+        self._last_loss = None if loss is None else HostCopy(loss)
 
     def _warn(self, strategy: RingAttentionStrategy, text: str, *values: Any) -> None:
         if text not in self._warned and strategy.is_global_zero:

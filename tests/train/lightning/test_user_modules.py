@@ -63,7 +63,9 @@ class UserModule(pl.LightningModule):
             return losses.sum() / (batch["labels"] >= 0).sum().clamp(min=1)
         mean = self._context().token_mean(losses, batch["labels"])
         self.losses.append(mean.value.item())
-        return mean.loss + (0.1 * losses.square().mean() if self.way == "more terms" else 0.0)
+        if self.way == "more terms":
+            return mean.loss + 0.1 * losses.square().mean()
+        return mean.loss * (float("nan") if self.way == "not finite" else 1.0)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = self.model.named_parameters()
@@ -147,7 +149,10 @@ def _ways() -> dict[str, dict[str, Any]]:
     outcomes = {way: _fit(way) for way in ("value", "one argument")}
     if world_size == 2:
         outcomes |= {way: _fit(way) for way in ("mean", "share", "share synced", "share monitored", "swa", "ema")}
-        outcomes |= {way: _fit(way) for way in ("no ring", "cut twice", "no positions", "mean logged", "more terms")}
+        outcomes |= {
+            way: _fit(way)
+            for way in ("no ring", "cut twice", "no positions", "mean logged", "more terms", "not finite")
+        }
         outcomes["data parallel"] = _fit("value", data_parallel=2)
         outcomes["shuffled"] = _fit("shuffled", data_parallel=2)
         outcomes["unsharded data"] = _fit("unsharded data", data_parallel=2)
@@ -226,6 +231,13 @@ def test_a_step_that_may_train_a_wrong_model_is_named_once(outcomes: Any, way: s
     (record,) = first["records"]
     assert re.search(text, record)
     assert second["records"] == []
+
+
+def test_a_loss_that_is_not_finite_is_named_once(outcomes: Any) -> None:
+    for rank, outcome in enumerate(outcomes[2]):
+        (record,) = outcome["not finite"]["records"]
+        assert f"The loss of an earlier training step was nan on rank {rank}" in record
+        assert "EarlyStopping(monitor, check_finite=True)" in record
 
 
 def _warnings_of_weights(tied: bool) -> list[str]:
