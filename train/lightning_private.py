@@ -58,8 +58,8 @@ def exchange_sigterm(trainer: pl.Trainer, on_any_rank: Callable[[bool], bool]) -
 def resume_epoch(trainer: pl.Trainer) -> None:
     """Restores the place, the accumulation and the length of an epoch in which a run resumes.
 
-    With `max_steps`, Lightning takes a run that resumes at the end of an epoch for one within the next epoch, and so
-    leaves out as many of its batches as an epoch has.
+    A run that resumes at the end of an epoch begins the next one. With `max_steps`, Lightning takes it for a run within
+    that epoch, and would leave out as many batches as an epoch has.
 
     Lightning does not call `on_train_epoch_start` in such an epoch, so GradientAccumulationScheduler sets no factor.
     Lightning also limits the epoch to as many batches as a whole epoch has. These are too few if the batches before the

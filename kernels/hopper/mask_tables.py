@@ -141,7 +141,7 @@ def intervals(
     first_rows = np.arange(0, first.shape[1], own_block)
     live = stop > first
     covers = bool(live.all())
-    # Whether any row of a tile is fully masked.
+    # True for each tile that has a fully masked row.
     fully_masked = np.False_ if covers else ~np.logical_and.reduceat(live, first_rows, axis=1)
     seen = TileBounds.of(first, stop, live, first_rows)
     if by_keys and first.shape[1] % own_block > 0:

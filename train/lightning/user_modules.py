@@ -151,7 +151,7 @@ class StepChecks:
 
 
 def warn_of_parted_weights(module: nn.Module) -> None:
-    """Warns of an embedding's weight whose shard equals that of another layer: FSDP2 parts tied weights in silence."""
+    """Warns of an embedding and another layer with equal shards of weights: FSDP2 parts tied weights in silence."""
     owners = dict(module.named_modules())
     sharded = [
         (name, owners[name.rpartition(".")[0]], weight)
