@@ -231,6 +231,8 @@ class RingAttentionStrategy(ShardedStrategy):
         reshard(self.model)
         if self.is_global_zero:
             user_modules.warn_of_parted_weights(self.model)
+            if self.world_size > 1:
+                user_modules.warn_of_batch_norms(self.model)
         rounds = getattr(self.lightning_module, "rounds_weights", None)
         if rounds is None or not rounds(self.world_size):
             sum_gradients(self.model)

@@ -54,6 +54,15 @@ NOT_FINITE = (
     "The loss of an earlier training step was %s on rank %d, and training goes on. Look at the data, lower the "
     "learning rate, and pass EarlyStopping(monitor, check_finite=True) to the Trainer to stop such a run."
 )
+WHOLE_BATCH = (
+    "The training step read all entries of its batch at once, so that its loss cannot be checked. It must be the loss "
+    "of context.token_mean, or the local sum of token losses / batch['num_valid_tokens']: a mean over a shard trains a "
+    "wrong model."
+)
+BATCH_NORM = (
+    "%s normalises with the statistics of this rank's shard, and a checkpoint keeps the buffers of one rank. Use a "
+    "norm of each token, such as LayerNorm or RMSNorm."
+)
 SEPARATE_WEIGHTS = (
     "%s and %s hold the same numbers, but train as two parameters. If they were tied, separate calls of fully_shard "
     "have parted them: put both into one child module with a forward of its own, and shard that child after its blocks."
@@ -66,6 +75,7 @@ class WatchedBatch(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.read: set[str] = set()
+        self.is_read_whole = False
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -77,17 +87,24 @@ class WatchedBatch(dict[str, Any]):
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over names. This override makes `**batch` and `{**batch}` read entries one by one."""
+        """Iterates over names. This override makes `{**batch}` read entries one by one."""
         return super().__iter__()
+
+    def keys(self) -> Any:
+        """Returns names, as `**batch` does before it reads each entry."""
+        self.is_read_whole = True
+        return super().keys()
 
     def items(self) -> Any:
         """Returns names and entries, and records all as read."""
         self.read.update(self)
+        self.is_read_whole = True
         return super().items()
 
     def values(self) -> Any:
         """Returns the entries, and records all as read."""
         self.read.update(self)
+        self.is_read_whole = True
         return super().values()
 
     def pop(self, key: str, *default: Any) -> Any:
@@ -122,6 +139,8 @@ class StepChecks:
         calls_mean = context.token_means_made > means
         if result is not None and not (calls_mean or COUNT in watched.read):
             raise loss_error()
+        if result is not None and watched.is_read_whole and not (calls_mean or _has_policy(strategy)):
+            self._warn(strategy, WHOLE_BATCH)
         if calls_mean and not self._has_compared:  # a collective as well, and so on every rank
             self._has_compared = True
             row = torch.zeros(1, dtype=torch.float64, device=strategy.root_device) if loss is None else loss
@@ -137,7 +156,7 @@ class StepChecks:
 
     def _look_at_last(self, strategy: RingAttentionStrategy, loss: Tensor | None) -> None:
         """Warns if the loss of the step before was not finite; the host waits for that loss, not for this step."""
-        if hasattr(strategy.lightning_module, "nonfinite") or NOT_FINITE in self._warned:  # a RingModule has its policy
+        if _has_policy(strategy) or NOT_FINITE in self._warned:
             return
         if self._last_loss is not None and not math.isfinite(value := self._last_loss.read()[0]):
             self._warned.add(NOT_FINITE)
@@ -148,6 +167,19 @@ class StepChecks:
         if text not in self._warned and strategy.is_global_zero:
             logger.warning(text, *values)
         self._warned.add(text)
+
+
+def _has_policy(strategy: RingAttentionStrategy) -> bool:
+    """Returns whether the module is a RingModule, with its own loss and its own policy for one that is not finite."""
+    return hasattr(strategy.lightning_module, "nonfinite")
+
+
+def warn_of_batch_norms(module: nn.Module) -> None:
+    """Warns of the first layer that normalises over tokens."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            logger.warning(BATCH_NORM, name)
+            return
 
 
 def warn_of_parted_weights(module: nn.Module) -> None:

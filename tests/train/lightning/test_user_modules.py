@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import ringflash as rf
 from ringflash.errors import ConfigError, RingflashError
 from ringflash.train.lightning.strategy import RingAttentionStrategy, sum_gradients
-from ringflash.train.lightning.user_modules import WatchedBatch, warn_of_parted_weights
+from ringflash.train.lightning.user_modules import WatchedBatch, warn_of_batch_norms, warn_of_parted_weights
 from tests.helpers.distributed import run_ranks
 from tests.test_token_mean import TinyModel, alone, make_batches, make_model
 
@@ -57,6 +57,9 @@ class UserModule(pl.LightningModule):
             ids, labels = context.shard(ids), context.shard(labels)
             return context.token_mean(self.model(ids, labels, context), labels).loss
         losses = self.model(ids, labels, None if self.way == "no ring" else context)
+        if self.way == "batch as a whole":
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+            return losses.sum() / batch["num_valid_tokens"]
         if self.way == "mean logged":
             self.log("mean", context.token_mean(losses, batch["labels"]).value)
         if self.way.startswith("mean"):
@@ -151,7 +154,15 @@ def _ways() -> dict[str, dict[str, Any]]:
         outcomes |= {way: _fit(way) for way in ("mean", "share", "share synced", "share monitored", "swa", "ema")}
         outcomes |= {
             way: _fit(way)
-            for way in ("no ring", "cut twice", "no positions", "mean logged", "more terms", "not finite")
+            for way in (
+                "no ring",
+                "cut twice",
+                "no positions",
+                "mean logged",
+                "more terms",
+                "not finite",
+                "batch as a whole",
+            )
         }
         outcomes["data parallel"] = _fit("value", data_parallel=2)
         outcomes["shuffled"] = _fit("shuffled", data_parallel=2)
@@ -221,6 +232,7 @@ def test_a_step_without_attention_of_its_context_is_named_once(outcomes: Any) ->
     ("way", "text"),
     [
         ("no positions", "did not read batch.'position_ids'.*gives the tokens of all 2 ranks the same ones"),
+        ("batch as a whole", "read all entries of its batch at once, so that its loss cannot be checked"),
         ("mean logged", "loss of training_step differs between ranks.*a mean over a shard is wrong"),
         ("more terms", "loss of training_step differs between ranks.*divided by self.trainer.world_size"),
     ],
@@ -261,6 +273,14 @@ def test_tied_weights_that_were_sharded_apart_are_named() -> None:
         assert "embed.weight and head.weight hold the same numbers" in record
         assert "one child module" in record
     assert run_ranks(2, _warnings_of_weights, False) == [[], []]
+
+
+def test_batch_norms_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4))
+    warn_of_batch_norms(model)
+    warn_of_batch_norms(model[:1])
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 normalises with the statistics of this rank's shard")
 
 
 def test_a_batch_that_is_cut_twice_raises_on_every_rank(outcomes: Any) -> None:
