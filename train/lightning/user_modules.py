@@ -31,15 +31,11 @@ REMEDY = (
     "Log the mean over all ranks: mean = self.trainer.strategy.context.token_mean(token_losses, batch['labels']), then "
     "self.log(name, mean.value, batch_size=int(mean.num_valid), sync_dist=True)."
 )
-
-
 NO_ATTENTION = (
     "The training step called no attention of its context, so each of the %d ranks attends to its own part of the "
     "sequence alone. Call rf.ring_attention with context=self.trainer.strategy.context in place of rf.flash_attention "
     "or scaled_dot_product_attention, unless no token of this model sees another."
 )
-
-
 NO_POSITIONS = (
     "The training step did not read batch['position_ids'], the positions of this rank's tokens in the whole sequence. "
     "A model that counts positions itself gives the tokens of all %d ranks the same ones. Pass these positions to the "
@@ -132,7 +128,7 @@ class StepChecks:
         watched, means, passes = WatchedBatch(batch), context.token_means_made, context.passes
         result = step(watched)
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        loss = loss.detach().double().reshape(1) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        loss = loss.detach().reshape(1) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._look_at_last(strategy, loss)
         if strategy.world_size == 1:
             return result
@@ -143,8 +139,8 @@ class StepChecks:
             self._warn(strategy, WHOLE_BATCH)
         if calls_mean and not self._has_compared:  # a collective as well, and so on every rank
             self._has_compared = True
-            row = torch.zeros(1, dtype=torch.float64, device=strategy.root_device) if loss is None else loss
-            values = all_ranks(row, strategy.world_group).flatten().tolist()
+            row = torch.zeros(1, device=strategy.root_device) if loss is None else loss
+            values = all_ranks(row.double(), strategy.world_group).flatten().tolist()
             if not are_equal(values):
                 self._warn(strategy, UNEQUAL_LOSS, values)
         if context.world_size > 1:
