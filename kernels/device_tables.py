@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -55,32 +55,27 @@ def outside_pools(make: Callable[[], T], device: torch.device) -> T:
     return _helper().submit(make).result() if device.type == "cuda" else make()
 
 
-def uploaded(tables: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copies contiguous arrays, int32 or int64, to `device` in one transfer; every stream may read the copies then.
+def uploaded(tables: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype = torch.int32) -> list[Tensor]:
+    """Copies integers to `device` as `dtype`, int32 or int64, in one transfer; every stream may read the copies then.
 
-    The upload runs on a stream of its own, and so waits for no other work on the GPU. Each copy begins at a multiple of
-    `ALIGNMENT` bytes.
+    The upload runs on a stream of its own, and so waits for no other work on the GPU. Each copy is contiguous and
+    begins at a multiple of `ALIGNMENT` bytes.
 
     Raises:
         ArgumentError: while a CUDA graph is captured, because its replays would read the arrays again.
     """
     if device.type != "cuda":
-        return [torch.from_numpy(table).to(device) for table in tables]
+        return [torch.from_numpy(np.ascontiguousarray(table, _DTYPES[dtype])).to(device) for table in tables]
     if is_capturing():
         expected = "a mask and shape whose tables are on the GPU before the capture of a CUDA graph"
         raise ArgumentError("mask", expected=expected, got="new ones", remedy="Make the same call before the capture.")
-    staging, places = _packed(tables)
+    staging, places = _packed(tables, dtype)
     chunk, begin = _room(staging.nbytes, device)
-    aside = _stream(device)
-    before, current = torch.cuda.current_device(), torch.cuda.current_stream(device.index)
-    torch.cuda.set_stream(aside)  # torch.cuda.stream takes the host as long as the copy
-    try:
-        chunk.memory[begin : begin + staging.nbytes].copy_(staging, non_blocking=True)
-    finally:
-        torch.cuda.set_stream(current)
-        torch.cuda.set_device(before)  # the stream of another GPU has changed it
+    memory, first, aside = chunk.typed(dtype), begin // dtype.itemsize, _stream(device)
+    with aside:  # the stream itself; torch.cuda.stream takes the host as long as the copy
+        memory[first : first + len(staging)].copy_(staging, non_blocking=True)
     aside.synchronize()  # other streams than the current one will read it
-    return [chunk.table(table, begin + place) for table, place in zip(tables, places, strict=True)]
+    return [chunk.table(memory, table.shape, first + place) for table, place in zip(tables, places, strict=True)]
 
 
 class _Chunk:
@@ -94,20 +89,22 @@ class _Chunk:
 
         self.memory = outside_pools(allocate, device)
         self.used = 0
-        self._typed: dict[np.dtype[Any], Tensor] = {}
+        self._typed: dict[torch.dtype, Tensor] = {}
         weakref.finalize(self, _retire, self.memory).atexit = False
 
-    def table(self, like: np.ndarray, begin: int) -> Tensor:
-        """Returns the memory from byte `begin` on as a table of the shape and dtype of `like`."""
-        typed = self._typed.get(like.dtype)
-        if typed is None:
-            typed = self._typed.setdefault(like.dtype, self.memory.view(_DTYPES[like.dtype]))
-        table = typed.as_strided(*contiguous(like.shape), begin // like.itemsize)
+    def typed(self, dtype: torch.dtype) -> Tensor:
+        """Returns the memory as a vector of `dtype`."""
+        typed = self._typed.get(dtype)
+        return self._typed.setdefault(dtype, self.memory.view(dtype)) if typed is None else typed
+
+    def table(self, typed: Tensor, shape: tuple[int, ...], begin: int) -> Tensor:
+        """Returns the numbers of `typed` from `begin` on as a contiguous table."""
+        table = typed.as_strided(*contiguous(shape), begin)
         table.of_chunk = self  # pyright: ignore[reportAttributeAccessIssue] - it lives as long as the table
         return table
 
 
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 _allocating = Lock()
 _current: dict[torch.device, _Chunk] = {}
 
@@ -129,15 +126,16 @@ def _room(nbytes: int, device: torch.device) -> tuple[_Chunk, int]:
         return chunk, begin
 
 
-def _packed(tables: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
-    """Returns one tensor of bytes with the contents of all tables, and the place of each."""
+def _packed(tables: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+    """Returns one vector of `dtype` with the contents of all tables, and the place of each."""
+    multiple = ALIGNMENT // dtype.itemsize
     places, end = list[int](), 0
     for table in tables:
         places.append(end)
-        end += -(-table.nbytes // ALIGNMENT) * ALIGNMENT
-    staging = np.empty(end, np.uint8)  # numpy, as its views take the host less time
+        end += -(-table.size // multiple) * multiple
+    staging = np.empty(end, _DTYPES[dtype])  # numpy, as its views take the host less time
     for table, place in zip(tables, places, strict=True):
-        staging[place : place + table.nbytes] = table.reshape(-1).view(np.uint8)
+        staging[place : place + table.size] = table.reshape(-1)
     return torch.from_numpy(staging), places
 
 

@@ -174,16 +174,6 @@ def _positions(chunks: Sequence[Chunk]) -> Tensor:
     return positions(chunks, "cpu")
 
 
-def int32_table(x: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a table of the host as kernels read it: int32, contiguous, on `device`."""
-    return int32_tables((x,), device)[0]
-
-
-def int32_tables(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Returns tables of the host as kernels read them: int32, contiguous, on `device`, in one upload."""
-    return uploaded([np.ascontiguousarray(x, np.int32) for x in arrays], device)
-
-
 def batch_stride(table: Tensor) -> int:
     """Returns the elements from one sequence's entries of a contiguous table to the next's, 0 if all share them."""
     return 0 if table.shape[0] == 1 else table.stride(0)
@@ -202,11 +192,11 @@ def row_bounds(mask: Mask, q_chunks: Sequence[Chunk], device: torch.device) -> R
     if not has_short_spans(mask):
         return RowBounds(FULL if isinstance(mask, Full) else CAUSAL, unread, unread, 0, unread, unread, unread, 1)
     rows = row_intervals(mask, q_chunks)
-    lo, hi, hull = int32_tables((rows.lo, rows.hi, rows.hull()), device)
+    lo, hi, hull = uploaded((rows.lo, rows.hi, rows.hull()), device)
     bitmap = mask.bitmap()
     if bitmap is None:
         return RowBounds(TABLE, lo, hi, batch_stride(lo), hull, unread, unread, 1)
-    bit_rows = int32_table(bitmap.rows(positions(q_chunks, "cpu")).numpy(), device)
+    bit_rows = uploaded([bitmap.rows(positions(q_chunks, "cpu")).numpy()], device)[0]
     return RowBounds(LISTED, lo, hi, batch_stride(lo), hull, bit_rows, _words(mask, device), bitmap.size)
 
 
@@ -221,7 +211,7 @@ def _words(mask: Mask, device: torch.device) -> Tensor:
         raise ArgumentError("mask", expected="a bitmap of less than 2^31 cells", got=got, remedy=remedy)
     packed = np.packbits(bitmap.cells.numpy(), axis=1, bitorder="little")
     whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4)))
-    return int32_table(whole.view(np.int32), device)
+    return uploaded([whole.view(np.int32)], device)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,4 +292,4 @@ def visits(
     ranges = np.concatenate([ends[:, :1] - counts[:, :1], ends], 1).reshape(batch, nown, nchunks, 3)
     order = (group * len(tiles.start) + other).argsort()
     visited = tiles.offset[other[order]] if len(order) else np.zeros(1)
-    return ranges, int32_table(visited, device)
+    return ranges, uploaded([visited], device)[0]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.kernels.device_tables import device_tables
-from ringflash.kernels.mask_tables import TileBounds, batch_stride, int32_tables, row_intervals
+from ringflash.kernels.device_tables import device_tables, uploaded
+from ringflash.kernels.mask_tables import TileBounds, batch_stride, row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 
@@ -49,16 +49,16 @@ class Intervals:
     ordered: bool
     host: list[np.ndarray]
     device: torch.device
-    uploaded: list[Tensor] = field(default_factory=list)
+    on_device: list[Tensor] = field(default_factory=list)
 
     @property
     def _tables(self) -> list[Tensor]:
-        if not self.uploaded:
+        if not self.on_device:
             with _uploading:  # two threads may make the same first call
-                if not self.uploaded:
-                    self.uploaded.extend(int32_tables(self.host, self.device))
+                if not self.on_device:
+                    self.on_device.extend(uploaded(self.host, self.device))
                     self.host.clear()
-        return self.uploaded
+        return self.on_device
 
     @property
     def bounds(self) -> Tensor:

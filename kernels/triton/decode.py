@@ -297,7 +297,7 @@ def _config(q: Tensor, k: Tensor, v: Tensor, step: Step) -> DecodeConfig:
 
 @device_tables(maxsize=1024)
 def _tree_words(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return uploaded([np.array(words, np.int64)], device)[0]
+    return uploaded([np.array(words, np.int64)], device, torch.int64)[0]
 
 
 _launches = Launches()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.kernels.device_tables import device_tables
+from ringflash.kernels.device_tables import device_tables, uploaded
 from ringflash.kernels.mask_tables import (
     CAUSAL,
     LISTED,
@@ -24,7 +24,6 @@ from ringflash.kernels.mask_tables import (
     TileBounds,
     Tiles,
     batch_stride,
-    int32_tables,
     row_bounds,
     row_intervals,
     visits,
@@ -108,7 +107,7 @@ def make_programs(
     order = (-work).argsort(kind="stable")
     rest = np.array([chunk.length for chunk in own])[owned.chunk] - owned.offset
     places = np.stack([owned.row, rest, owned.stop - owned.start, owned.start], 1)
-    places, spans = int32_tables((places[order], spans[:, order]), device)
+    places, spans = uploaded((places[order], spans[:, order]), device)
     return Programs(bounds, kind, even, len(order), len(others), places, spans, batch_stride(spans), tiles)
 
 

@@ -222,5 +222,5 @@ def buffers_of(own: Pair, dtype: torch.dtype, kind: Kind, plan: Plan, transport:
 def _orders(hop: Hop, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the permutation from position order to buffer rows of the KV held, and its inverse; int64."""
     order = positions(hop.held, "cpu").argsort().numpy()
-    there, back = uploaded((order, order.argsort()), device)
+    there, back = uploaded((order, order.argsort()), device, torch.int64)
     return there, back

@@ -140,14 +140,14 @@ def test_tables_take_no_memory_of_work_that_is_still_queued(nbytes: int) -> None
 
 
 def test_tables_travel_together_and_begin_where_kernels_load_vectors() -> None:
-    narrow = [np.arange(5, dtype=np.int32), np.empty((0, 2), np.int32)]
-    given = [*narrow, np.arange(21).reshape(3, 7), np.arange(2**40, 2**40 + 3)]
-    staging, places = tables._packed(given)
-    assert staging.nbytes % tables.ALIGNMENT == 0
-    for table, place in zip(given, places, strict=True):
-        assert place % tables.ALIGNMENT == 0
-        part = staging[place : place + table.nbytes]
-        assert part.numpy().tobytes() == table.tobytes()
+    given = [np.arange(5, dtype=np.int32), np.empty((0, 2), np.int32), np.arange(21).reshape(3, 7).T]
+    for dtype in (torch.int32, torch.int64):
+        staging, places = tables._packed(given, dtype)
+        assert staging.dtype == dtype
+        assert staging.nbytes % tables.ALIGNMENT == 0
+        for table, place in zip(given, places, strict=True):
+            assert place * dtype.itemsize % tables.ALIGNMENT == 0
+            assert staging[place : place + table.size].tolist() == table.reshape(-1).tolist()
 
 
 @pytest.mark.skipif(not GPU, reason="CUDA graphs")
