@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.masks import Mask
-from ringflash.state import AttentionState
 
 
 class Backend(Protocol):
@@ -55,20 +54,8 @@ class Backend(Protocol):
         """
         ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        problem: TileProblem,
-        *,
-        state: AttentionState | None,
-        out: Tensor,
-        lse: Tensor,
-        first: bool,
-        last: bool,
-    ) -> None:
-        """Continues the online softmax of `state`; `first` does not read it, `last` writes out and lse instead."""
+    def forward(self, given: ForwardArguments) -> None:
+        """Continues the online softmax of the state over the keys of one hop, or starts or ends it."""
         ...
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -82,36 +69,12 @@ class Backend(Protocol):
         """
         ...
 
-    def backward_dq(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        dq: Tensor,
-        problem: TileProblem,
-        *,
-        accumulate: bool,
-    ) -> None:
+    def backward_dq(self, inputs: BackwardArguments, dq: Tensor, *, accumulate: bool) -> None:
         """Writes the dq of these keys, or adds it to `dq` when `accumulate`."""
         ...
 
     def backward_dkdv(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        problem: TileProblem,
-        *,
-        accumulate: bool,
-        dq: DqSum | None = None,
+        self, inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum | None = None
     ) -> None:
         """Writes the dk and dv of these queries, contiguous, or adds them in `state_dtype` when `accumulate`.
 

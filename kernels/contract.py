@@ -13,7 +13,7 @@ from torch import Tensor
 from ringflash.dropout import number_of
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
-from ringflash.state import LOG2E
+from ringflash.state import LOG2E, AttentionState
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +143,53 @@ class PendingDelta(NamedTuple):
 
     out: Tensor
     dlse: Tensor | None
+
+
+class ForwardArguments(NamedTuple):
+    """Arguments of `Backend.forward`, which continues the online softmax of `state` over the keys of one hop, in place.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k: (batch, seqlen_k, nheads_kv, headdim).
+        v: (batch, seqlen_k, nheads_kv, headdim_v).
+        problem: positions, mask and score settings of the hop.
+        state: the state of the hops before, which is overwritten; None if the hop is first and last.
+        out: (batch, seqlen_q, nheads, headdim_v), contiguous; written by the last hop.
+        lse: (batch, nheads, seqlen_q), contiguous, natural logarithm; written by the last hop.
+        first: start from the identity, without reading the state.
+        last: write out and lse instead of the state.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    problem: TileProblem
+    state: AttentionState | None
+    out: Tensor
+    lse: Tensor
+    first: bool
+    last: bool
+
+
+class BackwardArguments(NamedTuple):
+    """Inputs of the gradients of one hop.
+
+    Args:
+        dout: gradient of out (batch, seqlen_q, nheads, headdim_v).
+        q, k, v: as in `ForwardArguments`.
+        lse: (batch, nheads, seqlen_q), contiguous, over the keys of all hops.
+        delta: rowsum(dout * out) less the gradient of lse, contiguous, in the shape of lse; or what
+            `Backend.delta_of_one_hop` returned.
+        problem: as in `ForwardArguments`.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Any
+    problem: TileProblem
 
 
 class DqSum:

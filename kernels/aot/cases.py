@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
+from ringflash.kernels.contract import (
+    BackwardArguments,
+    DqSum,
+    ForwardArguments,
+    PendingDelta,
+    ScoreConfig,
+    TileProblem,
+)
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.triton.backend import TRITON
 from ringflash.kernels.triton.config import LONG_KEYS, fuses_dq
@@ -216,23 +223,26 @@ class _Inputs:
         return torch.float32 if self.carried else None
 
     @property
-    def of_backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.values(NHEADS), self.q, self.k, self.v, self.lse, self.rows()
+    def of_backward(self) -> BackwardArguments:
+        return BackwardArguments(self.values(NHEADS), self.q, self.k, self.v, self.lse, self.rows(), self.problem)
+
+    def of_forward(self, *, first: bool, last: bool) -> ForwardArguments:
+        state = None if first and last else self.state
+        return ForwardArguments(self.q, self.k, self.v, self.problem, state, self.values(NHEADS), self.lse, first, last)
 
 
 def _forward(x: _Inputs) -> None:
     in_ring = x.carried or x.role == "middle"
-    given = {"state": x.state if in_ring else None, "first": not in_ring, "last": not in_ring}
-    TRITON.forward(x.q, x.k, x.v, x.problem, out=x.values(NHEADS), lse=x.lse, **given)
+    TRITON.forward(x.of_forward(first=not in_ring, last=not in_ring))
 
 
 def _dq(x: _Inputs) -> None:
-    TRITON.backward_dq(*x.of_backward, x.keys(NHEADS, x.gradients), x.problem, accumulate=x.carried)
+    TRITON.backward_dq(x.of_backward, x.keys(NHEADS, x.gradients), accumulate=x.carried)
 
 
 def _dkdv(x: _Inputs, dq: DqSum | None = None) -> None:
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    TRITON.backward_dkdv(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=dq)
+    TRITON.backward_dkdv(x.of_backward, dk, dv, accumulate=x.carried, dq=dq)
 
 
 def _single_pass(x: _Inputs) -> None:
@@ -254,9 +264,7 @@ def _decode(x: _Inputs) -> None:
 def _hopper_forward(x: _Inputs) -> None:
     from ringflash.kernels.hopper.calls import forward  # imported here, because the other cases do not need Gluon
 
-    first, last = x.role in ("alone", "first"), x.role in ("alone", "last")
-    state = None if first and last else x.state
-    forward(x.q, x.k, x.v, x.problem, state=state, out=x.values(NHEADS), lse=x.lse, first=first, last=last)
+    forward(x.of_forward(first=x.role in ("alone", "first"), last=x.role in ("alone", "last")))
 
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
@@ -265,7 +273,7 @@ def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
 
     total = DqAccumulator(x.q, hops=2, ordered=ordered)  # two hops: added in order only if `ordered`, however short
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backward(*x.of_backward, dk, dv, x.problem, accumulate=x.carried, dq=total)
+    backward(x.of_backward, dk, dv, accumulate=x.carried, dq=total)
     total.finish()
 
 

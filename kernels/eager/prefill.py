@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringflash.dropout import kept
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig
 from ringflash.kernels.eager.mask_blocks import (
     BLOCK_K,
     BLOCK_Q,
@@ -86,23 +86,9 @@ def _scorer(q: Tensor, k: Tensor, queries: Block, score_config: ScoreConfig) -> 
     return _Scorer(score_config, queries, q.shape[0], q.shape[2], k.shape[2])
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: TileProblem,
-    *,
-    state: AttentionState | None,
-    out: Tensor,
-    lse: Tensor,
-    first: bool,
-    last: bool,
-) -> None:
-    """Runs one hop: continues the online softmax of `state` over these keys, in place.
-
-    `first` starts from the identity without reading the state; `last` writes `out` and `lse` instead of the state.
-    With both, no state is needed.
-    """
+def forward(given: ForwardArguments) -> None:
+    """Computes one hop; see `Backend.forward`."""
+    q, k, v, problem, state, out, lse, first, last = given
     batch, _, nheads, _ = q.shape
     nheads_kv, config = k.shape[2], problem.score_config
     for queries in blocks(problem.q_chunks, BLOCK_Q):
@@ -178,16 +164,8 @@ class _Queries:
         return self.scorer.drop(p, keys), self.sees.hide(ds, keys, 0.0)
 
 
-def _queries(
-    block: Block,
-    sees: Visibility,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    score_config: ScoreConfig,
-) -> _Queries:
+def _queries(block: Block, sees: Visibility, inputs: BackwardArguments) -> _Queries:
+    dout, q, k, _, lse, delta, problem = inputs
     nheads_kv = k.shape[2]
     lse_rows = _fold_rows(lse, block, nheads_kv)
     fully_masked = lse_rows == -math.inf
@@ -197,27 +175,17 @@ def _queries(
         _fold(dout, block, nheads_kv).masked_fill(fully_masked[..., None], 0.0),
         (lse_rows.double() * LOG2E).to(state_dtype(q.dtype)).masked_fill(fully_masked, math.inf),
         _fold_rows(delta, block, nheads_kv),
-        _scorer(q, k, block, score_config),
+        _scorer(q, k, block, problem.score_config),
     )
 
 
-def backward_dq(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-) -> None:
+def backward_dq(inputs: BackwardArguments, dq: Tensor, *, accumulate: bool) -> None:
     """Computes dq = softmax_scale * dS k over these keys; adds it to `dq` when `accumulate`, else overwrites `dq`."""
+    _, q, k, v, *_, problem = inputs
     nheads, nheads_kv = q.shape[2], k.shape[2]
     for queries in blocks(problem.q_chunks, BLOCK_Q):
         sees = visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device)
-        rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
+        rows = _queries(queries, sees, inputs)
         acc = torch.zeros_like(rows.q)
         for keys, _ in sees.over(problem.k_chunks):
             _, ds = rows.probabilities_and_gradient(keys, k, v)
@@ -228,23 +196,13 @@ def backward_dq(
 
 
 def backward_dkdv(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-    dq: DqSum | None = None,
+    inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum | None = None
 ) -> None:
     """Computes dk = softmax_scale * dS^T q and dv = P^T dout over these queries; adds them when `accumulate`.
 
     With `dq`, also adds the share softmax_scale * dS k of these keys to that sum, in a fixed order.
     """
+    _, q, k, v, *_, problem = inputs
     nheads, nheads_kv = q.shape[2], k.shape[2]
     queries_and_masks = [
         (queries, visibility(problem.mask, problem.q_chunks, queries, nheads // nheads_kv, q.device))
@@ -257,7 +215,7 @@ def backward_dkdv(
             keys = sees.of(block)
             if keys is None:
                 continue
-            rows = _queries(queries, sees, dout, q, k, lse, delta, problem.score_config)
+            rows = _queries(queries, sees, inputs)
             p, ds = rows.probabilities_and_gradient(keys, k, v)
             seen = slice(keys.begin - block.begin, keys.end - block.begin)
             dv_acc[:, :, seen] += sees.over_rows(p, rows.dout, keys)

@@ -10,7 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
+from ringflash.kernels.contract import (
+    BackwardArguments,
+    DqSum,
+    ForwardArguments,
+    PendingDelta,
+    ScoreConfig,
+    TileProblem,
+)
 from ringflash.kernels.fallback import (
     WIDEST,
     WIDEST_STATE,
@@ -25,7 +32,6 @@ from ringflash.kernels.hopper.config import dq_sum_shape, prefer_triton_backward
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.triton.backend import TRITON, TritonBackend
 from ringflash.masks import Mask
-from ringflash.state import AttentionState
 
 MOST_PADDING = 2**26  # elements of the sum of dq if most of it is padding: a quarter of a GiB
 
@@ -70,64 +76,39 @@ class HopperBackend:
         """Returns delta as not computed: one launch computes it, scales lse, and clears the sum of dq."""
         return PendingDelta(out, dlse)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        problem: TileProblem,
-        *,
-        state: AttentionState | None,
-        out: Tensor,
-        lse: Tensor,
-        first: bool,
-        last: bool,
-    ) -> None:
+    def forward(self, given: ForwardArguments) -> None:
         """Computes one hop; see `Backend.forward`."""
-        given = {"state": state, "out": out, "lse": lse, "first": first, "last": last}
-        if calls.repeat_forward(q, k, v, problem, **given):
+        if calls.repeat_forward(given):
             return None
-        widest = WIDEST if first and last else WIDEST_STATE
+        problem = given.problem
+        widest = WIDEST if given.first and given.last else WIDEST_STATE
         lacking = "sinks" if problem.score_config.sinks is not None else None
-        lacking = lacking_feature(problem, (q, k, v), widest) or lacking
+        lacking = lacking_feature(problem, given[:3], widest) or lacking
         if lacking is not None:
             report_feature(lacking)
-            return self._triton.forward(q, k, v, problem, **given)
-        return calls.forward(q, k, v, problem, **given)
+            return self._triton.forward(given)
+        return calls.forward(given)
 
     def backward_dkdv(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor | PendingDelta,
-        dk: Tensor,
-        dv: Tensor,
-        problem: TileProblem,
-        *,
-        accumulate: bool,
-        dq: DqSum | None = None,
+        self, inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum | None = None
     ) -> None:
         """Computes dk, dv and the share of dq of one hop; see `Backend.backward_dkdv`."""
-        given = dout, q, k, v, lse, delta
-        if dq is not None and calls.repeat_backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq):
+        if dq is not None and calls.repeat_backward(inputs, dk, dv, accumulate=accumulate, dq=dq):
             return None
+        dout, q, k, v, _, delta, problem = inputs
         lacking = None if dq is None else lacking_feature(problem, (q, k, v, dout), WIDEST)
         if dq is None or lacking is not None or _is_mostly_padding(q):
             if lacking is not None:
                 report_feature(lacking)
             if isinstance(delta, PendingDelta):
-                delta = self._triton.delta(delta.out, dout, delta.dlse)
-            inputs = dout, q, k, v, lse, delta
+                inputs = inputs._replace(delta=self._triton.delta(delta.out, dout, delta.dlse))
             if dq is not None and not self._triton_adds(dq, q, v, problem):
-                self._triton.backward_dq(*inputs, dq.rows(), problem, accumulate=True)
+                self._triton.backward_dq(inputs, dq.rows(), accumulate=True)
                 dq = None
-            return self._triton.backward_dkdv(*inputs, dk, dv, problem, accumulate=accumulate, dq=dq)
+            return self._triton.backward_dkdv(inputs, dk, dv, accumulate=accumulate, dq=dq)
         assert all(map(is_viewable, (dk, dv))), "they leave by the copy engine"
         assert not accumulate or dk.dtype == dv.dtype == torch.float32, "it would round twice"
-        return calls.backward(*given, dk, dv, problem, accumulate=accumulate, dq=dq)
+        return calls.backward(inputs, dk, dv, accumulate=accumulate, dq=dq)
 
     def _triton_adds(self, dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> bool:
         """Returns whether one kernel of `triton` adds this hop's share of dq."""

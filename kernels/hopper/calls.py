@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import DqSum, PendingDelta, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, PendingDelta, TileProblem
 from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
 from ringflash.kernels.hopper.backward import BackwardConstants
 from ringflash.kernels.hopper.config import (
@@ -38,7 +38,7 @@ from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
-from ringflash.state import LOG2E, AttentionState
+from ringflash.state import LOG2E
 
 _OPTIONS = {"num_warps": 4, **FUSED}
 _forwards, _backwards = Launches(), Launches()
@@ -65,51 +65,30 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     return config, longer
 
 
-def _tensors(
-    q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
+def _tensors(given: ForwardArguments) -> tuple[Tensor, ...]:
+    q, k, v, _, state, out, lse, *_ = given
     return (q, k, v, out, lse) if state is None else (q, k, v, out, lse, state.m, state.l, state.o)
 
 
-def repeat_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: TileProblem,
-    *,
-    state: AttentionState | None,
-    out: Tensor,
-    lse: Tensor,
-    first: bool,
-    last: bool,
-) -> bool:
+def repeat_forward(given: ForwardArguments) -> bool:
     """Repeats an earlier `forward` of the same problem and layouts; returns whether there was one."""
+    q, k, v, problem, state, _, _, first, last = given
     launch = _forwards.find(problem.launch_key(first, last, state is None, *layout(q, k, v)))
     if launch is None:
         return False
-    return launch((*_tensors(q, k, v, state, out, lse), new_counter(launch.grid[0], q.device).following))
+    return launch((*_tensors(given), new_counter(launch.grid[0], q.device).following))
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: TileProblem,
-    *,
-    state: AttentionState | None,
-    out: Tensor,
-    lse: Tensor,
-    first: bool,
-    last: bool,
-) -> None:
-    """Launches the forward of one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
+def forward(given: ForwardArguments) -> None:
+    """Launches the forward of one hop; see `Backend.forward`."""
+    q, k, v, problem, state, out, lse, first, last = given
     batch, seqlen_q, nheads, headdim = q.shape
     config, known = tiling(problem, headdim, q.device)
     group = nheads // k.shape[2]  # query heads that stream the same keys and values
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
     waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
     tables, _, sizes, programs = work_arguments(known, batch, nheads, streamed, waves, q.device)
-    tensors = _tensors(q, k, v, state, out, lse)
+    tensors = _tensors(given)
     m, l, o = tensors[5:] or (lse, lse, out)  # noqa: E741 - not accessed then
     kind = ForwardConstants(
         FIRST=first,
@@ -157,89 +136,48 @@ def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
     return dq.ordered or (dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim))
 
 
-def _dq_tiles(q: Tensor, k: Tensor, delta: Tensor | PendingDelta, problem: TileProblem, dq: DqAccumulator) -> Tensor:
+def _dq_tiles(inputs: BackwardArguments, dq: DqAccumulator) -> Tensor:
     """Returns the sum of dq; with a pending delta it is not cleared yet."""
-    in_turns, is_cleared = _adds_in_turns(q, k, dq), not isinstance(delta, PendingDelta)
-    return dq.tiles(problem.score_config.softmax_scale, in_turns=in_turns, is_cleared=is_cleared)
+    in_turns, is_cleared = _adds_in_turns(inputs.q, inputs.k, dq), not isinstance(inputs.delta, PendingDelta)
+    return dq.tiles(inputs.problem.score_config.softmax_scale, in_turns=in_turns, is_cleared=is_cleared)
 
 
 def _of_rows(
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor | PendingDelta,
-    factor: float,
-    lost: Tensor,
-    total: Tensor,
-    problem: TileProblem,
-    dq: DqAccumulator,
+    inputs: BackwardArguments, factor: float, lost: Tensor, total: Tensor, dq: DqAccumulator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `vectors` of a hop; with a pending delta the same launch computes delta and clears the sum of dq."""
+    dout, _, _, _, lse, delta, problem = inputs
     if isinstance(delta, PendingDelta):
         return prepared_vectors(dout, lse, delta, factor, lost, total, dq.counters)
     return vectors(lse, delta, factor, lost, problem.cache)
 
 
-def _backward_key(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    accumulate: bool,
-    dq: DqAccumulator,
-) -> Hashable:
-    in_turns, layouts = _adds_in_turns(q, k, dq), layout(dout, q, k, v, dk, dv)
-    return problem.launch_key(accumulate, dq.hops > 1, in_turns, dk.dtype, dv.dtype, *layouts)
+def _backward_key(inputs: BackwardArguments, dk: Tensor, dv: Tensor, accumulate: bool, dq: DqAccumulator) -> Hashable:
+    in_turns, layouts = _adds_in_turns(inputs.q, inputs.k, dq), layout(*inputs[:4], dk, dv)
+    return inputs.problem.launch_key(accumulate, dq.hops > 1, in_turns, dk.dtype, dv.dtype, *layouts)
 
 
-def repeat_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor | PendingDelta,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-    dq: DqSum,
-) -> bool:
+def repeat_backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum) -> bool:
     """Repeats an earlier `backward` of the same problem and layouts; returns whether there was one."""
     assert isinstance(dq, DqAccumulator)
-    launch = _backwards.find(_backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq))
+    launch = _backwards.find(_backward_key(inputs, dk, dv, accumulate, dq))
     if launch is None:
         return False
-    total = _dq_tiles(q, k, delta, problem, dq)
-    counter = new_counter(launch.grid[0] if dq.counters is None else 0, q.device)
-    of_rows = _of_rows(dout, lse, delta, launch.note, counter.lost, total, problem, dq)
+    total = _dq_tiles(inputs, dq)
+    counter = new_counter(launch.grid[0] if dq.counters is None else 0, inputs.q.device)
+    of_rows = _of_rows(inputs, launch.note, counter.lost, total, dq)
     semaphores = () if dq.counters is None else (dq.counters,)
-    return launch((dout, q, k, v, dk, dv, *of_rows, total, counter.following, *semaphores))
+    return launch((*inputs[:4], dk, dv, *of_rows, total, counter.following, *semaphores))
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor | PendingDelta,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-    dq: DqSum,
-) -> None:
-    """Launches the backward of one hop; see `Backend.backward_dkdv`. lse and delta are contiguous."""
+def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum) -> None:
+    """Launches the backward of one hop; see `Backend.backward_dkdv`."""
     assert isinstance(dq, DqAccumulator)
+    dout, q, k, v, *_, problem = inputs
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_kv = k.shape[1:3]
     config = backward_config(headdim)
-    total = _dq_tiles(q, k, delta, problem, dq)
+    total = _dq_tiles(inputs, dq)
     ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
     known = intervals(
         problem.mask,
@@ -257,7 +195,7 @@ def backward(
     tables, lost, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
-    minus_lse, minus_delta, lost = _of_rows(dout, lse, delta, factor, lost, total, problem, dq)
+    minus_lse, minus_delta, lost = _of_rows(inputs, factor, lost, total, dq)
     kind = BackwardConstants(
         MASKED=known.masked,
         BELOW=known.below,
@@ -279,7 +217,7 @@ def backward(
         PIECES=config.pieces,
         ROWS=ROWS,
     )
-    key, grid = _backward_key(dout, q, k, v, dk, dv, problem, accumulate, dq), (programs,)
+    key, grid = _backward_key(inputs, dk, dv, accumulate, dq), (programs,)
     semaphores = () if dq.counters is None else (dq.counters,)
     changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
     kept, scales = (*tables[:3], known.turns), (problem.score_config.to_base2, problem.score_config.softmax_scale)

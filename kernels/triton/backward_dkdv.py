@@ -23,7 +23,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import DqSum, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import TileConfig, dkdv_config, single_pass_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, is_finite
@@ -318,20 +318,10 @@ _launches = Launches()
 
 
 def backward_dkdv(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-    dq: DqSum | None = None,
+    inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum | None = None
 ) -> None:
-    """Computes one hop's dk and dv, and dq if given; see `Backend.backward_dkdv`. lse and delta are contiguous."""
+    """Computes one hop's dk and dv, and dq if given; see `Backend.backward_dkdv`."""
+    dout, q, k, v, lse, delta, problem = inputs
     adds_to = () if dq is None else (dq.rows(),)
     tensors = (dout, q, k, v, lse, delta, dk, dv, *adds_to, *problem.score_config.tensors)
     key = problem.launch_key(accumulate, dq is None, lse.dtype, dk.dtype, *layout(dout, q, k, v, dk, dv))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.contract import BackwardArguments
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import dq_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite
@@ -172,19 +172,9 @@ def _dq_kernel(
 _launches = Launches()
 
 
-def backward_dq(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    problem: TileProblem,
-    *,
-    accumulate: bool,
-) -> None:
-    """Computes one hop's dq; see `Backend.backward_dq`. lse, delta and dq are contiguous."""
+def backward_dq(inputs: BackwardArguments, dq: Tensor, *, accumulate: bool) -> None:
+    """Computes one hop's dq; see `Backend.backward_dq`. dq is contiguous."""
+    dout, q, k, v, lse, delta, problem = inputs
     tensors = (dout, q, k, v, lse, delta, dq, *problem.score_config.tensors)
     key = problem.launch_key(accumulate, lse.dtype, dq.dtype, *layout(dout, q, k, v))
     if _launches.repeat(key, tensors):

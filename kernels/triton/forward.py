@@ -35,11 +35,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 import triton
 import triton.language as tl
-from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.contract import ForwardArguments
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import forward_config
 from ringflash.kernels.triton.isolation import finite_or_zero, has_not_finite, nan_where_not_finite
@@ -66,7 +64,6 @@ from ringflash.kernels.triton.tiles import (
     row_pointers,
     store_rows,
 )
-from ringflash.state import AttentionState
 
 
 class Results(NamedTuple):
@@ -260,19 +257,9 @@ def _forward_kernel(
 _launches = Launches()
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: TileProblem,
-    *,
-    state: AttentionState | None,
-    out: Tensor,
-    lse: Tensor,
-    first: bool,
-    last: bool,
-) -> None:
-    """Launches one hop; see `Backend.forward`. `out`, `lse` and the state are contiguous."""
+def forward(given: ForwardArguments) -> None:
+    """Launches one hop; see `Backend.forward`."""
+    q, k, v, problem, state, out, lse, first, last = given
     carried = () if state is None else (state.m, state.l, state.o)
     tensors = (q, k, v, out, lse, *carried, *problem.score_config.tensors)
     # The key stands for all arguments except addresses. It is None if the launch cannot be repeated, as with dropout.

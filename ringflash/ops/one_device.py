@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels import select
-from ringflash.kernels.contract import TileProblem
+from ringflash.kernels.contract import BackwardArguments, ForwardArguments, TileProblem
 from ringflash.kernels.mask_tables import row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.ops.call import AttentionCall
@@ -118,7 +118,7 @@ class OneDevice:
         problem = self._problem
         if problem is None:
             return out.zero_(), lse.fill_(-torch.inf)
-        self._kernel_run.kernels.forward(q, k, v, problem, state=None, out=out, lse=lse, first=True, last=True)
+        self._kernel_run.kernels.forward(ForwardArguments(q, k, v, problem, None, out, lse, first=True, last=True))
         return out, lse
 
     def _gradients(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,20 +135,17 @@ class OneDevice:
         sinks = self._kernel_run.score_config.sinks
         if problem is None:
             return q.new_zeros(q.shape), dk.zero_(), dv.zero_(), None if sinks is None else lse.new_zeros(sinks.shape)
-        if self._fuses_dq and sinks is None:
-            total, delta = self._kernel_run.new_dq(q, hops=1), kernels.delta_of_one_hop(out, dout, dlse)
-            kernels.backward_dkdv(dout, q, k, v, lse, delta, dk, dv, problem, accumulate=False, dq=total)
-            return total.finish(), dk, dv, None
-        delta = kernels.delta(out, dout, dlse)
+        may_wait = self._fuses_dq and sinks is None  # the gradient of sinks needs delta now
+        delta = (kernels.delta_of_one_hop if may_wait else kernels.delta)(out, dout, dlse)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
-        inputs = dout, q, k, v, lse, delta
+        inputs = BackwardArguments(dout, q, k, v, lse, delta, problem)
         if self._fuses_dq:
             total = self._kernel_run.new_dq(q, hops=1)
-            kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False, dq=total)
+            kernels.backward_dkdv(inputs, dk, dv, accumulate=False, dq=total)
             return total.finish(), dk, dv, dsinks
         dq = q.new_empty_strided(*self._q)
-        kernels.backward_dq(*inputs, dq, problem, accumulate=False)
-        kernels.backward_dkdv(*inputs, dk, dv, problem, accumulate=False)
+        kernels.backward_dq(inputs, dq, accumulate=False)
+        kernels.backward_dkdv(inputs, dk, dv, accumulate=False)
         return dq, dk, dv, dsinks
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import PendingDelta
+from ringflash.kernels.contract import ForwardArguments, PendingDelta
 from ringflash.ring.buffers import Buffers, buffers_of
 from ringflash.ring.plan import Batch, Kind, Plan, Transfer
 from ringflash.ring.tiles import KernelRun, TileGradients, empty_results
@@ -125,7 +125,7 @@ def forward(
             # In a grouped plan `keys_and_values` sorts the rows into other memory and frees `hop.kv_slot`.
             problem, keys_and_values = kernel_run.problem(plan, hop), kv.keys_and_values(hop)
             first, last = hop.index == computed[0], hop.index == computed[-1]
-            kernels.forward(q, *keys_and_values, problem, state=state, out=out, lse=lse, first=first, last=last)
+            kernels.forward(ForwardArguments(q, *keys_and_values, problem, state, out, lse, first, last))
     return out, lse
 
 

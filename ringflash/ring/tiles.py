@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.backend import Backend
-from ringflash.kernels.contract import DqSum, PendingDelta, ScoreConfig, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, PendingDelta, ScoreConfig, TileProblem
 from ringflash.masks import Mask
 from ringflash.ring.buffers import Buffers, Pair
 from ringflash.ring.plan import Hop, Plan
 from ringflash.state import lse_dtype
-
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]  # dout, q, k, v, lse, delta
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class TileGradients:
         self._dq: Tensor | None = None
         self._dq_sum: DqSum | None = None
         self._share: Pair | None = None
-        self._tile: tuple[_Inputs, TileProblem] | None = None
+        self._tile: BackwardArguments | None = None
 
     def before_arrival(self, hop: Hop, kv: Buffers) -> None:
         """Computes dQ of a tile; with one kernel also this rank's share of dK and dV."""
@@ -83,32 +81,30 @@ class TileGradients:
         if not hop.meets:
             return
         q, hops, kernels = self._q, len(self._plan.hops), self._kernel_run.kernels
-        problem = self._kernel_run.problem(self._plan, hop)
         keys, values = kv.keys_and_values(hop)
         is_first = self._dq is None and self._dq_sum is None
         if is_first and self._kernel_run.single_pass(q, values, self._plan.mask, hops=hops):
             self._dq_sum = self._kernel_run.new_dq(q, hops=hops)
-        delta: Any = self._delta  # the backend's own kind, if one kernel computes all gradients
-        if self._dq_sum is None and isinstance(delta, PendingDelta):
-            delta = self._delta = kernels.delta(delta.out, self._dout, delta.dlse)
-        inputs = (self._dout, q, keys, values, self._lse, delta)
+        if self._dq_sum is None and isinstance(delta := self._delta, PendingDelta):
+            self._delta = kernels.delta(delta.out, self._dout, delta.dlse)
+        problem = self._kernel_run.problem(self._plan, hop)
+        inputs = BackwardArguments(self._dout, q, keys, values, self._lse, self._delta, problem)
         if self._dq_sum is not None:
             self._share = self._gradients.gradient(hop) if hop.starts else self._gradients.scratch(hop)
-            kernels.backward_dkdv(*inputs, *self._share, problem, accumulate=False, dq=self._dq_sum)
+            kernels.backward_dkdv(inputs, *self._share, accumulate=False, dq=self._dq_sum)
             return
         if self._dq is None:
             rounds_once = self._plan.world_size == 1 or self._plan.grouped
             dtype = q.dtype if rounds_once else kernels.state_dtype(q.dtype)
             self._dq = q.new_empty(q.shape, dtype=dtype)
-        kernels.backward_dq(*inputs, self._dq, problem, accumulate=not is_first)
-        self._tile = inputs, problem
+        kernels.backward_dq(inputs, self._dq, accumulate=not is_first)
+        self._tile = inputs
 
     def after_arrival(self, hop: Hop) -> None:
         """Adds this rank's share of dK and dV to the sum of earlier ranks."""
         if self._tile is not None:
             self._share = self._gradients.gradient(hop)
-            inputs, problem = self._tile
-            self._kernel_run.kernels.backward_dkdv(*inputs, *self._share, problem, accumulate=not hop.starts)
+            self._kernel_run.kernels.backward_dkdv(self._tile, *self._share, accumulate=not hop.starts)
         self._gradients.store(hop, self._share)
         self._share = self._tile = None
 

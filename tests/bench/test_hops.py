@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from ringflash.bench.attention import hops
 from ringflash.bench.common import timing
 from ringflash.commands.main import main
+from ringflash.kernels.contract import ForwardArguments
 from ringflash.kernels.eager.backend import EagerBackend
 
 CELL = "--seqlens 24 37 --headdims 16 --nheads 2 --tokens 50 --dtype float32 --rounds 2"
@@ -45,9 +45,9 @@ def test_without_arguments_it_shows_that_it_runs(capsys: pytest.CaptureFixture[s
 def test_roles_pass_the_state_as_a_ring_does(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, seen = EagerBackend.forward, set[tuple[bool, bool, bool, int]]()
 
-    def spy(q: torch.Tensor, k: torch.Tensor, *given: Any, state: Any, first: bool, last: bool, **named: Any) -> None:
-        seen.add((first, last, state is None, k.shape[1]))
-        forward(q, k, *given, state=state, first=first, last=last, **named)
+    def spy(given: ForwardArguments) -> None:
+        seen.add((given.first, given.last, given.state is None, given.k.shape[1]))
+        forward(given)
 
     monkeypatch.setattr(EagerBackend, "forward", staticmethod(spy))
     assert hops.main(["--seqlens", "24", "--tokens", "24"]) == 0
@@ -65,11 +65,10 @@ def test_a_hop_that_is_wrong_is_said_in_its_row(
 ) -> None:
     forward, calls = EagerBackend.forward, iter(range(99))
 
-    def flawed(q: Any, k: Any, v: Any, *given: Any, first: bool, last: bool, **named: Any) -> None:
-        attention_itself = first and last and next(calls) % 2 == 0  # the reference of the hops
-        if (first, last) == role and not attention_itself:
-            v = v * 1.5
-        forward(q, k, v, *given, first=first, last=last, **named)
+    def flawed(given: ForwardArguments) -> None:
+        attention_itself = given.first and given.last and next(calls) % 2 == 0  # the reference of the hops
+        is_wrong = (given.first, given.last) == role and not attention_itself
+        forward(given._replace(v=given.v * 1.5) if is_wrong else given)
 
     monkeypatch.setattr(EagerBackend, "forward", staticmethod(flawed))
     path = tmp_path / "hops.json"

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 import ringflash as rf
 from ringflash import reference
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask
@@ -47,7 +47,7 @@ def tile(
     q_chunk, k_chunk = (Chunk(start, x.shape[1]) for start, x in zip(at, (q, k), strict=True))
     out, lse = torch.zeros(1, q.shape[1], 1, v.shape[3]), torch.zeros(1, 1, q.shape[1])
     tile_problem = TileProblem((q_chunk,), (k_chunk,), mask, ScoreConfig(scale))
-    EAGER.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=False, last=last)
+    EAGER.forward(ForwardArguments(q, k, v, tile_problem, state, out, lse, first=False, last=last))
     return out, lse
 
 

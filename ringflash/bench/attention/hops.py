@@ -29,7 +29,7 @@ from ringflash.bench.common.report import Column, heads, print_table
 from ringflash.commands.options import DTYPES, Described, add_shared, check_at_least, parser_of
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem
 from ringflash.kernels.select import choose, kernels_of
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import as_mask
@@ -74,9 +74,7 @@ class Rank:
         tile_problem = TileProblem((Chunk(0, given.seqlen),), (keys,), mask, ScoreConfig(given.q.shape[3] ** -0.5))
         k, v = (x[:, keys.start : keys.stop] for x in (given.k, given.v))
         state = None if first and last else self.state
-        self.kernels.forward(
-            given.q, k, v, tile_problem, state=state, out=self.out, lse=self.lse, first=first, last=last
-        )
+        self.kernels.forward(ForwardArguments(given.q, k, v, tile_problem, state, self.out, self.lse, first, last))
 
 
 def main(argv: Sequence[str]) -> int:

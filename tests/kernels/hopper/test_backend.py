@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import ScoreConfig, TileProblem
+from ringflash.kernels.contract import BackwardArguments, ForwardArguments, ScoreConfig, TileProblem
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.kernels.hopper import backend
 from ringflash.kernels.hopper.backend import HOPPER
@@ -65,7 +65,7 @@ def run_forward(given: Call) -> None:
     (q, k, v), tile_problem, carried = given
     out, lse = v.new_zeros((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     state = AttentionState(lse, lse, out.float()) if carried else None
-    HOPPER.forward(q, k, v, tile_problem, state=state, out=out, lse=lse, first=not carried, last=True)
+    HOPPER.forward(ForwardArguments(q, k, v, tile_problem, state, out, lse, first=not carried, last=True))
 
 
 def run_backward(given: Call, *, deterministic: bool = False) -> None:
@@ -73,7 +73,8 @@ def run_backward(given: Call, *, deterministic: bool = False) -> None:
     dout, lse = v.new_ones((*q.shape[:3], v.shape[3])), torch.zeros(2, 4, SEQLEN)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     dq = HOPPER.new_dq(q, hops=1, deterministic=deterministic)
-    HOPPER.backward_dkdv(dout, q, k, v, lse, lse, dk, dv, tile_problem, accumulate=carried, dq=dq)
+    inputs = BackwardArguments(dout, q, k, v, lse, lse, tile_problem)
+    HOPPER.backward_dkdv(inputs, dk, dv, accumulate=carried, dq=dq)
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def test_a_gradient_that_is_expanded_goes_to_portable(calls: list[Any]) -> None:
     (q, k, v), tile_problem, _ = call()
     lse = torch.zeros(2, 4, SEQLEN)
     dout = torch.ones((), dtype=q.dtype).expand_as(q)
-    HOPPER.backward_dkdv(dout, q, k, v, lse, lse, k, v, tile_problem, accumulate=False)
+    HOPPER.backward_dkdv(BackwardArguments(dout, q, k, v, lse, lse, tile_problem), k, v, accumulate=False)
     assert [kernels for kernels, _, _ in calls] == ["portable"]
 
 
@@ -176,12 +177,12 @@ def test_what_goes_to_portable_with_dq_comes_out_right(deterministic: bool, mask
     dout, q, k, v = (torch.randn(2, SEQLEN, *size, generator=generator) for size in sizes)
     tile_problem = TileProblem(WHOLE, WHOLE, mask, PLAIN)
     out, lse = torch.empty_like(q), torch.empty(2, 4, SEQLEN)
-    EAGER.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
-    given = dout, q, k, v, lse, EAGER.delta(out, dout, None)
+    EAGER.forward(ForwardArguments(q, k, v, tile_problem, None, out, lse, first=True, last=True))
+    inputs = BackwardArguments(dout, q, k, v, lse, EAGER.delta(out, dout, None), tile_problem)
     results = []
     for kernels in (HOPPER, EAGER):
         dq, dk, dv = kernels.new_dq(q, hops=1, deterministic=deterministic), torch.empty_like(k), torch.empty_like(v)
-        kernels.backward_dkdv(*given, dk, dv, tile_problem, accumulate=False, dq=dq)
+        kernels.backward_dkdv(inputs, dk, dv, accumulate=False, dq=dq)
         results.append([dq.finish(), dk, dv])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -203,7 +204,7 @@ def test_single_pass_is_everywhere_that_the_backward_is(calls: list[Any], name: 
 def test_inputs_are_not_copied(calls: list[Any], run: Callable[[Call], None], mask: Mask) -> None:
     given = call(mask=mask)
     run(given)
-    ((_, arguments, _),) = calls
+    ((_, (arguments, *_), _),) = calls
     assert [x for x in given[0] if not any(x is argument for argument in arguments)] == []
 
 

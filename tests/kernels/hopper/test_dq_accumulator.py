@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
-from ringflash.kernels.contract import DqSum, ScoreConfig, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig, TileProblem
 from ringflash.kernels.hopper.backend import HOPPER as BACKEND
 from ringflash.kernels.hopper.config import dq_tile
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
@@ -107,7 +107,7 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
     whole = (Chunk(0, 1024),)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 1024, device=DEVICE)
     everything = TileProblem(whole, whole, Full(), score_config)
-    BACKEND.forward(q, k, v, everything, state=None, out=out, lse=lse, first=True, last=True)
+    BACKEND.forward(ForwardArguments(q, k, v, everything, None, out, lse, first=True, last=True))
     delta = BACKEND.delta(out, dout, None)
 
     def gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -116,7 +116,8 @@ def test_hops_of_both_kinds_of_kernels(deterministic: bool, headdim: int) -> Non
             keys, values = (keep(x[:, chunk.start : chunk.stop]) for x in (k, v))
             dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
             tile_problem = TileProblem(whole, (chunk,), Full(), score_config)
-            BACKEND.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, tile_problem, accumulate=False, dq=total)
+            inputs = BackwardArguments(dout, q, keys, values, lse, delta, tile_problem)
+            BACKEND.backward_dkdv(inputs, dk, dv, accumulate=False, dq=total)
         return total.finish().float()
 
     def misaligned(x: Tensor) -> Tensor:
@@ -139,11 +140,11 @@ def test_turns_are_left_for_the_next_hop(headdim: int) -> None:
     for mask in (Full(), rf.Causal(), rf.SlidingWindow(200, 50), documents, rf.KeyPadding([5, 0])):
         tile_problem = TileProblem(whole, whole, mask, ScoreConfig(headdim**-0.5))
         out, lse = torch.empty_like(q), torch.empty(2, 8, 1000, device=DEVICE)
-        BACKEND.forward(q, k, v, tile_problem, state=None, out=out, lse=lse, first=True, last=True)
-        given = dout, q, k, v, lse, BACKEND.delta(out, dout, None)
+        BACKEND.forward(ForwardArguments(q, k, v, tile_problem, None, out, lse, first=True, last=True))
+        inputs = BackwardArguments(dout, q, k, v, lse, BACKEND.delta(out, dout, None), tile_problem)
         for total in totals:
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            BACKEND.backward_dkdv(*given, dk, dv, tile_problem, accumulate=False, dq=total)
+            BACKEND.backward_dkdv(inputs, dk, dv, accumulate=False, dq=total)
         assert isinstance(totals[0], DqAccumulator)
         assert totals[0].counters is not None
         assert (totals[0].counters == 1).all()
@@ -162,7 +163,7 @@ def test_the_first_turn_stores(headdim: int) -> None:
     queries, score_config = (Chunk(0, 1000),), ScoreConfig(headdim**-0.5)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 1000, device=DEVICE)
     both = TileProblem(queries, (Chunk(300, 700),), rf.Causal(), score_config)
-    BACKEND.forward(q, k, v, both, state=None, out=out, lse=lse, first=True, last=True)
+    BACKEND.forward(ForwardArguments(q, k, v, both, None, out, lse, first=True, last=True))
     delta = BACKEND.delta(out, dout, None)
     total = BACKEND.new_dq(q, hops=2, deterministic=True)
     assert isinstance(total, DqAccumulator)
@@ -171,7 +172,8 @@ def test_the_first_turn_stores(headdim: int) -> None:
         keys, values = k[:, begin:end], v[:, begin:end]
         dk, dv = torch.empty_like(keys), torch.empty_like(values)
         hop = TileProblem(queries, (Chunk(300 + begin, end - begin),), rf.Causal(), score_config)
-        BACKEND.backward_dkdv(dout, q, keys, values, lse, delta, dk, dv, hop, accumulate=False, dq=total)
+        inputs = BackwardArguments(dout, q, keys, values, lse, delta, hop)
+        BACKEND.backward_dkdv(inputs, dk, dv, accumulate=False, dq=total)
     dq, expected = total.finish(), given.exact[1]
     assert not dq[:, :300].any()
     assert (dq - expected).norm() < 5e-3 * expected.norm()
