@@ -8,10 +8,12 @@ RankMismatch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from ringflash import extras
 from ringflash.errors import ConfigError
@@ -38,7 +40,9 @@ def check_versions() -> None:
             raise ConfigError(package, expected=expected, got=found, remedy=extras.install("trainer"))
 
 
-def shard_data_over_rings(accelerator: Accelerator, mesh: DeviceMesh) -> None:
+def shard_data_over_rings(
+    accelerator: Accelerator, mesh: DeviceMesh, then: Callable[[DataLoader[Any]], None] | None = None
+) -> None:
     """Makes `accelerator.prepare` give the ranks of a ring the same rows, and each ring other rows.
 
     accelerate shards data over the dimensions of its own mesh, which it makes for its own context parallelism alone.
@@ -48,5 +52,16 @@ def shard_data_over_rings(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     Args:
         accelerator: the accelerator that prepares the loaders.
         mesh: all ranks, with the dimensions `DATA` and `RING`.
+        then: is called with each loader after accelerate has prepared it.
     """
-    setattr(accelerator, "_prepare_device_mesh", lambda: mesh)  # noqa: B010 - typed as a method
+    prepare = accelerator.prepare_data_loader
+
+    def prepared(*args: Any, **keywords: Any) -> DataLoader[Any]:
+        loader = prepare(*args, **keywords)
+        if then is not None:
+            then(loader)
+        return loader
+
+    # typed as methods
+    setattr(accelerator, "_prepare_device_mesh", lambda: mesh)  # noqa: B010
+    setattr(accelerator, "prepare_data_loader", prepared)  # noqa: B010

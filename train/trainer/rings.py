@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from ringflash.train.lightning.batch import agree_on_batch, check_batch, check_t
 from ringflash.train.models.loss import count_valid
 from ringflash.train.trainer.batch import shifted, whole_sequences
 from ringflash.train.trainer.head import HeadLoss
+from ringflash.train.trainer.order import share_order
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,7 +40,7 @@ class AcceleratorRing:
     """Rings of the ranks of an Accelerator, for a loop with a causal language model of transformers under DDP.
 
     From then on, loaders that the accelerator prepares give the ranks of a ring the same rows, and each ring other
-    rows. Creating it is a collective of all processes.
+    rows, in rank 0's order. Creating it is a collective of all processes, and so is preparing a loader.
 
     Args:
         accelerator: an `accelerate.Accelerator`, before it prepares loaders.
@@ -87,9 +89,11 @@ class AcceleratorRing:
             return
         device = accelerator.device.type
         mesh = init_device_mesh(device, (self.num_rings, self.ring_size), mesh_dim_names=(DATA, RING))
-        shard_data_over_rings(accelerator, mesh)
-        group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="gloo")
-        self._cpu_group = cast("dist.ProcessGroup", group)
+        group = cast("dist.ProcessGroup", dist.group.WORLD if device == "cpu" else dist.new_group(backend="gloo"))
+        self._cpu_group = group
+        # A loader with state restores the state of its own sampler.
+        then = None if accelerator.use_stateful_dataloader else partial(share_order, group=group)
+        shard_data_over_rings(accelerator, mesh, then)
         self.context = rf.ContextParallel(mesh[RING], layout, transport)
 
     def _check_processes(self) -> None:
