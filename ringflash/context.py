@@ -186,6 +186,7 @@ class ContextParallel(TokenMeans):
         self.world_size = len(grid.places)
         self.passes = 0  # forwards and backwards of attention so far
         self.cut_rows = 0  # rows of the shard that was cut last
+        self.has_warned_of_order = False  # of dimensions
         self._first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators

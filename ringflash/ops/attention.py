@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, overload
 
 import torch
@@ -21,6 +22,8 @@ from ringflash.ops.prepared import PreparedCall, key_of
 from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.recent_calls import CacheInfo, RecentCalls
 from ringflash.torch_private import is_any_autocast_enabled
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = AttentionOptions()
 _known: RecentCalls[PreparedCall[OneDevice]] = RecentCalls()
@@ -384,13 +387,25 @@ def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
         remedy = "Shard both with context.shard; shapes are (batch, seqlen, nheads, headdim)."
         got = f"{q.shape[1]} and {k.shape[1]}"
         raise ArgumentError("k", expected="as many local keys as queries", got=got, remedy=remedy)
-    if q.shape[1] < q.shape[2] == context.cut_rows:
-        remedy = (
-            "Pass x.transpose(1, 2) of each: scaled_dot_product_attention has heads before rows, this call does not."
-        )
-        got = f"{tuple(q.shape)}, with the {context.cut_rows} rows of the shard in the place of heads"
-        raise ArgumentError("q, k, v", expected="(batch, seqlen, nheads, headdim)", got=got, remedy=remedy)
+    if q.shape[1] < q.shape[2] == k.shape[2] == context.cut_rows:
+        _check_order(q, k, context)
     context.check_heads(q.shape[2])
+
+
+def _check_order(q: Tensor, k: Tensor, context: ContextParallel) -> None:
+    """Raises ArgumentError for tensors with heads before rows, and warns once of tensors that may be such.
+
+    Shapes do not tell a shard with heads first from a stream of fewer rows than heads. The order in memory tells them
+    apart where a tensor is a transposed view: projections put out rows first.
+    """
+    got = f"{tuple(q.shape)}, with the {context.cut_rows} rows of the shard in the place of heads"
+    remedy = "Pass x.transpose(1, 2) of each: scaled_dot_product_attention has heads before rows, this call does not."
+    if q.stride(1) < q.stride(2) and k.stride(1) < k.stride(2):
+        remedy += " If these are fewer rows than heads, stored with heads first, pass x.contiguous()."
+        raise ArgumentError("q, k, v", expected="(batch, seqlen, nheads, headdim)", got=got, remedy=remedy)
+    if context.rank == 0 and not context.has_warned_of_order and not torch.compiler.is_compiling():
+        context.has_warned_of_order = True
+        logger.warning("q, k, v: %s. %s All is well if there are fewer rows than heads here.", got, remedy)
 
 
 def _validate_options(options: AttentionOptions, q: Tensor) -> None:

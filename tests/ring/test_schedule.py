@@ -206,6 +206,24 @@ def test_heads_in_the_place_of_rows() -> None:
         rf.ring_attention(x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2), context)
 
 
+def test_fewer_rows_than_heads_may_be_right(caplog: pytest.LogCaptureFixture) -> None:
+    context = rf.ContextParallel.local(2)
+    context.shard(torch.randn(1, 8, 5))
+    q, few = torch.randn(1, 4, 8, 16), torch.randn(1, 4, 2, 16)
+    rf.ring_attention(q, few, few, context)  # tensors with heads first would have equal third dimensions
+    assert caplog.records == []
+    for mask in (None, rf.Causal()):
+        exact = rf.flash_attention(q, q, q, mask=mask)
+        pooled = context.shard(q, mask=mask)
+        context.shard(torch.randn(1, 8, 5))
+        torch.testing.assert_close(
+            context.unshard(rf.ring_attention(pooled, pooled, pooled, context, mask=mask)), exact
+        )
+    (record,) = caplog.records
+    assert "(1, 4, 8, 16), with the 8 rows of the shard in the place of heads" in record.getMessage()
+    assert "fewer rows than heads" in record.getMessage()
+
+
 def _between_nans(x: Tensor) -> Tensor:
     storage = torch.full((*x.shape, 2), math.nan, dtype=x.dtype)
     storage[..., 1] = x
