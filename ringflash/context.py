@@ -19,7 +19,7 @@ from ringflash.coordination.session import ControlPlane, Field, outlier_ranks
 from ringflash.errors import FIRST_TOKENS, ArgumentError, RankMismatch
 from ringflash.groups import group_of
 from ringflash.layouts import layout as layouts
-from ringflash.layouts.grid import HEADS, RING, Grid, split_rows
+from ringflash.layouts.grid import HEADS, RING, Grid, check_schedule, split_rows
 from ringflash.layouts.layout import LAYOUTS, Chunk, Layout, make_layout
 from ringflash.masks import Mask, as_mask, described
 from ringflash.recent_calls import RecentCalls
@@ -42,7 +42,6 @@ from ringflash.transport.connect import (
 
 T = TypeVar("T")
 
-HOPS = ("ring", "grouped", "auto")
 GRAPHS = (True, False, "auto")
 # "auto" groups hops if no rank receives more KV than this: 8192 tokens of 8 heads of 128 in two bytes over four ranks.
 # To receive more takes longer than the launches of a ring; see docs/transports.md. A rank that receives at most its own
@@ -112,7 +111,7 @@ class ContextParallel(TokenMeans):
             remedy = "Leave it out, or choose one of these."
             raise ArgumentError("cuda_graphs", expected=f"one of {GRAPHS}", got=repr(cuda_graphs), remedy=remedy)
         group, mesh, grid = group_of(mesh_or_group)
-        _check_schedule(hops, inner_ring, grid)
+        check_schedule(hops, inner_ring, grid.ring)
         deadline = deadline_of(group, timeout)
         request = ConnectRequest(group, transport, deadline, inner_ring is not None, fixed_lengths)
         known = (each for each in _CONTEXTS.connections(Connection) if each.serves(request))
@@ -144,6 +143,8 @@ class ContextParallel(TokenMeans):
         kind += {True: " graphs", False: " no graphs", "auto": ""}[cuda_graphs]
         if hops == "auto" and asked:
             hops = "ring"
+        ranks = dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist()
+        self.ranks = tuple(sorted(ranks))
         self._set(grid.places.index(place), grid, inner_ring, hops, layout, kind, debug)
         self.local_ranks = (self.rank,)
 
@@ -169,7 +170,8 @@ class ContextParallel(TokenMeans):
         self.group = self.heads_group = self.graphs = None
         self.transport_kind, self.transport_reason = "local", "virtual ranks"
         grid = Grid.of(world_size, heads)
-        _check_schedule(hops, inner_ring, grid)
+        check_schedule(hops, inner_ring, grid.ring)
+        self.ranks = ()
         self._set(0, grid, inner_ring, hops, layout, "local", debug=False)
         self.local_ranks = tuple(range(world_size))
         return self
@@ -184,7 +186,7 @@ class ContextParallel(TokenMeans):
         self.rank, self.grid, self.inner_ring, self.hops, self.layout = rank, grid, inner_ring, hops, layout
         self.debug = debug
         self.world_size = len(grid.places)
-        self.passes = 0  # forwards and backwards of attention so far
+        self.own_passes = 0  # forwards and backwards of attention so far
         self.cut_rows = 0  # rows of the shard that was cut last
         self.has_warned_of_order = False  # of dimensions
         self._first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
@@ -323,6 +325,11 @@ class ContextParallel(TokenMeans):
         own_bytes = layout.least_length * row_bytes
         most = max(GROUPED_BYTES, min(own_bytes, 2 * GROUPED_BYTES))
         return receives_at_most(layout, mask, most // row_bytes)
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards of attention so far, of all contexts of these ranks that live here."""
+        return _CONTEXTS.passes(self.ranks)
 
     @property
     def is_virtual(self) -> bool:
@@ -484,17 +491,3 @@ class _Unshard(torch.autograd.Function):
         # The sum would wait for a missing rank until the group's timeout, and would not name the rank.
         context._control.agree_now({**kind, "rank": context.rank}, free="rank")
         return context.shard(ctx.control.sum(grad), dim, mask=ctx.mask), None, None, None, None, None
-
-
-def _check_schedule(hops: str, inner_ring: int | None, grid: Grid) -> None:
-    if hops not in HOPS:
-        raise ArgumentError("hops", expected=f"one of {HOPS}", got=repr(hops), remedy="Choose one of these.")
-    if hops == "grouped" and inner_ring is not None:
-        remedy = "Leave out inner_ring, or hops: one is for slow links and long sequences, the other for short ones."
-        raise ArgumentError("hops", expected="no inner_ring with grouped hops", got=inner_ring, remedy=remedy)
-    if inner_ring is not None:
-        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
-        check_whole("inner_ring", inner_ring, 1, remedy)
-        if grid.ring % inner_ring:
-            expected = f"a divisor of the ring's {grid.ring} ranks"
-            raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)

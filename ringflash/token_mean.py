@@ -69,8 +69,12 @@ class TokenMeans:
     gradients: Reduction = "mean"
     weighs_windows = False
     labels_shape: tuple[int, int] | None = None  # of this rank's part of the batch, if the strategy has cut it
-    passes = 0  # of attention so far
     token_means_made = 0
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards of attention so far."""
+        raise NotImplementedError
 
     def token_mean(
         self,
@@ -111,7 +115,8 @@ class TokenMeans:
         if num_valid_tokens is None:  # with a count a call may hold only a chunk of the batch
             self._check_cut_once(labels)
         mean = _token_mean(token_losses, labels, num_valid_tokens, self._token_ranks(group), gradients)
-        if self.token_means_made == self.passes == 0 and self.gradients == "mean":  # the strategy looks at each step
+        # the strategy looks at each step
+        if self.token_means_made == 0 and self.gradients == "mean" and self.passes == 0:
             self._warn_without_attention()
         self.token_means_made += 1
         return mean

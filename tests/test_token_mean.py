@@ -253,12 +253,18 @@ def _chunks() -> tuple[float, str]:
     return sum(means), str(refused.value)
 
 
-def _warnings_without_attention() -> list[str]:
+def _warnings_without_attention(sees: bool) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("ringflash").addHandler(handler)
     context = rf.ContextParallel(dist.group.WORLD)
+    half = rf.ContextParallel(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    other = rf.ContextParallel(dist.group.WORLD, "contiguous")
+    q = torch.ones(1, 4, 1, 16)
+    rf.ring_attention(q, q, q, half)  # other ranks
+    if sees:
+        rf.ring_attention(q, q, q, other)
     for _ in range(2):
         context.token_mean(torch.ones(1, 4), torch.ones(1, 4, dtype=torch.int64))
     logging.getLogger("ringflash").removeHandler(handler)
@@ -266,7 +272,8 @@ def _warnings_without_attention() -> list[str]:
 
 
 def test_a_mean_before_any_attention_is_named_once() -> None:
-    first, second = run_ranks(2, _warnings_without_attention)
+    assert run_ranks(2, _warnings_without_attention, True) == [[], []]
+    first, second = run_ranks(2, _warnings_without_attention, False)
     (record,) = first
     assert "no attention has used this context yet, so each of its 2 ranks attends to its own part" in record
     assert second == []

@@ -60,6 +60,12 @@ class Registry:
             raise ArgumentError("context", expected="one that lives here", got=got, remedy=remedy)
         return next((each for each in living if not each.is_closed), living[0])
 
+    def passes(self, ranks: tuple[int, ...]) -> int:
+        """Returns the passes of attention so far over living contexts of `ranks`."""
+        references = [each for named in list(self._contexts.values()) for each in named]  # any thread may remove some
+        living = [context for reference in references if (context := reference()) is not None]
+        return sum(context.own_passes for context in living if context.ranks == ranks)
+
     def connections(self, kind: type[C]) -> list[C]:
         """Returns the open connections of one kind, newest first."""
         return [each for each in reversed(self._users) if isinstance(each, kind)]

@@ -16,6 +16,7 @@ from ringflash.errors import ArgumentError
 from ringflash.layouts.layout import Chunk, Layout
 
 RING, HEADS = "ring", "heads"  # names of a mesh's dimensions
+HOPS = ("ring", "grouped", "auto")
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,18 @@ def _parts(chunks: tuple[Chunk, ...], count: int) -> list[tuple[Chunk, ...]]:
                 left.insert(0, Chunk(first.start + taken, first.length - taken))
         parts.append(tuple(part))
     return parts
+
+
+def check_schedule(hops: str, inner_ring: int | None, ring: int) -> None:
+    """Raises ArgumentError unless a ring of `ring` ranks can have these `hops` and this inner ring."""
+    if hops not in HOPS:
+        raise ArgumentError("hops", expected=f"one of {HOPS}", got=repr(hops), remedy="Choose one of these.")
+    if hops == "grouped" and inner_ring is not None:
+        remedy = "Leave out inner_ring, or hops: one is for slow links and long sequences, the other for short ones."
+        raise ArgumentError("hops", expected="no inner_ring with grouped hops", got=inner_ring, remedy=remedy)
+    if inner_ring is not None:
+        remedy = "Pass how many neighbours in the ring fast links join, or nothing for one ring."
+        check_whole("inner_ring", inner_ring, 1, remedy)
+        if ring % inner_ring:
+            expected = f"a divisor of the ring's {ring} ranks"
+            raise ArgumentError("inner_ring", expected=expected, got=inner_ring, remedy=remedy)

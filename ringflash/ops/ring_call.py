@@ -124,7 +124,7 @@ class RingCall:
     def _agreed(self, operation: str, context: ContextParallel, guard: Guard) -> _Ranks:
         """Agrees with all ranks on the call, and returns the ranks of this process for one pass."""
         guard.phase = Phase.AGREEING
-        context.passes += 1
+        context.own_passes += 1
         if self._planned is not None and context.is_virtual:
             plans, lengths = self._planned
         else:

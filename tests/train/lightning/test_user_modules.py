@@ -40,6 +40,7 @@ class UserModule(pl.LightningModule):
         self.way, self.model = way, make_model()
         self.gradients: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
+        self.second: rf.ContextParallel | None = None
 
     def configure_model(self) -> None:
         strategy = cast("RingAttentionStrategy", self.trainer.strategy)
@@ -56,7 +57,9 @@ class UserModule(pl.LightningModule):
         if self.way == "cut twice":
             ids, labels = context.shard(ids), context.shard(labels)
             return context.token_mean(self.model(ids, labels, context), labels).loss
-        losses = self.model(ids, labels, None if self.way == "no ring" else context)
+        if self.way == "second context":
+            self.second = self.second or rf.ContextParallel(dist.group.WORLD, context.layout)
+        losses = self.model(ids, labels, None if self.way == "no ring" else self.second or context)
         if self.way == "batch as a whole":
             batch = {name: value for name, value in batch.items() if name != "labels"}
             return losses.sum() / batch["num_valid_tokens"]
@@ -156,6 +159,7 @@ def _ways() -> dict[str, dict[str, Any]]:
             way: _fit(way)
             for way in (
                 "no ring",
+                "second context",
                 "cut twice",
                 "no positions",
                 "mean logged",
@@ -226,6 +230,12 @@ def test_a_step_without_attention_of_its_context_is_named_once(outcomes: Any) ->
     assert "called no attention of its context, so each of the 2 ranks attends to its own part" in record
     assert "Call rf.ring_attention" in record
     assert second["records"] == []
+
+
+def test_attention_over_another_context_of_the_same_ranks_is_seen(outcomes: Any) -> None:
+    for rank in outcomes[2]:
+        assert rank["second context"]["error"] is None
+        assert rank["second context"]["records"] == []
 
 
 @pytest.mark.parametrize(
