@@ -25,6 +25,7 @@ from ringflash.train.checkpoint.load import load
 from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
 from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.lightning.user_modules import has_unlike_buffers
 from ringflash.train.remote import fetched
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self._cpu_group: dist.ProcessGroup | None = None
         self._random: tuple[dict[str, Tensor], int] | None = None
         self._is_save_skipped = False
+        self._has_unlike_buffers = False
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -153,6 +155,9 @@ class ShardedStrategy(ModelParallelStrategy):
             log.warning(text)
             return
         path = local_path(self.broadcast(str(filepath)), "filepath")
+        if self.world_size > 1 and not self._has_unlike_buffers:
+            assert self.model is not None
+            self._has_unlike_buffers = has_unlike_buffers(self.model, checkpoint["state_dict"], self.cpu_group)
         checkpoint["random"] = random_state.collect(self.root_device, self.cpu_group)
         self.saver.save(checkpoint, path, storage_options or SaveOptions())
 

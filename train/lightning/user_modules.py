@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNT, POSITIONS = "num_valid_tokens", "position_ids"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 AVERAGES = (StochasticWeightAveraging, WeightAveraging)
 TOLERANCE = 1e-5  # relative; far below the difference of two shards' losses
 REMEDY = (
@@ -58,6 +60,10 @@ WHOLE_BATCH = (
 BATCH_NORM = (
     "%s normalises with the statistics of this rank's shard, and a checkpoint keeps the buffers of one rank. Use a "
     "norm of each token, such as LayerNorm or RMSNorm."
+)
+UNLIKE_BUFFER = (
+    "The buffer %s differs between ranks, and a checkpoint keeps that of one rank. Change it by values that are equal "
+    "on all ranks: sum them with torch.distributed.all_reduce. Or register it with persistent=False."
 )
 SEPARATE_WEIGHTS = (
     "%s and %s hold the same numbers, but train as two parameters. If they were tied, separate calls of fully_shard "
@@ -173,7 +179,7 @@ def _has_policy(strategy: RingAttentionStrategy) -> bool:
 def warn_of_batch_norms(module: nn.Module) -> None:
     """Warns of the first layer that normalises over tokens."""
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        if isinstance(layer, BATCH_NORMS):
             logger.warning(BATCH_NORM, name)
             return
 
@@ -193,6 +199,27 @@ def warn_of_parted_weights(module: nn.Module) -> None:
             mine, theirs = weight.to_local(), other.to_local()
             if mine.numel() and torch.equal(mine, theirs) and bool((mine != mine.flatten()[0]).any()):
                 logger.warning(SEPARATE_WEIGHTS, name, other_name)
+
+
+def has_unlike_buffers(module: nn.Module, state_dict: Mapping[str, Any], group: dist.ProcessGroup) -> bool:
+    """Returns whether a whole tensor to be saved differs between ranks, and names the first; a collective.
+
+    BatchNorm's buffers are left out, because `warn_of_batch_norms` has named them.
+    """
+    norms = {name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)}
+    whole = {name: x for name, x in state_dict.items() if type(x) is Tensor}  # sharded ones are DTensors
+    named = {name: _digest(x) for name, x in whole.items() if name.rpartition(".")[0] not in norms}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, named, group=group)
+    unlike = [name for name, digest in gathered[0].items() if any(each.get(name) != digest for each in gathered)]
+    if unlike and dist.get_rank(group) == 0:
+        logger.warning(UNLIKE_BUFFER, unlike[0])
+    return bool(unlike)
+
+
+def _digest(x: Tensor) -> bytes:
+    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def loss_error() -> ConfigError:

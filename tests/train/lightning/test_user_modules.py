@@ -91,6 +91,26 @@ class UserModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+class Buffered(UserModule):
+    """A module that counts the tokens that it has seen: those of its shard, or those of all ranks."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("value")
+        self.norm = torch.nn.BatchNorm1d(2, affine=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.bfloat16))
+        self.register_buffer("scratch", torch.zeros(()), persistent=way == "counts all")
+        self.register_buffer("seen", torch.zeros(3))
+        self.counted = way
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        count = (batch["labels"] >= 0).sum()
+        self.norm(torch.rand(4, 2) + self.global_rank)
+        self.steps += 1
+        self.seen += batch["num_valid_tokens"] if self.counted == "counts all" else count
+        self.scratch += 0 if self.counted == "counts all" else count
+        return super().training_step(batch, batch_idx)
+
+
 class OneArgument(UserModule):
     """A module whose step does not take the number of the batch, which Lightning allows."""
 
@@ -148,6 +168,46 @@ def _fit(way: str, data_parallel: int = 1, accumulate: int = 2) -> dict[str, Any
     logging.getLogger("ringflash").removeHandler(handler)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"error": error, "metrics": metrics, "gradients": module.gradients, "records": records}
+
+
+def _records_of_saves(folder: str) -> list[list[str]]:
+    return [[text for text in _saved(way, f"{folder}/{way}") if "norm " not in text] for way in ("own", "counts all")]
+
+
+def _saved(way: str, folder: str) -> list[str]:
+    """Returns the warnings of a run that saves two checkpoints."""
+    quiet()
+    warnings.filterwarnings("ignore", message=".*val_dataloader")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=RingAttentionStrategy(layout="contiguous"),
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    rows = [{"input_ids": tokens[0], "labels": labels[0]} for tokens, labels in make_batches(1)]
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("ringflash").addHandler(handler)
+    trainer.fit(Buffered(way), DataLoader(cast("Any", rows)))
+    for name in ("one", "two"):
+        trainer.save_checkpoint(f"{folder}/{name}")
+    logging.getLogger("ringflash").removeHandler(handler)
+    return records
+
+
+def test_a_saved_buffer_that_differs_between_ranks_is_named_once(tmp_path: Any) -> None:
+    (first, equal), (second, _) = run_ranks(2, _records_of_saves, str(tmp_path))
+    (record,) = first
+    assert "The buffer seen differs between ranks, and a checkpoint keeps that of one rank" in record
+    assert "all_reduce" in record
+    assert equal == second == []
 
 
 def _ways() -> dict[str, dict[str, Any]]:
