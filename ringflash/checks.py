@@ -47,6 +47,21 @@ def check_heads(nheads: int, nheads_kv: int, headdims: Mapping[str, int]) -> Non
         raise ArgumentError("nheads", expected=expected, got=f"{nheads} and {nheads_kv}", remedy=remedy)
 
 
+def check_of_heads(q: Tensor, sinks: object, alibi_slopes: object) -> None:
+    """Raises ArgumentError unless those given are one number a head of `q`; slopes may differ between sequences."""
+    batch, _, nheads, _ = q.shape
+    shapes = {"sinks": (sinks, [(nheads,)]), "alibi_slopes": (alibi_slopes, [(nheads,), (batch, nheads)])}
+    for name, (x, allowed) in shapes.items():
+        if x is None:
+            continue
+        expected = f"a floating-point tensor of shape {' or '.join(map(str, allowed))} on {q.device}"
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, expected=expected, got=type(x).__name__, remedy="Pass one number a head.")
+        if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != q.device:
+            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a head.")
+
+
 def check_whole(argument: str, value: object, least: int, remedy: str) -> None:
     """Raises ArgumentError unless `value` is a whole number and at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

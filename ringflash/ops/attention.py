@@ -8,7 +8,15 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ringflash.checks import DTYPES, check_heads, check_return_lse, check_softcap, check_tensors, scale_of
+from ringflash.checks import (
+    DTYPES,
+    check_heads,
+    check_of_heads,
+    check_return_lse,
+    check_softcap,
+    check_tensors,
+    scale_of,
+)
 from ringflash.context import ContextParallel, context_by_name
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
@@ -140,12 +148,7 @@ def flash_attention(
         if key is None:
             return _attend(q, k, v, call, with_lse)
         known = _known.put(key, PreparedCall(OneDevice.new(q, k, v, call), with_lse))
-    attention = known.attention
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=known.with_lse)
-    else:
-        out, lse = attention.forward(q, k, v)
-    return (out, _public_lse(lse, q)) if known.with_lse and lse is not None else out
+    return _attend(q, k, v, known.attention, known.with_lse)
 
 
 @overload
@@ -276,14 +279,9 @@ def ring_attention(
         return _attend(q, k, v, call, with_lse)
     attention = known.attention
     if isinstance(attention, RingCall):
-        attention = BoundCall(attention, context)
-    else:
-        context.check_alive()
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=with_lse)
-    else:
-        out, lse = attention.forward(q, k, v)
-    return (out, _public_lse(lse, q)) if with_lse and lse is not None else out
+        return _attend(q, k, v, BoundCall(attention, context), with_lse)
+    context.check_alive()
+    return _attend(q, k, v, attention, with_lse)
 
 
 def cache_info() -> CacheInfo:
@@ -317,15 +315,20 @@ def _call(
     )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall | OneDevice | BoundCall, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns attention of a checked call, prepared or not, with lse in the dtype that users get."""
     # No guard surrounds this function: torch's checkpointing ends a recomputed forward early by an exception.
-    out, lse = derivatives.attend(q, k, v, call)
-    return (out, _public_lse(lse, q)) if return_lse else out
-
-
-def _public_lse(lse: Tensor, q: Tensor) -> Tensor:
-    """Returns lse in the dtype that users get; kernels may keep more for the backward."""
-    return lse.to(torch.promote_types(q.dtype, torch.float32))
+    if isinstance(attention, AttentionCall):
+        out, lse = derivatives.attend(q, k, v, attention)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = derivatives.attend_prepared(q, k, v, attention, with_lse=return_lse)
+    else:
+        out, lse = attention.forward(q, k, v)
+    if not return_lse or lse is None:
+        return out
+    return out, lse.to(torch.promote_types(q.dtype, torch.float32))  # kernels may keep more for the backward
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -413,20 +416,7 @@ def _validate_options(options: AttentionOptions, q: Tensor) -> None:
         remedy = "None does what torch.use_deterministic_algorithms says."
         got = repr(options.deterministic)
         raise ArgumentError("deterministic", expected="None, True or False", got=got, remedy=remedy)
-    if options.sinks is None and options.alibi_slopes is None:
-        return
-    batch, _, nheads, _ = q.shape
-    shapes = {"sinks": [(nheads,)], "alibi_slopes": [(nheads,), (batch, nheads)]}
-    for name, allowed in shapes.items():
-        x = getattr(options, name)
-        if x is None:
-            continue
-        expected = f"a floating-point tensor of shape {' or '.join(map(str, allowed))} on {q.device}"
-        if not isinstance(x, Tensor):
-            raise ArgumentError(name, expected=expected, got=type(x).__name__, remedy="Pass one number a head.")
-        if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != q.device:
-            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a head.")
+    check_of_heads(q, options.sinks, options.alibi_slopes)
     if options.alibi_slopes is not None and options.alibi_slopes.requires_grad:
         remedy = "Detach them: ALiBi's slopes are fixed."
         raise ArgumentError("alibi_slopes", expected="slopes without gradient", got="requires_grad", remedy=remedy)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringflash.checks import DTYPES, check_heads, check_return_lse, check_softcap, check_tensors, scale_of
+from ringflash.checks import (
+    DTYPES,
+    check_heads,
+    check_of_heads,
+    check_return_lse,
+    check_softcap,
+    check_tensors,
+    scale_of,
+)
 from ringflash.context import ContextParallel
 from ringflash.errors import ArgumentError
 from ringflash.kernels.decode_step import MAX_SEQLEN_Q, MAX_SPLITS, DecodeTiles
@@ -296,20 +304,12 @@ def _lengths(cache_seqlens: Tensor | int, q: Tensor, k: Tensor, context: Context
 
 def _check_scoring(q: Tensor, softmax_scale: float | None, options: DecodeOptions) -> float:
     """Checks what becomes of the scores, and returns the scale."""
-    batch, _, nheads, headdim = q.shape
-    for name, x, shapes in (
-        ("sinks", options.sinks, ((nheads,),)),
-        ("alibi_slopes", options.alibi_slopes, ((nheads,), (batch, nheads))),
-    ):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != q.device or x.shape not in shapes:
-            got = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-            expected = f"a floating tensor {' or '.join(map(str, shapes))} on {q.device}"
-            raise ArgumentError(name, expected=expected, got=got, remedy="Pass one number a query head.")
-        _check_no_gradient(name, x)
+    check_of_heads(q, options.sinks, options.alibi_slopes)
+    for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
+        if x is not None:
+            _check_no_gradient(name, x)
     check_softcap(options.softcap)
-    return scale_of(softmax_scale, headdim)
+    return scale_of(softmax_scale, q.shape[3])
 
 
 def _check_options(q: Tensor, options: DecodeOptions, context: ContextParallel | None) -> None:

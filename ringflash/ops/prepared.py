@@ -57,7 +57,7 @@ def key_of(
     The arguments may be wrong: the first call of a key checks them. So a key tells 1 from 1.0 and True, which Python
     counts as equal.
     """
-    if torch.compiler.is_compiling() or is_observed():
+    if is_observed():
         return None
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN) or q.is_neg() or k.is_neg() or v.is_neg():
         return None
@@ -82,14 +82,14 @@ def key_of(
 
 
 def is_observed() -> bool:
-    """Returns whether a transform, a mode, a profiler, a trace or forward mode wants to see operators."""
-    if are_transforms_active() or dispatch_modes() or function_modes() or is_profiling():
+    """Returns whether a compiler, transform, mode, profiler, trace or forward mode wants to see operators."""
+    if torch.compiler.is_compiling() or are_transforms_active() or dispatch_modes() or function_modes():
         return True
-    return forward_mode_level() >= 0 or jit_tracing_state() is not None
+    return is_profiling() or forward_mode_level() >= 0 or jit_tracing_state() is not None
 
 
 def is_plain(grad: Tensor) -> bool:
     """Returns whether a backward with this gradient of out may run without operators."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_observed():
+    if torch.is_grad_enabled() or is_observed():
         return False
     return type(grad) is Tensor and not grad.is_neg()

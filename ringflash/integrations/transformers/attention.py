@@ -343,8 +343,9 @@ def _prepared(
     is checked each time: another model that is made from the same configuration changes it.
     """
     check_arguments(model, context, args, keywords)
-    _text_config(model)
-    if not hasattr(model, CHECKED):
+    if hasattr(model, CHECKED):
+        _text_config(model)
+    else:
         check_model(model)
     return getattr(model, CHECKED).rotary
 
