@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch import Tensor
 
-from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.exchange import all_ranks
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 
 

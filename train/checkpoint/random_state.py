@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.exchange import all_ranks
 
 STEP_STRIDE = 0xBF58476D1CE4E5B9  # odd, so that no two steps share a seed
 

@@ -29,7 +29,8 @@ from ringflash.train.data.corpus import CACHE
 from ringflash.train.data.module import TextDataModule
 from ringflash.train.data.samples import Packing, train_and_held_out
 from ringflash.train.data.tokenizer import Tokenizer
-from ringflash.train.lightning.batch import all_ranks, document_positions, documents_of
+from ringflash.train.exchange import all_ranks
+from ringflash.train.lightning.batch import document_positions, documents_of
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.remote import fetched
 

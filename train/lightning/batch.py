@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
+from ringflash.train.exchange import all_ranks
 from ringflash.train.models.loss import IGNORE_INDEX, count_valid
 
 ADDED = ("position_ids", "num_valid_tokens")
@@ -225,13 +226,6 @@ def check_tokens(batch: Mapping[str, Tensor], vocab_size: int) -> None:
                 got=f"{int(ids[first])} at {first}, {int(outside.sum())} such in all",
                 remedy="Look at the tokenizer, or raise the model's vocab_size.",
             )
-
-
-def all_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers (n,) of this rank into (world_size, n) of all ranks, in rank order."""
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group=group)
-    return torch.stack(gathered)
 
 
 def agree_on_batch(

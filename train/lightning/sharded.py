@@ -24,7 +24,7 @@ from ringflash.train.checkpoint import random_state
 from ringflash.train.checkpoint.load import load
 from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
-from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.exchange import all_ranks
 from ringflash.train.lightning.user_modules import has_unlike_buffers
 from ringflash.train.remote import fetched
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError, StateError
+from ringflash.train.exchange import all_ranks
 from ringflash.train.lightning import user_modules
 from ringflash.train.lightning.batch import (
     ADDED,
@@ -28,7 +29,6 @@ from ringflash.train.lightning.batch import (
     SAMPLER,
     WHOLE,
     agree_on_batch,
-    all_ranks,
     cut_keys,
     document_positions,
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.exchange import all_ranks
 from ringflash.train.lightning.host_copies import HostCopy
 
 if TYPE_CHECKING:

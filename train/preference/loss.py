@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import ringflash as rf
-from ringflash.train.lightning.batch import all_ranks
+from ringflash.train.exchange import all_ranks
 
 
 def dpo_losses(rewards: Tensor, label_smoothing: float = 0.0) -> Tensor:
