@@ -278,6 +278,14 @@ PLANTS = (
         ("tests/coordination/test_failures.py::test_deadlines_in_the_wrong_order",),
     ),
     Plant(
+        "unequal-numbers-of-batches",
+        "data-parallel groups with unequal numbers of batches call unlike collectives, and gloo aborts the processes",
+        "train/lightning/user_modules.py",
+        "progress.is_last_batch or ends_run)",
+        "ends_run)",
+        ("tests/train/lightning/test_unequal_batches.py::test_every_rank_names_the_places_of_all[accumulation]",),
+    ),
+    Plant(
         "fsync-left-out",
         "a checkpoint renamed before its files are on the disk: a power cut leaves empty files under its name",
         "train/checkpoint/manifest.py",

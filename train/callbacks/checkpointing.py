@@ -14,6 +14,7 @@ from ringflash.errors import ConfigError
 from ringflash.train.checkpoint.collective import on_every_rank
 from ringflash.train.checkpoint.manifest import Keep, is_url, local_path
 from ringflash.train.checkpoint.save import Progress, SaveOptions
+from ringflash.train.exchange import Purpose
 from ringflash.train.lightning.sharded import ShardedStrategy
 from ringflash.train.remote import check_remote
 
@@ -130,7 +131,7 @@ class LastCheckpoint(Checkpoint):
             return self.every_n_minutes is not None and strategy.broadcast(due)
         if self.every_n_minutes is None and strategy.saver.progress == Progress.IDLE:
             return False
-        rows = strategy.exchange(strategy.saver.progress, due)
+        rows = strategy.exchange(Purpose.SAVES, strategy.saver.progress, due)
         progress = {row[0] for row in rows}
         if Progress.FAILED in progress or progress == {Progress.DONE}:
             strategy.saver.wait()

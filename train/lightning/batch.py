@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError, PeerFailed, RankMismatch
-from ringflash.train.exchange import all_ranks
+from ringflash.train.exchange import Place, Purpose, exchange
 from ringflash.train.models.loss import IGNORE_INDEX, count_valid
 
 ADDED = ("position_ids", "num_valid_tokens")
@@ -235,6 +235,7 @@ def agree_on_batch(
     vocab_size: int | None = None,
     shard_keys: Sequence[str] = (),
     remedy: str = SAMPLER,
+    place: Place | None = None,
 ) -> BatchAgreement:
     """Agrees on the micro-batch of all ranks with one small collective over `group`, which must serve CPU tensors.
 
@@ -244,12 +245,15 @@ def agree_on_batch(
     Ranks are ordered data-parallel major: the group's ranks [i * context_parallel_size, (i + 1) *
     context_parallel_size) share sequences, which this function checks. A batch that is wrong on one rank raises on all
     ranks, so that none of them waits for it. Ids are compared with `vocab_size`, if it is known. `remedy` is what to do
-    where ranks that share sequences hold different ones.
+    where ranks that share sequences hold different ones. `place` says which batch it is, and is compared first;
+    None: any training batch.
 
     Raises:
         ArgumentError: on a rank with a batch that breaks the contract or has ids outside the vocabulary.
         PeerFailed: on the other ranks.
-        RankMismatch: on all ranks, when ranks that share sequences hold different ones; the error has the remedy.
+        RankMismatch: on all ranks, when ranks that share sequences hold different ones, or a rank is at another place
+            in the run; the error has the remedy.
+        GroupFailed: as `exchange`.
     """
     error: ArgumentError | None = None
     facts = [0] * 7
@@ -266,7 +270,7 @@ def agree_on_batch(
     except ArgumentError as raised:
         error = raised
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    rows: list[list[int]] = all_ranks(torch.tensor(facts), group).tolist()
+    rows = exchange(group, place or Place(Purpose.TRAINING_BATCH), *facts)
     if error is not None:
         raise error
     if failed := [r for r, row in enumerate(rows) if not row[0]]:

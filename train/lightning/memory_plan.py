@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.errors import ConfigError
+from ringflash.train.exchange import Purpose
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
 from ringflash.train.models.budget import AUTO, ActivationPlan, available_memory, plan_activations
 from ringflash.train.models.memory import GIB, TrainingShape, check_host_memory, check_memory, host_memory
@@ -139,4 +140,4 @@ def _least_memory(strategy: Strategy, device: torch.device) -> tuple[int, int, s
 
 
 def _all_ranks(strategy: Strategy, *numbers: int) -> list[list[int]]:
-    return strategy.exchange(*numbers) if isinstance(strategy, RingAttentionStrategy) else [[*numbers]]
+    return strategy.exchange(Purpose.MEMORY, *numbers) if isinstance(strategy, RingAttentionStrategy) else [[*numbers]]

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.train.callbacks.checkpointing import LastCheckpoint
+from ringflash.train.exchange import Purpose
 from ringflash.train.lightning.sharded import ShardedStrategy
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Preemption(Callback):
         """Saves if a rank received SIGTERM, and returns the exception that ends the run; a collective of all ranks."""
         strategy, told = trainer.strategy, [self._requested]
         if isinstance(strategy, ShardedStrategy):
-            told = [flags[0] for flags in strategy.exchange(self._requested)]
+            told = [flags[0] for flags in strategy.exchange(Purpose.SIGNALS, self._requested)]
         if not any(told):
             return None
         ranks = [rank for rank, flag in enumerate(told) if flag]

@@ -24,7 +24,7 @@ from ringflash.train.checkpoint import random_state
 from ringflash.train.checkpoint.load import load
 from ringflash.train.checkpoint.manifest import local_path
 from ringflash.train.checkpoint.save import SaveOptions, Saver
-from ringflash.train.exchange import all_ranks
+from ringflash.train.exchange import Place, Purpose, exchange
 from ringflash.train.lightning.user_modules import has_unlike_buffers
 from ringflash.train.remote import fetched
 
@@ -97,9 +97,13 @@ class ShardedStrategy(ModelParallelStrategy):
             self._cpu_group = group
         return self._cpu_group
 
-    def exchange(self, *flags: int) -> list[list[int]]:
-        """Returns the `flags` of every rank, in rank order. This is a small collective that no GPU waits for."""
-        return all_ranks(torch.tensor([int(flag) for flag in flags]), self.cpu_group).tolist()
+    def exchange(self, purpose: Purpose, *flags: int) -> list[list[int]]:
+        """Returns the `flags` of every rank, in rank order. This is a small collective that no GPU waits for.
+
+        Raises:
+            RankMismatch, GroupFailed: as `ringflash.train.exchange.exchange`.
+        """
+        return exchange(self.cpu_group, Place(purpose), *flags)
 
     def on_exception(self, exception: BaseException) -> None:
         """Waits up to a minute for a checkpoint that is being written."""
@@ -140,6 +144,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
         Raises:
             CheckpointError: on every rank, when one rank could not write, or for a URL.
+            RankMismatch: on every rank, when another rank does not save.
         """
         if storage_options is not None and not isinstance(storage_options, SaveOptions):
             raise ArgumentError(
@@ -154,6 +159,8 @@ class ShardedStrategy(ModelParallelStrategy):
             text += f"other ranks may be at another step; resume from an earlier one. The error: {error}"
             log.warning(text)
             return
+        if self.world_size > 1:
+            self.exchange(Purpose.CHECKPOINT)  # because the broadcast would wait for a rank that does not save
         path = local_path(self.broadcast(str(filepath)), "filepath")
         if self.world_size > 1 and not self._has_unlike_buffers:
             assert self.model is not None

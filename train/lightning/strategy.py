@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import ringflash as rf
 from ringflash.errors import ConfigError, StateError
-from ringflash.train.exchange import all_ranks
+from ringflash.train.exchange import Purpose, all_ranks
 from ringflash.train.lightning import user_modules
 from ringflash.train.lightning.batch import (
     ADDED,
@@ -225,7 +225,7 @@ class RingAttentionStrategy(ShardedStrategy):
         if self.world_size > 1 and not any(isinstance(callback, user_modules.MetricGuard) for callback in callbacks):
             callbacks.insert(0, user_modules.MetricGuard())
         if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            exchange_sigterm(trainer, lambda received: any(flags[0] for flags in self.exchange(received)))
+            exchange_sigterm(trainer, lambda told: any(row[0] for row in self.exchange(Purpose.NEXT_BATCH, told)))
         # A forward without a backward may have left weights gathered. `sum_gradients` would refuse these plain tensors,
         # and the optimizer would keep them.
         reshard(self.model)
@@ -276,11 +276,13 @@ class RingAttentionStrategy(ShardedStrategy):
                 an entry with a value for each token that `shard_keys` does not name. Or ids lie outside the module's
                 vocab_size, if it has one.
             PeerFailed: another rank's batch is not of this form.
-            RankMismatch: ranks of one context-parallel group hold different sequences.
+            RankMismatch: ranks of one context-parallel group hold different sequences, or ranks have unequal numbers
+                of batches.
         """
         device = device or self.root_device
         vocab_size = getattr(self.lightning_module, "vocab_size", None)
-        agreed = agree_on_batch(batch, self.cpu_group, self.context.world_size, vocab_size, self._shard_keys)
+        place, ranks = user_modules.place_of_batch(self.lightning_module, dataloader_idx), self.context.world_size
+        agreed = agree_on_batch(batch, self.cpu_group, ranks, vocab_size, self._shard_keys, place=place)
         if agreed.is_repeated and not self._warned_of_repeats:
             self._warned_of_repeats = True
             if self.is_global_zero:
@@ -333,7 +335,10 @@ class RingAttentionStrategy(ShardedStrategy):
 
         Raises:
             ConfigError: a mean of values that differ between ranks; it would weight ranks, not tokens.
+            RankMismatch: in an evaluation, if the other ranks have more batches.
         """
+        if self.world_size > 1 and user_modules.is_evaluating(self.lightning_module):
+            self.exchange(Purpose.METRIC)  # Lightning reduces at the end of a loader, before it calls any hook
         # `self.log` takes single numbers only; larger tensors are reductions of the user's own.
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         if is_mean and isinstance(tensor, Tensor) and tensor.numel() == 1 and self.world_size > 1:

@@ -6,18 +6,20 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringflash.errors import ConfigError
-from ringflash.train.exchange import all_ranks
+from ringflash.train.exchange import Place, Purpose, all_ranks
 from ringflash.train.lightning.host_copies import HostCopy
+from ringflash.train.lightning_private import trainer_of
 
 if TYPE_CHECKING:
     from ringflash.train.lightning.sharded import ShardedStrategy
@@ -263,9 +265,50 @@ def check_early_copies(trainer: pl.Trainer) -> None:
             )
 
 
-class MetricGuard(Callback):
-    """Compares logged metrics over ranks before other callbacks act on them.
+def place_of_batch(module: pl.LightningModule | None, loader: int) -> Place:
+    """Returns the place of the batch that the loop of the module's trainer is about to move.
 
+    Ranks whose data have ended leave the loop after this batch, and the others would wait for them in another
+    collective. So ranks compare here whether the batch is the last one. After the last batch of `max_steps` all ranks
+    leave the loop, whatever is left of their data.
+
+    Args:
+        module: module of the run; None, or one without a trainer, outside of a run.
+        loader: index of the batch's loader.
+    """
+    trainer = None if module is None else trainer_of(module)
+    if trainer is None or (stage := trainer.state.stage) not in _LOOPS:
+        return Place(Purpose.TRAINING_BATCH)
+    purpose, loop_of = _LOOPS[stage]
+    progress = loop_of(trainer).batch_progress
+    ends_run = stage == RunningStage.TRAINING and 0 <= trainer.max_steps <= trainer.global_step + 1
+    return Place(purpose, progress.current.ready, loader, progress.is_last_batch or ends_run)
+
+
+def is_evaluating(module: pl.LightningModule | None) -> bool:
+    """Returns whether the trainer of `module` validates, tests, or runs its sanity check."""
+    trainer = None if module is None else trainer_of(module)
+    return trainer is not None and trainer.state.stage is not None and trainer.state.stage.evaluating
+
+
+def _validation_loop(trainer: pl.Trainer) -> Any:
+    is_in_fit = trainer.state.fn == TrainerFn.FITTING
+    return trainer.fit_loop.epoch_loop.val_loop if is_in_fit else trainer.validate_loop
+
+
+_LOOPS: dict[RunningStage | None, tuple[Purpose, Callable[[pl.Trainer], Any]]] = {
+    RunningStage.TRAINING: (Purpose.TRAINING_BATCH, lambda trainer: trainer.fit_loop.epoch_loop),
+    RunningStage.SANITY_CHECKING: (Purpose.SANITY_BATCH, _validation_loop),
+    RunningStage.VALIDATING: (Purpose.VALIDATION_BATCH, _validation_loop),
+    RunningStage.TESTING: (Purpose.TEST_BATCH, lambda trainer: trainer.test_loop),
+    RunningStage.PREDICTING: (Purpose.PREDICTION_BATCH, lambda trainer: trainer.predict_loop),
+}
+
+
+class MetricGuard(Callback):
+    """Compares the ends of epochs, and logged metrics, over ranks before other callbacks act on them.
+
+    Each end of an epoch is an exchange of its own before any metric is read, since reading may reduce it over ranks.
     A metric that a callback or a scheduler monitors must be equal on all ranks, because each rank acts on its own
     value. Any other metric that differs between ranks causes one warning.
     """
@@ -273,9 +316,29 @@ class MetricGuard(Callback):
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises RankMismatch where other ranks have more batches."""
+        _strategy_of(trainer).exchange(Purpose.VALIDATION_END)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises RankMismatch where other ranks have more batches."""
+        _strategy_of(trainer).exchange(Purpose.TEST_END)
+
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises RankMismatch where other ranks have more batches."""
+        _strategy_of(trainer).exchange(Purpose.PREDICTION_END)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compares the metrics before ModelCheckpoint and EarlyStopping read them."""
-        strategy: ShardedStrategy = trainer.strategy  # pyright: ignore[reportAssignmentType]
+        self._compare(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises RankMismatch where other ranks have more batches; else compares the metrics as after a validation."""
+        _strategy_of(trainer).exchange(Purpose.TRAINING_END)
+        self._compare(trainer)
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        strategy = _strategy_of(trainer)
         mine = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         gathered: list[Any] = [None] * strategy.world_size
         dist.all_gather_object(gathered, mine, group=strategy.cpu_group)
@@ -294,7 +357,9 @@ class MetricGuard(Callback):
                 if trainer.is_global_zero:
                     logger.warning("%s differs between ranks: %s. Each logs its own share. %s", name, values, REMEDY)
 
-    on_train_epoch_end = on_validation_end
+
+def _strategy_of(trainer: pl.Trainer) -> ShardedStrategy:
+    return cast("ShardedStrategy", trainer.strategy)
 
 
 def are_equal(values: list[float]) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringflash as rf
 from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.accelerate_private import DATA, RING, shard_data_over_rings
+from ringflash.train.exchange import Place, Purpose
 from ringflash.train.lightning.batch import agree_on_batch, check_batch, check_tokens, document_positions, documents_of
 from ringflash.train.models.loss import count_valid
 from ringflash.train.trainer.batch import shifted, whole_sequences
@@ -173,12 +174,14 @@ class AcceleratorRing:
             ConfigError: `use_ring_attention` was not called.
             ArgumentError: a batch that cannot be honoured; see `whole_sequences`.
             PeerFailed: the batch of another rank raised.
-            RankMismatch: the ranks of a ring hold different rows.
+            RankMismatch: the ranks of a ring hold different rows, or the rings have unequal numbers of batches.
         """
         if self._head is None:
             remedy = "Call use_ring_attention(model) before accelerator.prepare(model)."
             raise ConfigError("model", expected="one with ring attention", got=type(model).__name__, remedy=remedy)
-        whole, num_valid = self._agreed(batch)
+        purpose = Purpose.TRAINING_BATCH if model.training else Purpose.VALIDATION_BATCH
+        is_last = self.accelerator.gradient_state.end_of_dataloader
+        whole, num_valid = self._agreed(batch, Place(purpose, is_last=is_last))
         device, documents = self.accelerator.device, documents_of(whole)
         input_ids, labels = (self.context.shard(whole[name]).to(device) for name in ("input_ids", "labels"))
         positions = self.context.positions(whole["input_ids"].shape[1])[None]
@@ -194,7 +197,7 @@ class AcceleratorRing:
             return mean
         return replace(mean, loss=mean.loss * self.accelerator.gradient_accumulation_steps)
 
-    def _agreed(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+    def _agreed(self, batch: Any, place: Place) -> tuple[dict[str, Tensor], int]:
         """Returns the batch's whole sequences, and the valid tokens of all rings.
 
         An error on one rank is raised on all, before any of them waits.
@@ -213,7 +216,8 @@ class AcceleratorRing:
                 check_tokens(whole, self._vocab_size)
             return whole, int(count_valid(whole["labels"]))
         try:
-            found = agree_on_batch(whole, self._cpu_group, self.ring_size, self._vocab_size, remedy=SAME_ROWS)
+            vocab_size, group = self._vocab_size, self._cpu_group
+            found = agree_on_batch(whole, group, self.ring_size, vocab_size, remedy=SAME_ROWS, place=place)
         except ArgumentError as raised:
             raise error or raised from None
         assert whole is not None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.errors import ConfigError
+from ringflash.train.exchange import Purpose
 from ringflash.train.lightning import memory_plan, ring_module
 from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
@@ -193,7 +194,8 @@ def test_a_budget_needs_a_shape(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 class Gpus(RingAttentionStrategy):
     """Strategy of ranks that have 20 and 30 GiB free."""
 
-    def exchange(self, *flags: int) -> list[list[int]]:
+    def exchange(self, purpose: Purpose, *flags: int) -> list[list[int]]:
+        assert purpose == Purpose.MEMORY
         return [[*flags], [flags[0] + int(10 * GIB), *flags[1:]]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from ringflash.errors import ConfigError
+from ringflash.errors import ConfigError, RankMismatch
 from tests.helpers.distributed import run_ranks
 from tests.train.trainer.runs import Rows, Run, collate, make_model
 
@@ -143,6 +144,29 @@ def test_models_that_accelerate_shards_are_refused(name: str, value: Any, monkey
     monkeypatch.setattr(Accelerator, name, DistributedType[value] if isinstance(value, str) else value)
     with pytest.raises(ConfigError, match="^(accelerator|parallelism_config): expected"):
         AcceleratorRing(accelerator)
+
+
+def unequal() -> str:
+    """Returns the error of a loop with a shorter data set on rank 1."""
+    from ringflash.train import AcceleratorRing
+
+    accelerator = make_accelerator()
+    ring, model = AcceleratorRing(accelerator, 1), make_model(Run())
+    ring.use_ring_attention(model)
+    rows = Rows(8 - 2 * dist.get_rank())
+    prepared, loader = accelerator.prepare(model, DataLoader(rows, batch_size=1, collate_fn=collate))
+    batches = iter(loader)
+    for batch in islice(batches, 2):
+        accelerator.backward(ring.token_mean(prepared, batch).loss)
+    with pytest.raises(RankMismatch) as error:
+        ring.token_mean(prepared, next(batches))
+    return str(error.value)
+
+
+def test_rings_with_unequal_numbers_of_batches_all_raise() -> None:
+    for error in run_ranks(2, unequal):
+        assert "rank 0: training batch, not the last" in error
+        assert "rank 1: training batch, the last   <-- differs" in error
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
