@@ -10,11 +10,11 @@ set up other implementations of attention, time them and read the profiler by pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torch.utils import _python_dispatch, _pytree
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+D = TypeVar("D", bound=dict[Any, Any])
 
 CHECKED = ("2.11", "2.13", "2.15")  # releases of torch; run the tests under another one before adding it
 
@@ -86,6 +88,34 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 tree_leaves = _pytree.tree_leaves
 """Returns the leaves of nested lists, tuples and dicts. torch has no public module for trees."""
+
+
+def enter_dicts(
+    kind: type[D], context_of: Callable[[D], Hashable], make: Callable[[dict[Any, Any], Hashable], D]
+) -> None:
+    """Makes functions of trees, such as `tree_map`, enter dicts of the class `kind`; call it once for a class.
+
+    They enter a dict itself, but take a dict of a subclass for a leaf. torch has no public module for trees.
+
+    Args:
+        kind: subclass of dict. Its entries are read by dict's own methods.
+        context_of: returns what `make` needs besides the entries; trees with unequal contexts differ.
+        make: returns a new `kind` of entries and of such a context.
+    """
+
+    def flatten(x: D) -> tuple[list[Any], tuple[tuple[Any, ...], Hashable]]:
+        return [*dict.values(x)], ((*dict.keys(x),), context_of(x))
+
+    def flatten_with_keys(x: D) -> tuple[list[tuple[Any, Any]], Any]:
+        values, context = flatten(x)
+        return [(_pytree.MappingKey(key), value) for key, value in zip(context[0], values, strict=True)], context
+
+    def unflatten(values: Iterable[Any], context: tuple[tuple[Any, ...], Hashable]) -> D:
+        keys, rest = context
+        return make(dict(zip(keys, values, strict=True)), rest)
+
+    _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+
 
 # Modules and tensors.
 

@@ -18,6 +18,7 @@ from torch.distributed import (
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     distributed_c10d,
 )
+from torch.utils import _pytree
 
 import ringflash
 from ringflash import torch_private
@@ -224,6 +225,30 @@ def test_a_mode_sees_operators_below_autograd() -> None:
 
 def test_the_leaves_of_a_tree() -> None:
     assert torch_private.tree_leaves(((1, [2]), {"a": 3, "b": (4,)})) == [1, 2, 3, 4]
+
+
+class _Kept(dict[str, int]):
+    """A dict that no other test registers."""
+
+    note = ""
+
+
+def test_trees_enter_a_dict_of_a_class_of_ones_own() -> None:
+    def make(entries: dict[str, int], note: Any) -> _Kept:
+        kept = _Kept(entries)
+        kept.note = note
+        return kept
+
+    original = make({"a": 1, "b": 2}, "x")
+    assert torch_private.tree_leaves([original]) == [original]
+    torch_private.enter_dicts(_Kept, lambda kept: kept.note, make)
+    assert torch_private.tree_leaves([original]) == [1, 2]
+    (copy,) = _pytree.tree_map(lambda x: x + 1, [original])
+    assert copy == {"a": 2, "b": 3}
+    assert copy.note == "x"
+    assert _pytree.tree_structure(copy) == _pytree.tree_structure(original)
+    assert _pytree.tree_structure(copy) != _pytree.tree_structure(make({"a": 1, "b": 2}, "y"))
+    assert _pytree.tree_map_with_path(lambda path, x: _pytree.keystr(path), original) == {"a": "['a']", "b": "['b']"}
 
 
 def test_the_table_of_buffers_is_the_modules_own() -> None:

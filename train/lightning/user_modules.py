@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringflash.errors import ConfigError
+from ringflash.torch_private import enter_dicts
 from ringflash.train.exchange import Place, Purpose, all_ranks
 from ringflash.train.lightning.host_copies import HostCopy
 from ringflash.train.lightning_private import trainer_of
@@ -73,21 +75,33 @@ SEPARATE_WEIGHTS = (
 )
 
 
+@dataclass(eq=False)
+class Reads:
+    """Entries of a batch that were read.
+
+    Args:
+        names: their names.
+        is_whole: whether the batch was read as a whole.
+    """
+
+    names: set[str] = field(default_factory=set)
+    is_whole: bool = False
+
+
 class WatchedBatch(dict[str, Any]):
-    """A batch that records which entries `training_step` reads."""
+    """A batch that records which entries `training_step` reads, also from copies that `tree_map` makes of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.read: set[str] = set()
-        self.is_read_whole = False
+        self.reads = Reads()
 
     def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
+        self.reads.names.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the entry `key`, or `default`."""
-        self.read.add(key)
+        self.reads.names.add(key)
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -96,25 +110,35 @@ class WatchedBatch(dict[str, Any]):
 
     def keys(self) -> Any:
         """Returns names, as `**batch` does before it reads each entry."""
-        self.is_read_whole = True
+        self.reads.is_whole = True
         return super().keys()
 
     def items(self) -> Any:
         """Returns names and entries, and records all as read."""
-        self.read.update(self)
-        self.is_read_whole = True
+        self.reads.names.update(self)
+        self.reads.is_whole = True
         return super().items()
 
     def values(self) -> Any:
         """Returns the entries, and records all as read."""
-        self.read.update(self)
-        self.is_read_whole = True
+        self.reads.names.update(self)
+        self.reads.is_whole = True
         return super().values()
 
     def pop(self, key: str, *default: Any) -> Any:
         """Removes and returns the entry `key`, or `default`."""
-        self.read.add(key)
+        self.reads.names.add(key)
         return super().pop(key, *default)
+
+
+def _watched(entries: dict[str, Any], reads: Any) -> WatchedBatch:
+    batch = WatchedBatch(entries)
+    batch.reads = reads
+    return batch
+
+
+# Of a tree's leaves alone nothing is recorded: FSDP2 looks at those of each argument of a module, and reads no entry.
+enter_dicts(WatchedBatch, lambda batch: batch.reads, _watched)
 
 
 class StepChecks:
@@ -141,9 +165,9 @@ class StepChecks:
         if strategy.world_size == 1:
             return result
         calls_mean = context.token_means_made > means
-        if result is not None and not (calls_mean or COUNT in watched.read):
+        if result is not None and not (calls_mean or COUNT in watched.reads.names):
             raise loss_error()
-        if result is not None and watched.is_read_whole and not (calls_mean or _has_policy(strategy)):
+        if result is not None and watched.reads.is_whole and not (calls_mean or _has_policy(strategy)):
             self._warn(strategy, WHOLE_BATCH)
         if calls_mean and not self._has_compared:  # a collective as well, and so on every rank
             self._has_compared = True
@@ -154,7 +178,7 @@ class StepChecks:
         if context.world_size > 1:
             if context.passes == passes:
                 self._warn(strategy, NO_ATTENTION, context.world_size)
-            elif POSITIONS not in watched.read:
+            elif POSITIONS not in watched.reads.names:
                 self._warn(strategy, NO_POSITIONS, context.world_size)
         return result
 

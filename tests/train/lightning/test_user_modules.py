@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
 import ringflash as rf
@@ -389,9 +390,24 @@ def test_every_way_to_read_the_number_of_valid_tokens_is_noticed(way: str) -> No
     batch = WatchedBatch(labels=1, num_valid_tokens=5)
     assert [*batch] == ["labels", "num_valid_tokens"]
     assert batch["labels"] == 1
-    assert batch.read == {"labels"}
+    assert batch.reads.names == {"labels"}
     READS[way](batch)
-    assert "num_valid_tokens" in batch.read
+    assert "num_valid_tokens" in batch.reads.names
+
+
+def test_trees_enter_a_batch_and_notice_what_is_read_afterwards() -> None:
+    batch = WatchedBatch(labels=1, num_valid_tokens=5)
+    (doubled, rest) = _pytree.tree_map(lambda x: 2 * x, (batch, [3]))
+    assert rest == [6]
+    assert type(doubled) is WatchedBatch
+    assert batch.reads.names == set()
+    assert doubled["num_valid_tokens"] == 10
+    assert doubled.pop("labels") == 2
+    assert batch.reads.names == {"num_valid_tokens", "labels"}
+    paths = [_pytree.keystr(path) for path, _ in _pytree.tree_leaves_with_path(batch)]
+    assert paths == ["['labels']", "['num_valid_tokens']"]
+    assert not batch.reads.is_whole
+    assert _pytree.tree_map(lambda x, y: x + y, batch, batch)["labels"] == 2
 
 
 class Failing(UserModule):
