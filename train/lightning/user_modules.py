@@ -228,12 +228,13 @@ def warn_of_parted_weights(module: nn.Module) -> None:
 
 
 def has_unlike_buffers(module: nn.Module, state_dict: Mapping[str, Any], group: dist.ProcessGroup) -> bool:
-    """Returns whether a whole tensor to be saved differs between ranks, and names the first; a collective.
+    """Returns whether a buffer to be saved differs between ranks, and names the first; a collective.
 
     BatchNorm's buffers are left out, because `warn_of_batch_norms` has named them.
     """
     norms = {name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)}
-    whole = {name: x for name, x in state_dict.items() if type(x) is Tensor}  # sharded ones are DTensors
+    saved = {name: state_dict[name] for name, _ in module.named_buffers() if name in state_dict}
+    whole = {name: x for name, x in saved.items() if type(x) is Tensor}  # sharded ones are DTensors
     named = {name: _digest(x) for name, x in whole.items() if name.rpartition(".")[0] not in norms}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, named, group=group)
