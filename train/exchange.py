@@ -1,4 +1,4 @@
-"""Small exchanges between all ranks, each of which says what it is for."""
+"""Small exchanges of integers between all ranks. Each carries its purpose, so that unlike ones end in an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNEQUAL = (
 
 
 class Purpose(Enum):
-    """What an exchange is for, in the words of the error that ranks raise if their purposes differ."""
+    """Purposes of exchanges, as the error names them if those of the ranks differ."""
 
     MEMORY = "comparison of memory"
     NEXT_BATCH = "request for the next training batch"
@@ -90,7 +90,7 @@ def exchange(group: dist.ProcessGroup, place: Place, *values: int) -> list[list[
 
     Args:
         group: group of all ranks of the run. A group of GPUs would make the host wait for the work of its GPU.
-        place: place of this rank in the run. A row carries it beside the values.
+        place: place of this rank in the run. It is part of the row that is sent.
         values: at most 12 integers of 64 bits, equally many for the same purpose.
 
     Raises:

@@ -398,8 +398,8 @@ def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
 def _check_order(q: Tensor, k: Tensor, context: ContextParallel) -> None:
     """Raises ArgumentError for tensors with heads before rows, and warns once of tensors that may be such.
 
-    Shapes do not tell a shard with heads first from a stream of fewer rows than heads. The order in memory tells them
-    apart where a tensor is a transposed view: projections put out rows first.
+    A shard with heads first and a stream of fewer rows than heads may have the same shape. Their orders in memory
+    differ where a tensor is a transposed view, since projections put out rows first.
     """
     got = f"{tuple(q.shape)}, with the {context.cut_rows} rows of the shard in the place of heads"
     remedy = "Pass x.transpose(1, 2) of each: scaled_dot_product_attention has heads before rows, this call does not."

@@ -137,7 +137,7 @@ def _watched(entries: dict[str, Any], reads: Any) -> WatchedBatch:
     return batch
 
 
-# Of a tree's leaves alone nothing is recorded: FSDP2 looks at those of each argument of a module, and reads no entry.
+# Taking a tree apart records nothing: FSDP2 does so with each argument of a module, and reads no entry.
 enter_dicts(WatchedBatch, lambda batch: batch.reads, _watched)
 
 

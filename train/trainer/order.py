@@ -37,7 +37,7 @@ class SharedOrder(Sampler[Any]):
         return len(cast("Sized", self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler the number of the epoch, if it asks for it."""
+        """Passes the number of the epoch to the sampler, if it takes one."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
