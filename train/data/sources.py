@@ -129,6 +129,8 @@ def divide(sources: Iterable[Source], part_bytes: int) -> list[tuple[Part, ...]]
 def read(part: Part, text_field: str, max_line: int = MAX_LINE, skip: Skip | None = None) -> Iterator[tuple[str, bool]]:
     """Yields pieces of the documents of a part, each with a flag for the last piece of its document.
 
+    A byte-order mark at the start of a file is no text.
+
     Args:
         part: the part.
         text_field: field of the text in rows.
@@ -149,7 +151,11 @@ def read(part: Part, text_field: str, max_line: int = MAX_LINE, skip: Skip | Non
 
     if part.source.kind == "text":
         path = part.source.path
-        with _readable(path), opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
+        with (
+            _readable(path),
+            opened(path) as stream,
+            io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text,
+        ):
             for piece, last in _pieces(text):
                 if "\0" in piece:
                     raise _not_text(path)

@@ -47,6 +47,14 @@ def test_globs_files_and_several_sources(tmp_path: Path) -> None:
     assert len(names(str(folder))) == 4
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    text = "\ufeffthe ring\r\n\ufeffturns"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    line = {"text": text[1:]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8-sig")
+    assert texts(tmp_path / "a.txt", 100) == texts(tmp_path / "a.jsonl", 100) == [[text[1:]]]
+
+
 def test_standard_library() -> None:
     sources = find_sources("stdlib")
     assert {"ast.py", "argparse.py"} <= {Path(s.path).name for s in sources}
