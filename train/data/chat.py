@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from ringflash.errors import DataError
 from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, field_names, read_rows
-from ringflash.train.data.tokenizer import BYTES, Tokenizer
+from ringflash.train.data.tokenizer import BYTES, MODEL_FILE, Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"  # transformers' name
 FIELDS = ("messages", "tools", "prompt", "completion", "response")
@@ -46,7 +46,8 @@ class Chat:
         """Loads the chat template of a tokenizer's folder, or of the folder of its tokenizer.json.
 
         Raises:
-            DataError: the tokenizer has no chat template, transformers cannot load it, or is missing.
+            DataError: the tokenizer has no chat template, transformers cannot load it, or is missing. Or the template
+                shows a token that transformers adds from other files, and the tokenizer.json lacks.
         """
         path = Path(tokenizer).expanduser()
         folder = path if path.is_dir() else path.parent
@@ -66,6 +67,15 @@ class Chat:
             template = loaded.get_chat_template()
         except ValueError as error:
             raise _no_template(str(folder)) from error
+        added = _added_tokens(folder / MODEL_FILE if path.is_dir() else path)
+        shown = [token for token in loaded.get_added_vocab() if token in template]
+        if added is not None and (lacking := [token for token in shown if token not in added]):
+            raise DataError(
+                "--tokenizer",
+                expected=f"a {MODEL_FILE} with all tokens that the chat template shows",
+                got=f"{folder}, whose other files add {', '.join(lacking[:3])}",
+                remedy="Write it anew: AutoTokenizer.from_pretrained(folder).save_pretrained(new_folder).",
+            )
         tokens = {name: token for name, token in loaded.special_tokens_map.items() if name in template}
         # A newline follows, because Jinja drops one after a block.
         names = [
@@ -83,7 +93,8 @@ class Chat:
 
         Raises:
             DataError: a source has no rows, or a row is no conversation (see `messages_of`). Or the template does not
-                render it, shows no turn of the assistant, or changes the text before a message.
+                render it, shows no turn of the assistant, changes the text before a message, leaves out calls of tools,
+                or shows contents or arguments as Python or JSON writes them.
         """
         if part.source.kind == "text":
             raise DataError(
@@ -92,7 +103,12 @@ class Chat:
                 got=f"{part.source.path}, a file of text",
                 remedy="Leave it out, for instance with a glob: folder/*.jsonl.",
             )
-        return chain.from_iterable(read_rows(part, self.fields, self._render_row, max_line, skip))
+        is_table = part.source.kind != "lines"
+
+        def render(row: Any) -> Sequence[tuple[str, Spans]]:
+            return self._render_row(without_nulls(row) if is_table else row)
+
+        return chain.from_iterable(read_rows(part, self.fields, render, max_line, skip))
 
     def prompt(self, question: str) -> str:
         """Returns a user's message as the template renders it, up to the beginning of the assistant's turn.
@@ -140,7 +156,26 @@ class Chat:
             text, spans = self._spans_between(messages, tools)
         if not any(begin < end for begin, end in spans):
             raise BadRow("--tokenizer", "a template that shows the assistant's turns", "no text of the assistant", MARK)
+        self._check_shown(messages, text)
         return text, spans
+
+    def _check_shown(self, messages: Sequence[dict[str, Any]], text: str) -> None:
+        """Raises BadRow for what a template leaves out, or writes as a string of Python or JSON, without an error."""
+        for index, message in enumerate(messages):
+            content, calls = message.get("content"), message.get("tool_calls")
+            if content and isinstance(content, list) and str(content) in text:
+                expected, remedy = "contents as text, or a template that shows lists", "Join the list's texts."
+                raise BadRow("--chat", expected, f"a list, shown as Python writes it, in message {index}", remedy)
+            if calls and not re.search(r"\btool_calls\b", self.template):
+                remedy = "Write the calls into `content`, or leave the row out."
+                got = f"one that ignores those of message {index}"
+                raise BadRow("--chat", "a template that shows `tool_calls`", got, remedy)
+            if any(json.dumps(given, ensure_ascii=False) in text for given in _encoded_arguments(calls)):
+                expected, remedy = (
+                    "arguments of a call as an object",
+                    "Write them as an object instead of JSON in text.",
+                )
+                raise BadRow("--chat", expected, f"text, shown as a string of JSON, in message {index}", remedy)
 
     def _spans_between(self, messages: list[Any], tools: Any) -> tuple[str, Spans]:
         """Finds each assistant's turn between the texts up to it and with it, which must begin the whole text."""
@@ -171,7 +206,8 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
     """Returns the messages of a row: its "messages", or its "prompt" and its "completion" or "response".
 
     Raises:
-        BadRow: neither form, no message, one without a role or content, an assistant's turn first, or another's last.
+        BadRow: neither form, no message, one without a role or content, one with a weight, an assistant's turn first,
+            or another's last.
     """
     known = row if isinstance(row, dict) else {}
     if (messages := known.get("messages")) is None:
@@ -197,6 +233,10 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         if not isinstance(fields.get("role"), str) or not says:
             expected = "messages with a `role`, and `content` or `tool_calls`"
             raise BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
+        if fields.get("weight", 1) != 1:
+            expected, got = "no `weight` of a message but 1", f"{fields['weight']!r} in message {index}"
+            remedy = "Cut the conversation before this turn, or take `weight` out to learn the turn."
+            raise BadRow("--chat", expected, got, remedy)
     roles: list[str] = [message["role"] for message in messages]  # pyright: ignore[reportAssignmentType] - checked
     first = next((role for role in roles if role not in INTRODUCTION), ASSISTANT)
     if first == ASSISTANT or roles[-1] != ASSISTANT:
@@ -204,6 +244,35 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         got = f"the roles {', '.join(roles if len(roles) < 9 else [*roles[:4], '...', *roles[-4:]])}"
         raise BadRow("--chat", expected, got, "Cut the conversation to end with an answer, or leave it out.")
     return messages
+
+
+def without_nulls(value: Any) -> Any:
+    """Leaves out fields that are None in a table's row: tables give each struct the fields of all others.
+
+    Without this, the arguments of a call would name those of every other function. Messages keep an empty content.
+    """
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    is_message = "role" in value
+    kept = {name: x for name, x in value.items() if x is not None or (is_message and name == "content")}
+    return {name: without_nulls(x) for name, x in kept.items()}
+
+
+def _added_tokens(file: Path) -> frozenset[str] | None:
+    """Returns the added tokens of a tokenizer.json; None if it cannot be read, of which `Tokenizer.load` informs."""
+    try:
+        return frozenset(token["content"] for token in json.loads(file.read_text(encoding="utf-8"))["added_tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _encoded_arguments(calls: Any) -> list[str]:
+    """Returns the arguments of a message's calls that are a text of a JSON object with fields, as OpenAI has them."""
+    functions = [call.get("function", call) for call in calls or () if isinstance(call, dict)]
+    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return [text for text in given if isinstance(text, str) and text.lstrip().startswith("{") and '"' in text]
 
 
 def _no_template(got: str) -> DataError:

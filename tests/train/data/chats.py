@@ -23,6 +23,7 @@ STRICT = (
     "{{ raise_exception('roles must alternate') }}{% endif %}" + PLAIN
 )
 FORGETFUL = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else 'forgotten')")
+TRIMMED = "{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|im_end|>\n{% endfor %}" + END
 SILENT = "{% for m in messages if m.role == 'user' %}" + HEAD + TAIL + "{% endfor %}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.train.data.chats import (
     PLAIN,
     SILENT,
     STRICT,
+    TRIMMED,
     messages,
     write_chat_tokenizer,
     write_rows,
@@ -133,6 +135,25 @@ def test_tables_give_the_same_corpus(tmp_path: Path) -> None:
     assert (documents(table), learnt(table)) == (documents(one), learnt(one))
 
 
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a row of a call of the tool `name`, which has a field of that name, and an answer."""
+    turns = [{"role": "user", "content": "turn"}, {"role": "assistant", "content": None}]
+    turns[1]["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    tool = {"type": "function", "function": {"name": name, "parameters": {name: {"type": "string"}}}}
+    return {"messages": [*turns, {"role": "assistant", "content": "turned"}], "tools": [tool]}
+
+
+def test_tables_give_a_call_no_arguments_of_other_calls(tmp_path: Path) -> None:
+    rows = [call("turn", {"turn": "left"}), call("stop", {"stop": "now"})]
+    lines = chats(tmp_path, rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert read[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"turn": "left", "stop": None}
+    recipe = Recipe(lines.tokenizer, chat=Chat.load(tmp_path / "model"))
+    table = prepare(str(tmp_path / "rows.parquet"), tmp_path / "table", recipe)
+    assert (documents(table), learnt(table)) == (documents(lines), learnt(lines))
+
+
 def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
     choices: list[tuple[str, Learn]] = [(PLAIN, "assistant"), (PLAIN, "all"), (MARKED, "assistant"), (MARKED, "all")]
     assert len({chats(tmp_path, ROWS[:1], *choice).header.key for choice in choices}) == 4
@@ -173,6 +194,27 @@ def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
         (messages("a", "b"), SILENT, "a template that shows the assistant's turns, got no text of the assistant in"),
         (messages("a", "b") | {"tools": [TOOL]}, SILENT, "got a template that ignores them in"),
         (messages("a", "b") | {"tools": "[]"}, PLAIN, "`tools` as a list, .*got str in"),
+        (
+            {
+                "messages": [
+                    *messages("a")["messages"],
+                    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+                ]
+            },
+            TRIMMED,
+            "contents as text, or a template that shows lists, got a list, shown as Python writes it, in message 1 in",
+        ),
+        (call("a", {"a": "b"}) | {"tools": None}, TRIMMED, "`tool_calls`, got one that ignores those of message 1 in"),
+        (
+            call("a", '{"a": "b"}'),
+            PLAIN,
+            "arguments of a call as an object, got text, shown as a string of JSON, in message 1 in",
+        ),
+        (
+            {"messages": [*messages("a")["messages"], {"role": "assistant", "content": "b", "weight": 0}]},
+            PLAIN,
+            "no `weight` of a message but 1, got 0 in message 1 in",
+        ),
     ],
 )
 def test_rows_that_are_no_conversations(tmp_path: Path, row: Any, template: str, message: str) -> None:
@@ -226,6 +268,20 @@ def test_tokenizers_without_a_chat_template(tmp_path: Path, monkeypatch: pytest.
         DataError, match=r"--chat: expected the library `transformers`, got none. Install ringflash\[hf\]"
     ):
         Chat.load(model)
+
+
+def test_tokens_of_the_template_that_other_files_add(tmp_path: Path) -> None:
+    template = PLAIN.replace("im_start", "turn")
+    model = write_chat_tokenizer(tmp_path / "model", template)
+    (model / "added_tokens.json").write_text(json.dumps({"<|turn|>": Tokenizer.load(model).vocab_size}))
+    with pytest.raises(
+        DataError, match=r"tokenizer.json with all tokens .* whose other files add <\|turn\|>. Write it"
+    ):
+        Chat.load(model)
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    theirs.save_pretrained(tmp_path / "saved")
+    text = Chat.load(tmp_path / "saved").prompt("ring?")
+    assert Tokenizer.load(tmp_path / "saved").encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
