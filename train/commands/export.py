@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -70,9 +72,38 @@ def main(args: Sequence[str]) -> int:
 
 
 def _set_positions(model: Any, options: argparse.Namespace) -> None:
-    """Sets the length that the exported configuration names, if one was asked for."""
-    if options.max_position_embeddings is not None:
-        model.config.get_text_config().max_position_embeddings = options.max_position_embeddings
+    """Sets the length that the exported configuration names, if one was asked for.
+
+    Raises:
+        ConfigError: the model would compute something else with another length, or could not be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    longest = options.max_position_embeddings
+    if longest is None:
+        return
+    before = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = copy.deepcopy(model.config)
+    config.get_text_config().max_position_embeddings = longest
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in AutoModelForCausalLM.from_config(config).named_parameters()}
+    tables = [name for name, x in model.named_parameters() if shapes.get(name) != x.shape]
+    if before != longest and (tables or _rope_follows_length(config.get_text_config())):
+        raise ConfigError(
+            "--max-position-embeddings",
+            expected=f"{before}: {f'{tables[0]} has a row a position' if tables else 'the RoPE depends on it'}",
+            got=longest,
+            remedy="Leave it out: with another length the exported model would not be the trained one.",
+        )
+    model.config.get_text_config().max_position_embeddings = longest
+
+
+def _rope_follows_length(config: Any) -> bool:
+    """Returns whether transformers computes a model's RoPE from max_position_embeddings."""
+    given = getattr(config, "rope_parameters", None) or {}
+    ropes = [given, *(rope for rope in given.values() if isinstance(rope, dict))]  # one for each kind of layer
+    kinds = {rope.get("rope_type") for rope in ropes if rope.get("rope_type") != "yarn" or rope.get("factor") is None}
+    return not kinds.isdisjoint(("dynamic", "longrope", "yarn"))
 
 
 def _export_adapted(

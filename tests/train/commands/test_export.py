@@ -116,6 +116,54 @@ def test_a_checkpoint_of_transformers_model_exports_with_equal_logits(
         load_decoder(path)
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+FACTORS = [1.0 + i / 8 for i in range(8)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": FACTORS, "long_factor": FACTORS}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("llama", {**SMALL, "rope_parameters": {**YARN, "factor": 4.0}}, None),
+        ("llama", {**SMALL, "rope_parameters": {**YARN, "factor": None}}, "the RoPE depends on it"),
+        (
+            "llama",
+            {**SMALL, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            "the RoPE depends on it",
+        ),
+        (
+            "phi3",
+            {**SMALL, "original_max_position_embeddings": 16, "pad_token_id": 0, "rope_parameters": LONGROPE},
+            "the RoPE depends on it",
+        ),
+        ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2}, "transformer.wpe.weight has a row a position"),
+    ],
+)
+def test_another_length_is_refused_where_it_would_change_the_model(
+    run: Path,
+    tmp_path: Path,
+    kind: str,
+    options: dict[str, Any],
+    reason: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, x = run / "checkpoints" / "last", torch.arange(50)[None] % 61
+    config = transformers.AutoConfig.for_model(kind, vocab_size=300, max_position_embeddings=64, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = {f"_decoder.{name}": value for name, value in model.state_dict().items()}
+    run_ranks(1, _save, str(path), {"state_dict": state, "model_config": TransformersModel(config).model_fields()})
+    export = ["export", "--checkpoint", str(path), "--to", str(tmp_path / "out"), "--max-position-embeddings"]
+    if reason is not None:
+        assert main.main([*export, "4096"]) == 2
+        assert f"expected 64: {reason}, got 4096. Leave it out" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    assert main.main([*export, "64" if reason else "4096"]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(x).logits, model(x).logits)
+
+
 TURNS = "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
 
 
