@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ringflash import extras
 from ringflash.errors import CheckpointError, ConfigError
@@ -199,12 +200,12 @@ def digest_of(model: nn.Module) -> str:
     """Returns 32 hexadecimal digits by which two base models are told apart; call it before `add_adapters`.
 
     They depend on the names and shapes of all weights, and on up to about 8192 evenly spaced values of each, in
-    float32.
+    float32. A collective if the model is sharded.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
-        values = weight.detach().flatten()
+        values = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
         digest.update(values[:: max(values.numel() // SAMPLES, 1)].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ringflash.errors import ArgumentError, ConfigError
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.lightning.strategy import reshard
 from ringflash.train.lightning.transformers_model import TransformersModel
-from ringflash.train.models.lora import without_adapters
+from ringflash.train.models.lora import digest_of, without_adapters
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.preference.loss import dpo_losses, sum_by_document
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+REFERENCE = "reference_digest"  # entry of a checkpoint
 NAMES = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
 
 
@@ -63,6 +64,7 @@ class DpoModel(TransformersModel):
             )
         self.beta, self.label_smoothing = beta, label_smoothing
         self._frozen: list[Any] = []  # a list, so that the copy is no submodule: checkpoints do not hold it
+        self._reference_digest: str | None = None  # None with `lora`: the base model is the reference
         self._rewards: list[Tensor] = []  # sums of each batch that no metric has counted yet
 
     @property
@@ -85,6 +87,31 @@ class DpoModel(TransformersModel):
                 self._frozen.append(self._make(dtype, "none", 0).requires_grad_(False).eval())
             finally:
                 self.activation_plan = plan
+            self._reference_digest = digest_of(self._frozen[0])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the digest of the reference. Raises as in `TransformersModel`."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[REFERENCE] = self._reference_digest or self._base_digest
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises CheckpointError when the checkpoint holds another model, or one with another reference or none."""
+        super().on_load_checkpoint(checkpoint)
+        saved, own = checkpoint.get(REFERENCE), self._reference_digest or self._base_digest
+        if saved is None:
+            remedy = (
+                "Export it with `ringflash export`, and pass the folder as the model: it is then the reference too."
+            )
+            raise CheckpointError(
+                "ckpt_path", expected="a checkpoint of a DPO run", got="one of another", remedy=remedy
+            )
+        if saved != own:
+            raise CheckpointError(
+                "ckpt_path",
+                expected=f"a run whose reference is {self.init_from or 'the initial model of this one'}",
+                got=f"one whose reference has digest {saved} instead of {own}",
+                remedy="Pass the model with which the run began, unchanged; begin a new run for another reference.",
+            )
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Makes the strategy weight micro-batches by pairs. Raises ArgumentError for a batch without pairs."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ringflash.errors import ArgumentError, ConfigError
+from ringflash.errors import ArgumentError, CheckpointError, ConfigError
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype
 from ringflash.train.lightning.strategy import RingAttentionStrategy
@@ -59,6 +59,7 @@ class Run:
     steps: int = 1
     save: bool = False
     resume: bool = False
+    seed: int = SEED
 
 
 RUNS = {
@@ -110,7 +111,7 @@ class Recorded(DpoModel):
             run.smoothing,
             optimizer=OptimizerConfig(lr=2e-3, warmup_steps=1, max_steps=20),
             compute_dtype=run.dtype,
-            seed=SEED,
+            seed=run.seed,
             lora=replace(LORA, base=run.base) if run.lora else None,
         )
         self.run, self.outcome = run, outcome
@@ -171,11 +172,16 @@ def train(run: Run, folder: str, name: str) -> Outcome:
     return outcome
 
 
-def _all_runs(folder: str) -> dict[str, Outcome]:
+def ignore_lightning() -> None:
+    """Ignores warnings of Lightning and transformers about themselves."""
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before")
+
+
+def _all_runs(folder: str) -> dict[str, Outcome]:
+    ignore_lightning()
     exact_norms(pytest.MonkeyPatch())
     world_size = torch.distributed.get_world_size()
     outcomes = {name: train(RUNS[name], folder, name) for ranks, name in CASES if ranks == world_size}
@@ -293,6 +299,28 @@ def test_a_resumed_run_keeps_the_first_reference(
     long, resumed = (trained[1][1][f"{kind} {name}"] for kind in ("long", "resumed"))
     assert resumed.logged["train/loss"] == long.logged["train/loss"][2:]
     assert all(torch.equal(weight, resumed.weights[n]) for n, weight in long.weights.items())
+
+
+def _resume_with_another_reference(folder: str) -> None:
+    ignore_lightning()
+    run = Run(perturbed=False, steps=4, resume=True)
+    train(run, folder, "full")  # the digest is the same on another number of ranks
+    with pytest.raises(
+        CheckpointError, match="expected a run whose reference is the initial model of this one, got one"
+    ):
+        train(replace(run, seed=SEED + 1), folder, "full")
+
+
+def test_another_reference_is_refused(trained: tuple[Path, dict[int, dict[str, Outcome]]]) -> None:
+    run_ranks(2, _resume_with_another_reference, str(trained[0]))
+
+
+def test_a_checkpoint_of_other_training_is_refused() -> None:
+    module = DpoModel(model_of(Run()))
+    with pytest.raises(
+        CheckpointError, match="ckpt_path: expected a checkpoint of a DPO run, got one of another. Export"
+    ):
+        module.on_load_checkpoint({"model_config": module.model_fields()})
 
 
 def test_adapters_run_again_after_the_reference() -> None:
