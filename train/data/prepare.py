@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from ringflash.errors import ConfigError, DataError
 from ringflash.train.data.chat import CHAT_TEMPLATE, Chat
-from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, divide, find_sources, name_row, read
+from ringflash.train.data.sources import MAX_LINE, BadRow, Part, Skip, Source, divide, find_sources, name_row, read
 from ringflash.train.data.tokenizer import Tokenizer
 from ringflash.train.data.tokens import (
     DATASET,
@@ -39,8 +40,11 @@ from ringflash.train.data.tokens import (
     write_shard,
 )
 
+log = logging.getLogger(__name__)
+
 SHARD_BYTES = 64 << 20
 BATCH_CHARACTERS = 1 << 22  # text encoded at once, enough for all threads of a tokenizer
+LOOKED_AT = 1 << 16  # bytes of a .json file in which a row is looked for
 REASON = 500  # characters of the reason for which a row was skipped
 
 
@@ -114,6 +118,7 @@ def prepare(
     found = [s for s in find_sources(sources) if not Path(s.path).is_relative_to(folder.absolute())]
     shards = divide(found, shard_bytes)
     _check_folder(folder)
+    _warn_of_rows(found, recipe.text_field)
     folder.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256("".join(map(recipe.key, shards)).encode()).hexdigest()
     with _lock(folder):
@@ -163,6 +168,23 @@ def _check_folder(folder: Path) -> None:
             got=f"{folder}, with {strange[0]} in it",
             remedy="Name a folder of its own.",
         )
+
+
+def _warn_of_rows(sources: Sequence[Source], text_field: str) -> None:
+    """Warns of the first .json file that holds rows: it is read as one text, with its braces and names."""
+    for source in sources:
+        if source.kind != "text" or Path(source.path).suffix.lower() != ".json":
+            continue
+        try:
+            with open(source.path, "rb") as stream:
+                head = stream.read(LOOKED_AT).decode("utf-8-sig", errors="replace")
+            row, _ = json.JSONDecoder().raw_decode(head.lstrip("[ \t\r\n"))
+        except (OSError, ValueError, RecursionError):  # `read` informs of files that cannot be read
+            continue
+        if isinstance(row, dict) and isinstance(row.get(text_field), str):
+            remedy = "rename a file of lines to .jsonl, and write an array as lines"
+            log.warning("%s holds rows with %r, but is read as one text: %s", source.path, text_field, remedy)
+            return
 
 
 @contextmanager

@@ -57,6 +57,25 @@ def test_every_kind_of_source_with_a_tokenizer(tmp_path: Path) -> None:
     assert other.header.digest != files.header.digest
 
 
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ('[\n {"text": "a", "id": 1},\n {"text": "b"}]', True),
+        ('{"text": "a"}\n{"text": "b"}\n', True),
+        ('{"name": "a", "text": {"b": "c"}}', False),
+        ("[1, 2]", False),
+        ("[", False),
+    ],
+)
+def test_rows_in_a_json_file_are_one_text_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, warns: bool
+) -> None:
+    (tmp_path / "a.json").write_text(text)
+    files = prepared(tmp_path / "to", tmp_path / "a.json")
+    assert documents(files) == [[*text.encode(), 256]]
+    assert ("a.json holds rows with 'text', but is read as one text: rename" in caplog.text) == warns
+
+
 LONG = "around and around\n" * 600
 
 
