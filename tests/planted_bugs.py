@@ -293,6 +293,30 @@ PLANTS = (
         "        pass\n",
         ("tests/train/checkpoint/test_manifest.py::test_a_checkpoint_is_on_the_disk_before_it_has_its_name",),
     ),
+    Plant(
+        "calls-with-nulls-of-other-calls",
+        "prepare --chat: tables give each call the arguments of all other functions, as nulls",
+        "train/data/chat.py",
+        "self._render_row(without_nulls(row) if is_table else row)",
+        "self._render_row(row)",
+        ("tests/train/data/test_chat.py::test_tables_give_a_call_no_arguments_of_other_calls",),
+    ),
+    Plant(
+        "another-reference",
+        "dpo: a run resumes with another reference, and compares with a model that it did not begin with",
+        "train/preference/module.py",
+        "if saved != own:",
+        "if own is None:",
+        ("tests/train/preference/test_module.py::test_another_reference_is_refused",),
+    ),
+    Plant(
+        "another-length-another-model",
+        "export --max-position-embeddings: longrope and dynamic scaling depend on the length that it writes",
+        "train/commands/export.py",
+        "if before != longest and (tables or _rope_follows_length(config.get_text_config())):",
+        "if before != longest and tables:",
+        ("tests/train/commands/test_export.py::test_another_length_is_refused_where_it_would_change_the_model",),
+    ),
 )
 
 
