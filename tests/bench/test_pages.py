@@ -77,11 +77,12 @@ def test_accuracy() -> None:
             assert_rounded(cell, *(1e3 * error for error in errors[8, name, int(layers)].values()))
 
 
-def test_host() -> None:
-    record = json.loads((RECORDS / "h200" / "host.json").read_text())
+@pytest.mark.parametrize("name", ["host", "host-later"])
+def test_host(name: str) -> None:
+    record = json.loads((RECORDS / "h200" / f"{name}.json").read_text())
     of = {(row["name"], row["call"], row["seqlen"], row["headdim"]): row["host_us"] for row in record["rows"]}
     sizes = [(seqlen, headdim) for seqlen in (128, 512, 1024, 2048) for headdim in (64, 128)]
-    shown = {(name.strip("*"), call): cells for name, call, *cells in table("host", "host")}
+    shown = {(name.strip("*"), call): cells for name, call, *cells in table("host", name.replace("-", "_"))}
     cells = {(*row, *size): cell for row in shown for size, cell in zip(sizes, shown[row], strict=True)}
     assert {place for place, cell in cells.items() if cell != "-"} == {*of}
     for place, figure in of.items():
