@@ -19,6 +19,7 @@ from ringflash.train.data.tokenizer import BYTES, MODEL_FILE, Tokenizer
 CHAT_TEMPLATE = "chat_template.jinja"  # transformers' name
 FIELDS = ("messages", "tools", "prompt", "completion", "response")
 ASSISTANT, INTRODUCTION = "assistant", ("system", "developer")
+OTHER_NAMES = ("assistant", "ai", "bot", "chatgpt", "gpt", "model")  # of the assistant, in other forms of rows
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "Mark the assistant's text in the template with {% generation %} and {% endgeneration %}."
 
@@ -206,8 +207,8 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
     """Returns the messages of a row: its "messages", or its "prompt" and its "completion" or "response".
 
     Raises:
-        BadRow: neither form, no message, one without a role or content, one with a weight, an assistant's turn first,
-            or another's last.
+        BadRow: neither form, no message, one without a role or content, one with a weight, another name of the
+            assistant, an assistant's turn first, or another's last.
     """
     known = row if isinstance(row, dict) else {}
     if (messages := known.get("messages")) is None:
@@ -238,6 +239,9 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
             remedy = "Cut the conversation before this turn, or take `weight` out to learn the turn."
             raise BadRow("--chat", expected, got, remedy)
     roles: list[str] = [message["role"] for message in messages]  # pyright: ignore[reportAssignmentType] - checked
+    if unlike := [role for role in roles if role != ASSISTANT and role.strip().lower() in OTHER_NAMES]:
+        remedy = "Rename the role: turns of any other role are rendered, but not learnt."
+        raise BadRow("--chat", f"the role {ASSISTANT!r} of the assistant's turns", repr(unlike[0]), remedy)
     first = next((role for role in roles if role not in INTRODUCTION), ASSISTANT)
     if first == ASSISTANT or roles[-1] != ASSISTANT:
         expected = "a turn of the user first, after any system message, and one of the assistant last"

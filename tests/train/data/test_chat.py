@@ -215,6 +215,17 @@ def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
             PLAIN,
             "no `weight` of a message but 1, got 0 in message 1 in",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "Gpt", "content": "b"},
+                    *messages("c", "d")["messages"],
+                ]
+            },
+            PLAIN,
+            "the role 'assistant' of the assistant's turns, got 'Gpt' in",
+        ),
     ],
 )
 def test_rows_that_are_no_conversations(tmp_path: Path, row: Any, template: str, message: str) -> None:
