@@ -16,7 +16,7 @@ from ringflash.train.data.resumable import ResumableDataModule
 from ringflash.train.data.sampler import BatchSampler, ResumableLoader
 from ringflash.train.data.samples import Packing, TokenSamples, TokenStream, train_and_held_out
 from ringflash.train.data.sources import STDLIB
-from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer
+from ringflash.train.data.tokenizer import MODEL_FILE, RUN_FOLDER, Tokenizer, tokenizer_folder
 from ringflash.train.data.tokens import TokenFiles
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
         super().setup(stage)
         tokens = load_corpus(self.sources, self.cache_dir)
         begins_with = getattr(self.trainer and self.trainer.lightning_module, "init_from", None)
-        if begins_with is not None and not tokens.tokenizer.agrees_with(Path(begins_with)):
+        folder = None if begins_with is None else tokenizer_folder(begins_with)
+        if folder is not None and not tokens.tokenizer.agrees_with(folder):
             raise DataError(
                 "tokenizer",
                 expected=f"that of {begins_with}, whose weights training begins with",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ringflash.errors import DataError
+
+log = logging.getLogger(__name__)
 
 BYTES = "bytes"
 NUM_BYTES = 256
@@ -274,6 +277,22 @@ def _put(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def tokenizer_folder(model: str) -> Path | None:
+    """Returns the folder that holds the tokenizer of a model of transformers: its own, or its files from the hub.
+
+    Logs a warning and returns None if the hub has no tokenizer.json of that name, or cannot be reached.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import hf_hub_download  # a requirement of transformers, which loads such a model
+
+        return Path(hf_hub_download(model, MODEL_FILE)).parent
+    except (ImportError, OSError, ValueError) as error:
+        log.warning("The tokenizer of %s was not compared with that of the corpus: %s", model, error)
+        return None
 
 
 def _config(path: Path) -> dict[str, Any]:

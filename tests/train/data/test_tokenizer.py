@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringflash.errors import DataError
-from ringflash.train.data.tokenizer import Tokenizer
+from ringflash.train.data.tokenizer import Tokenizer, tokenizer_folder
 from tests.train.data.corpora import write_tokenizer
 
 
@@ -94,6 +94,22 @@ def test_the_same_ids(tmp_path: Path) -> None:
         ("nothing", (True,) * 3),
     ):
         assert tuple(t.agrees_with(tmp_path / folder) for t in (tokenizer, other, Tokenizer())) == expected
+
+
+def test_the_tokenizer_of_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    path = write_tokenizer(tmp_path / "models--org--name" / "snapshots" / "0123")
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0123")
+    assert tokenizer_folder("org/name") == path.parent
+    assert tokenizer_folder(str(tmp_path)) == tmp_path
+    assert caplog.messages == []
+    assert tokenizer_folder("org/missing") is None
+    assert caplog.messages[0].startswith("The tokenizer of org/missing was not compared with that of the corpus: ")
 
 
 def test_the_same_ids_of_files_that_differ(tmp_path: Path) -> None:
