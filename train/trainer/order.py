@@ -20,7 +20,8 @@ CHUNK = 4096  # rows that rank 0 sends at once; a sampler may have no end
 class SharedOrder(Sampler[Any]):
     """A sampler that yields what rank 0's sampler yields; iterating is a collective.
 
-    Each rank iterates over its own sampler as well, so that its random numbers go on as in a single process.
+    Each rank iterates over its own sampler as well, so that its random numbers go on as in a single process. Other
+    attributes are those of that sampler.
     """
 
     def __init__(self, sampler: Any, group: dist.ProcessGroup | None) -> None:
@@ -36,10 +37,11 @@ class SharedOrder(Sampler[Any]):
     def __len__(self) -> int:
         return len(cast("Sized", self.sampler))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Passes the number of the epoch to the sampler, if it takes one."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+    def __getattr__(self, name: str) -> Any:
+        # accelerate sets the epoch of a sampler that has `set_epoch`, and of the dataset behind another one.
+        if name == "sampler":  # not set yet, as in unpickling
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
 
 
 def share_order(loader: DataLoader[Any], group: dist.ProcessGroup) -> None:

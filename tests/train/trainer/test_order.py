@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import dropout
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
 
 from tests.helpers.distributed import run_ranks
 
@@ -155,9 +156,45 @@ def test_dropout_of_shards_of_unequal_length_leaves_the_order_alone() -> None:
     assert len(first) == 2 * EPOCHS
 
 
-def test_epochs_reach_a_sampler_of_ones_own() -> None:
+class EpochRows(Dataset[int]):
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def epochs(ring_size: int) -> list[list[int]]:
+    """Returns the epochs that reach a dataset, and those that reach a sampler."""
+    from ringflash.train import AcceleratorRing
+    from tests.train.trainer.test_rings import make_accelerator
+
+    accelerator = make_accelerator()
+    AcceleratorRing(accelerator, ring_size)
+    rows, sampler = EpochRows(), PythonSampler()
+    loader: Any = accelerator.prepare(DataLoader(rows, 2, shuffle=True))
+    for _ in range(EPOCHS):
+        list(loader)
+    loader = accelerator.prepare(DataLoader(range(ROWS), 2, sampler=sampler))  # pyright: ignore[reportArgumentType]
+    loader.set_epoch(3)
+    return [rows.epochs, sampler.epochs]
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_epochs_reach_datasets_and_samplers_of_ones_own(ring_size: int) -> None:
+    assert run_ranks(2, epochs, ring_size) == [[[0, 1], [3]]] * 2
+
+
+def test_a_batch_sampler_reads_what_its_own_sampler_has() -> None:
     from ringflash.train.trainer.order import SharedOrder
 
-    sampler = PythonSampler()
-    SharedOrder(sampler, None).set_epoch(3)
-    assert sampler.epochs == [3]
+    sampler = SharedOrder(SubsetRandomSampler(range(ROWS)), None)
+    for each in (sampler, copy.deepcopy(sampler)):
+        assert each.indices == range(ROWS)
+        assert not hasattr(each, "set_epoch")
