@@ -72,7 +72,7 @@ def uploaded(tables: Sequence[np.ndarray], device: torch.device, dtype: torch.dt
     staging, places = _packed(tables, dtype)
     chunk, begin = _room(staging.nbytes, device)
     memory, first, aside = chunk.typed(dtype), begin // dtype.itemsize, _stream(device)
-    with aside:  # the stream itself; torch.cuda.stream takes the host as long as the copy
+    with _copying, aside:  # the stream itself; torch.cuda.stream takes the host as long as the copy
         memory[first : first + len(staging)].copy_(staging, non_blocking=True)
     aside.synchronize()  # other streams than the current one will read it
     return [chunk.table(memory, table.shape, first + place) for table, place in zip(tables, places, strict=True)]
@@ -106,6 +106,7 @@ class _Chunk:
 
 _DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 _allocating = Lock()
+_copying = Lock()  # a stream object keeps the streams to return to of all threads in one place
 _current: dict[torch.device, _Chunk] = {}
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
+from time import sleep
 
 import numpy as np
 import pytest
@@ -137,6 +140,38 @@ def test_tables_take_no_memory_of_work_that_is_still_queued(nbytes: int) -> None
     (table,) = tables.uploaded([np.arange(nbytes // 4, dtype=np.int32)], device)
     torch.cuda.synchronize()
     assert torch.equal(table.cpu(), torch.arange(nbytes // 4, dtype=torch.int32))
+
+
+def test_threads_that_upload_at_once_keep_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a stream is left before another thread enters it: leaving restores what was put there last."""
+    device, inside, overlaps = torch.device("cuda", 0), list[int](), list[int]()
+
+    class Stream:
+        def __enter__(self) -> None:
+            overlaps.extend(inside)
+            inside.append(get_ident())
+            sleep(0.05)  # the other thread runs, as in a copy
+
+        def __exit__(self, *raised: object) -> None:
+            inside.pop()
+
+        def synchronize(self) -> None:
+            pass
+
+    class Chunk:
+        def typed(self, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(tables.ALIGNMENT, dtype=dtype)
+
+        def table(self, typed: torch.Tensor, shape: tuple[int, ...], begin: int) -> torch.Tensor:
+            return typed[begin : begin + shape[0]]
+
+    stream = Stream()
+    monkeypatch.setattr(tables, "_stream", lambda device: stream)
+    monkeypatch.setattr(tables, "_room", lambda nbytes, device: (Chunk(), 0))
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda number: tables.uploaded([np.array([number])], device), range(2)))
+    assert [table.tolist() for (table,) in found] == [[0], [1]]
+    assert not overlaps
 
 
 def test_tables_travel_together_and_begin_where_kernels_load_vectors() -> None:
