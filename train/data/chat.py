@@ -162,6 +162,7 @@ class Chat:
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], text: str) -> None:
         """Raises BadRow for what a template leaves out, or writes as a string of Python or JSON, without an error."""
+        said = [value for message in messages for value in message.values() if isinstance(value, str)]
         for index, message in enumerate(messages):
             content, calls = message.get("content"), message.get("tool_calls")
             if content and isinstance(content, list) and str(content) in text:
@@ -171,12 +172,14 @@ class Chat:
                 remedy = "Write the calls into `content`, or leave the row out."
                 got = f"one that ignores those of message {index}"
                 raise BadRow("--chat", "a template that shows `tool_calls`", got, remedy)
-            if any(json.dumps(given, ensure_ascii=False) in text for given in _encoded_arguments(calls)):
-                expected, remedy = (
-                    "arguments of a call as an object",
-                    "Write them as an object instead of JSON in text.",
-                )
+            given = _arguments(calls)
+            if any(json.dumps(x, ensure_ascii=False) in text for x in given if isinstance(x, str)):
+                expected, remedy = "arguments of a call as an object", "Write them as an object, not as JSON in text."
                 raise BadRow("--chat", expected, f"text, shown as a string of JSON, in message {index}", remedy)
+            shown = [fields for x in given if isinstance(x, dict) and (fields := str(x)) in text]
+            if any(not any(fields in value for value in said) for fields in shown):
+                expected, remedy = "arguments of a call as text, or a template that writes JSON", "Write them as JSON."
+                raise BadRow("--chat", expected, f"an object, shown as Python writes it, in message {index}", remedy)
 
     def _spans_between(self, messages: list[Any], tools: Any) -> tuple[str, Spans]:
         """Finds each assistant's turn between the texts up to it and with it, which must begin the whole text."""
@@ -272,11 +275,12 @@ def _added_tokens(file: Path) -> frozenset[str] | None:
         return None
 
 
-def _encoded_arguments(calls: Any) -> list[str]:
-    """Returns the arguments of a message's calls that are a text of a JSON object with fields, as OpenAI has them."""
+def _arguments(calls: Any) -> list[Any]:
+    """Returns the arguments of a message's calls that have fields: objects, or texts of one, as OpenAI has them."""
     functions = [call.get("function", call) for call in calls or () if isinstance(call, dict)]
     given = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return [text for text in given if isinstance(text, str) and text.lstrip().startswith("{") and '"' in text]
+    texts = [text for text in given if isinstance(text, str) and text.lstrip().startswith("{") and '"' in text]
+    return [*texts, *(fields for fields in given if isinstance(fields, dict) and fields)]
 
 
 def _no_template(got: str) -> DataError:

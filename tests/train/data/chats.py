@@ -24,6 +24,7 @@ STRICT = (
 )
 FORGETFUL = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else 'forgotten')")
 TRIMMED = "{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|im_end|>\n{% endfor %}" + END
+RAW_CALLS = PLAIN.replace("call.function | tojson", "call.function.name ~ ' ' ~ call.function.arguments")
 SILENT = "{% for m in messages if m.role == 'user' %}" + HEAD + TAIL + "{% endfor %}"
 
 

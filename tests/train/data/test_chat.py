@@ -26,6 +26,7 @@ from tests.train.data.chats import (
     FORGETFUL,
     MARKED,
     PLAIN,
+    RAW_CALLS,
     SILENT,
     STRICT,
     TRIMMED,
@@ -154,6 +155,17 @@ def test_tables_give_a_call_no_arguments_of_other_calls(tmp_path: Path) -> None:
     assert (documents(table), learnt(table)) == (documents(lines), learnt(lines))
 
 
+def test_a_template_may_show_arguments_as_they_are(tmp_path: Path) -> None:
+    tokens = chats(tmp_path, [call("a", '{"a": "b"}')], RAW_CALLS)
+    assert '<call>a {"a": "b"}' in tokens.tokenizer.decode(documents(tokens)[0])
+
+
+def test_a_message_may_name_arguments_as_python_writes_them(tmp_path: Path) -> None:
+    row = call("a", {"a": "b"})
+    row["messages"][0]["content"] = "call it with {'a': 'b'}"
+    assert chats(tmp_path, [row]).lengths().tolist()
+
+
 def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
     choices: list[tuple[str, Learn]] = [(PLAIN, "assistant"), (PLAIN, "all"), (MARKED, "assistant"), (MARKED, "all")]
     assert len({chats(tmp_path, ROWS[:1], *choice).header.key for choice in choices}) == 4
@@ -209,6 +221,11 @@ def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
             call("a", '{"a": "b"}'),
             PLAIN,
             "arguments of a call as an object, got text, shown as a string of JSON, in message 1 in",
+        ),
+        (
+            call("a", {"a": "b"}),
+            RAW_CALLS,
+            "text, or a template that writes JSON, got an object, shown as Python writes it, in message 1 in",
         ),
         (
             {"messages": [*messages("a")["messages"], {"role": "assistant", "content": "b", "weight": 0}]},
