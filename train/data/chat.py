@@ -69,7 +69,8 @@ class Chat:
         except ValueError as error:
             raise _no_template(str(folder)) from error
         added = _added_tokens(folder / MODEL_FILE if path.is_dir() else path)
-        shown = [token for token in loaded.get_added_vocab() if token in template]
+        tokens = {name: token for name, token in loaded.special_tokens_map.items() if name in template}
+        shown = [token for token in loaded.get_added_vocab() if token in template or token in tokens.values()]
         if added is not None and (lacking := [token for token in shown if token not in added]):
             raise DataError(
                 "--tokenizer",
@@ -77,7 +78,6 @@ class Chat:
                 got=f"{folder}, whose other files add {', '.join(lacking[:3])}",
                 remedy="Write it anew: AutoTokenizer.from_pretrained(folder).save_pretrained(new_folder).",
             )
-        tokens = {name: token for name, token in loaded.special_tokens_map.items() if name in template}
         # A newline follows, because Jinja drops one after a block.
         names = [
             f"{{% set {name} = {json.dumps(str(token), ensure_ascii=False)} %}}\n" for name, token in tokens.items()

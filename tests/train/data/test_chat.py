@@ -312,6 +312,16 @@ def test_tokens_of_the_template_that_other_files_add(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "saved").encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
+def test_tokens_that_the_template_names_and_other_files_add(tmp_path: Path) -> None:
+    model = write_chat_tokenizer(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<begin>"}))
+    with pytest.raises(DataError, match="whose other files add <begin>. Write it"):
+        Chat.load(model)
+    (model / "chat_template.jinja").write_text(PLAIN.replace("{{ bos_token }}", ""))
+    Chat.load(model)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, rows = write_chat_tokenizer(tmp_path / "model"), write_rows(tmp_path / "rows.jsonl", ROWS * 5)
     command = ["prepare", str(rows), "--to", str(tmp_path / "to"), "--tokenizer", str(model), "--processes=1"]
