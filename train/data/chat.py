@@ -143,7 +143,7 @@ class Chat:
         return [self._render(row)]
 
     def _render(self, row: Any) -> tuple[str, Spans]:
-        messages, tools = messages_of(row), row.get("tools")
+        messages, tools = messages_of(row, self.learn), row.get("tools")
         if tools and (not isinstance(tools, list) or not re.search(r"\btools\b", self.template)):
             got = type(tools).__name__ if not isinstance(tools, list) else "a template that ignores them"
             remedy = "Leave `tools` out, or write them as a list of JSON schemas for a template that shows them."
@@ -206,12 +206,12 @@ class Chat:
         return result
 
 
-def messages_of(row: Any) -> list[dict[str, Any]]:
+def messages_of(row: Any, learn: Learn = ASSISTANT) -> list[dict[str, Any]]:
     """Returns the messages of a row: its "messages", or its "prompt" and its "completion" or "response".
 
     Raises:
-        BadRow: neither form, no message, one without a role or content, one with a weight, another name of the
-            assistant, an assistant's turn first, or another's last.
+        BadRow: neither form, no message, one without a role or content, one to learn with a weight, another name of
+            the assistant, an assistant's turn first, or another's last.
     """
     known = row if isinstance(row, dict) else {}
     if (messages := known.get("messages")) is None:
@@ -237,8 +237,8 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
         if not isinstance(fields.get("role"), str) or not says:
             expected = "messages with a `role`, and `content` or `tool_calls`"
             raise BadRow("--chat", expected, f"none in message {index}", "Correct the message or leave the row out.")
-        if fields.get("weight", 1) != 1:
-            expected, got = "no `weight` of a message but 1", f"{fields['weight']!r} in message {index}"
+        if (learn == "all" or fields["role"] == ASSISTANT) and fields.get("weight", 1) != 1:
+            expected, got = "no `weight` of a turn to learn but 1", f"{fields['weight']!r} in message {index}"
             remedy = "Cut the conversation before this turn, or take `weight` out to learn the turn."
             raise BadRow("--chat", expected, got, remedy)
     roles: list[str] = [message["role"] for message in messages]  # pyright: ignore[reportAssignmentType] - checked

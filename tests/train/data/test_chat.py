@@ -166,6 +166,14 @@ def test_a_message_may_name_arguments_as_python_writes_them(tmp_path: Path) -> N
     assert chats(tmp_path, [row]).lengths().tolist()
 
 
+def test_weights_of_turns_that_are_not_learnt(tmp_path: Path) -> None:
+    row = messages("a", "b")
+    row["messages"][0]["weight"], row["messages"][1]["weight"] = 0, 1
+    assert documents(chats(tmp_path, [row])) == documents(chats(tmp_path / "plain", [messages("a", "b")]))
+    with pytest.raises(DataError, match="no `weight` of a turn to learn but 1, got 0 in message 0 in"):
+        chats(tmp_path / "all", [row], learn="all")
+
+
 def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
     choices: list[tuple[str, Learn]] = [(PLAIN, "assistant"), (PLAIN, "all"), (MARKED, "assistant"), (MARKED, "all")]
     assert len({chats(tmp_path, ROWS[:1], *choice).header.key for choice in choices}) == 4
@@ -230,7 +238,7 @@ def test_another_choice_of_turns_is_prepared_anew(tmp_path: Path) -> None:
         (
             {"messages": [*messages("a")["messages"], {"role": "assistant", "content": "b", "weight": 0}]},
             PLAIN,
-            "no `weight` of a message but 1, got 0 in message 1 in",
+            "no `weight` of a turn to learn but 1, got 0 in message 1 in",
         ),
         (
             {
