@@ -9,12 +9,13 @@ rank also yields where it waits for nothing.
 
 A hop is the KV that a rank holds at one step, and the computation with it. From hop to hop, all KV moves on by one
 rank. A grouped plan (`gathered_plan`) has one hop instead: each rank first receives all keys that it sees. A step
-starts transfers and computes with the KV of at most one hop. A hop without visible pairs computes nothing, and the last
-step has no hop: it only returns gradients. A `Batch` is transfers that start together and are awaited together; in
-shapes, `batch` is the batch size. A slot is one buffer of KV or of gradients. The planners choose slots and due steps
-so that no step writes a slot that is still being sent. Comments here describe a ring. Double rings and grouped hops run
-the same code, with other transfers in their steps. `plan.py` documents the fields of `Plan`, `Step`, `Hop`, `Batch` and
-`Transfer`.
+starts transfers and computes with the KV of at most one hop. A hop without a visible (query, key) pair computes
+nothing. Two kinds of steps have no hop. The last step of every plan only returns gradients, and the first step of a
+grouped plan only starts transfers. A `Batch` is transfers that start together and are awaited together; in shapes,
+`batch` is the batch size. A slot is one buffer, which holds keys and values together, or dK and dV together. The
+planners choose slots and due steps so that no step writes a slot that is still being sent. Comments here describe a
+ring. Double rings and grouped hops run the same code, with other transfers in their steps. `plan.py` documents the
+fields of `Plan`, `Step`, `Hop`, `Batch` and `Transfer`.
 
 Pictures of both passes, step by step, are in docs/internals/schedule.md.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", algorithm 1.
@@ -56,8 +57,8 @@ class _Moves:
         span_of = self._buffers.message
         mirror = None
         if transfer.mirror is not None:
-            # The sender's span lies at the same place in this rank's memory. Transports that pull compute the peer's
-            # address from there.
+            # All ranks allocate slots to send from alike. The peer's span therefore has the offset in its slot that
+            # `mirror` has in this rank's slot. Transports that read the peer's memory compute the address from it.
             slot, first = transfer.mirror
             mirror = span_of(slot, range(first, first + len(transfer.rows)))
         span = span_of(transfer.slot, transfer.rows)
@@ -73,7 +74,7 @@ class _Moves:
         for batch, handle in due:
             self._transport.finish(handle)
             for transfer in batch.transfers:
-                if transfer.own_row is not None:
+                if transfer.own_row is not None:  # only gradients that return to this rank have it
                     self._buffers.add_returned(transfer.slot, transfer.rows, transfer.own_row)
                 if transfer.is_last_use:
                     self._buffers.free(transfer.slot)
@@ -110,7 +111,9 @@ def forward(
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
     kv_moves = _Moves(kv, transport)
     if plan.own_slot is not None:
-        kv.load(plan.own_slot)  # peers can read slots, but not the caller's tensors
+        # Peers can read slots, but not the caller's tensors. A ring's plan names no slot if this rank sends its KV to
+        # no peer. Hop 0 of a ring computes with the caller's tensors in either case.
+        kv.load(plan.own_slot)
     # The last step only returns gradients, and no KV is due there.
     for index, step in enumerate(plan.steps[:-1]):
         # 1. Wait for the KV that arrives for this step, and for earlier sends, whose buffers are used again.
@@ -166,7 +169,8 @@ def backward_from_delta(
     kv = buffers_of((k, v), k.dtype, Kind.KV, plan, transport)
     gradients = buffers_of((k, v), gradient_dtype, Kind.GRADIENT, plan, transport)
     kv_moves, gradient_moves = _Moves(kv, transport), _Moves(gradients, transport)
-    tiles = TileGradients(dout, q, lse, delta, plan, kernel_run, gradients)
+    # A tile of `TileGradients` is all queries and keys of a hop, unlike a tile of a kernel.
+    hop_gradients = TileGradients(dout, q, lse, delta, plan, kernel_run, gradients)
     if plan.own_slot is not None:
         kv.load(plan.own_slot)
     for index, step in enumerate(plan.steps[:-1]):
@@ -183,15 +187,15 @@ def backward_from_delta(
         # 4. Meanwhile compute dQ. A kernel that computes all gradients at once also computes this rank's
         #    share of dK and dV.
         if step.hop is not None:
-            tiles.before_arrival(step.hop, kv)
+            hop_gradients.before_arrival(step.hop, kv)
         # 5. Wait for the gradient, and add this rank's share to it.
         yield
         gradient_moves.finish(index)
         if step.hop is not None:
-            tiles.after_arrival(step.hop)
+            hop_gradients.after_arrival(step.hop)
     # 6. Return the last gradients to their owners, and round dq meanwhile.
     gradient_moves.start(plan.steps[-1].gradients)
-    dq = tiles.dq()
+    dq = hop_gradients.dq()
     yield
     gradient_moves.finish(len(plan.steps) - 1)
     return dq, *gradients.own_gradient(wide if wide_kv else k.dtype)
