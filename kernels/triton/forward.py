@@ -16,8 +16,9 @@ Arguments that the kernel and `_attend` share:
                          TMA descriptors of k and v; None unless kind.ACCELERATED (loads by TMA)
     schedule, visible    tables of the tiles to process, and of the keys that each query sees (`spans.py`)
     scores, seed         parameters of softcap, ALiBi, sinks and dropout (`scores.py`)
-    kind                 compile-time constants (`tiles.py`). MASK is FULL, CAUSAL, TABLE or LISTED. LOADED and LOADED_V
-                         are the columns that a load covers: the headdim, rounded up to whole vectors of 16 bytes
+    kind                 compile-time constants (`Constexprs` in `tiles.py`). MASK is FULL, CAUSAL, TABLE or LISTED.
+                         LOADED and LOADED_V are the columns that a load covers: the headdim, rounded up to whole
+                         vectors of 16 bytes
 
 Rows are counted in the storage of a sequence on this rank, positions in the whole sequence. A tile of keys is given by
 its first key `n`, counted from the first row of its chunk.
@@ -268,12 +269,16 @@ def forward(given: ForwardArguments) -> None:
         return
     batch, seqlen_q, nheads, _ = q.shape
     config = forward_config(call_of(q, v, problem))
+    # `programs` is not compiled code: its tables give the tile of each program, and the keys that this tile processes.
     programs, schedule, visible = launch_tables(problem, config, q.device, by_keys=False)
     accelerated, streams, descriptors = streamed((k, v), config.block_n, config, programs)
+    # The kernel needs a tensor for each pointer. lse replaces absent slopes and sinks; lse and out replace the state of
+    # a hop that is first and last. The kernel does not read them.
     scores, seed = scores_argument(problem.score_config, lse)
-    # A hop that is first and last has no state, but the kernel needs tensors.
     m, l, o = carried or (lse, lse, out)  # noqa: E741
     kind = kind_argument(problem.score_config, programs, accelerated, q, k, v, config)
+    # `operand` and `streamed` copy 16-bit tensors that a kernel cannot load as whole vectors. A launch that reads a
+    # copy is not repeated, because a later call needs its own copy.
     arguments = (
         operand(q), *streams, *descriptors, Results(m, l, o, out, lse), schedule, visible, scores,
         programs.ntiles, programs.nchunks, seqlen_q, nheads, *seed, first, last, kind,
