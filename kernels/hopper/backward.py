@@ -2,12 +2,13 @@
 
 A hop is the attention of this rank's queries over the keys of one rank. A program owns one tile of keys of one KV head
 at a time. The tile has 128 keys, 64 for each of two consumer warpgroups. For headdim above 128 it has 64 keys: consumer
-0 computes dv, and consumer 1 dk (`BY_GRADIENT`). A group is the query heads that share a KV head. The program streams
-the queries of all heads of the group that see its keys. `kind` is a `BackwardConstants`, and `place` a `Place`
-(`scheduler.py`): a tile of keys, and the tiles of queries that see it. With `DESCENDING`, tiles of queries run from the
-last to the first. Otherwise tiles that need a mask come first. Tiles of dQ are added in any order, or in a fixed order
-that gives the same bits in every run (`ORDERED`). Short sequences use `ORDERED` too, because it needs no zeroed sum.
-`pipeline.py` explains rings, their uses and the tile queue.
+0 computes dv, and consumer 1 dk (`BY_GRADIENT`). Consumer 0 then passes P^T to consumer 1, which computes dS^T. A group
+is the query heads that share a KV head. The program streams the queries of all heads of the group that see its keys.
+`kind` is a `BackwardConstants`, and `place` a `Place` (`scheduler.py`): a tile of keys, and the tiles of queries that
+see it. With `DESCENDING`, tiles of queries run from the last to the first. Otherwise tiles that need a mask come first.
+Tiles of dQ are added in any order, or in a fixed order that gives the same bits in every run (`ORDERED`). Short
+sequences use `ORDERED` too, because it needs no zeroed sum. `pipeline.py` explains rings and their uses, and
+`scheduler.py` explains the tile queue.
 
 Shapes: q, dout (batch, seqlen_q, nheads, headdim); k, v, dk, dv (batch, seqlen_k, nheads_kv, headdim); lse, delta
 (batch, nheads, seqlen_q). lse is in natural logarithms, and delta is the sum of dout * out over headdim, less the
@@ -99,12 +100,13 @@ class BackwardConstants(NamedTuple):
     """Compile-time parameters of the kernel, all constexpr.
 
     MASKED, BELOW and ABOVE are as in `Intervals` (`mask_tables.py`): whether tiles need a mask, and on which side.
-    BLOCK_D, WIDTHS, BLOCK_M, PRELOADED, DOUT_STAGES, DS_STAGES, BY_GRADIENT and PIECES are as in `BackwardConfig`
-    (`config.py`). With CHECKED, keys are searched for NaN and Inf (`isolation.py`) even if lse and delta are finite.
-    ORDERED adds dq in a fixed order; the first addition to a tile is then a store. ORDERED needs DESCENDING, under
-    which a tile of queries is processed for all heads before the next tile. With BY_HEADS too, all tiles of a head come
-    before those of the next head. ACCUMULATE adds dk and dv to memory. GROUP counts the query heads of a KV head. ROWS
-    is 64, the keys of a consumer, and KEY_PARTS counts the parts of 64 keys in a tile.
+    BLOCK_D, WIDTHS, BLOCK_M, DOUT_STAGES, DS_STAGES, BY_GRADIENT and PIECES are as in `BackwardConfig` (`config.py`).
+    PRELOADED is its `preloaded_masked` if MASKED, else its `preloaded`. With CHECKED, keys are searched for NaN and Inf
+    (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the first addition to a tile is
+    then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for all heads before the next
+    tile. With BY_HEADS too, all tiles of a head come before those of the next head. ACCUMULATE adds dk and dv to
+    memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer, and KEY_PARTS counts the
+    parts of 64 keys in a tile.
     """
 
     MASKED: Any
@@ -269,7 +271,8 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         if place.end > place.begin:
             n, _ = _visit(place, 0, kind)
             row = n * kind.BLOCK_M
-            # If any tile needs a mask, the first step always applies it: in other tiles it changes nothing.
+            # If any tile needs a mask, the first step always applies it: in other tiles it changes nothing. The two
+            # flags before `kind` are MASKED and BEGINS; BEGINS marks the first tile of queries of a `place`.
             dk, dv = step(C, first_use, row, dk, dv, first, stop, gradients, shared, kind.MASKED, True, kind)
             HEADS: gl.constexpr = 1 if kind.BY_HEADS else kind.GROUP  # heads whose tiles one pass of this loop covers
             end, next_use = first_use, first_use + 1
@@ -315,7 +318,7 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
         place = pop_tile(shared.tile_queue, taken)  # now: its bounds load while the gradients are stored
         first, stop = _seen_by(C, place, bounds, gradients, kind)
         if kind.BY_GRADIENT:
-            wait_passed(C, first_use, shared.dq, kind.PIECES)  # `parts` lie in the buffers of dq
+            wait_passed(C, first_use, shared.dq, kind.PIECES)  # `parts` reuse this consumer's buffer of dq
         pass_gradients(C, dk, dv, done, first_use, gradients, shared.parts, kind)
     tma.store_wait(0)
 
@@ -325,9 +328,10 @@ def _backward_kernel(
     q, dout, k, v, minus_lse, minus_delta, lost, dq, dk, dv, counters, turns, turns_stride, padded, seqlen_k, scale,
     softmax_scale, tables, bounds_stride, tiles_stride, ntiles, heads, all_heads, heads_per_wave, kind,
 ):  # fmt: skip
-    # `dq` is the descriptor of the float32 sum, and `scale` is softmax_scale log2 e. `lost` and the tables are as in
-    # `Gradients` and `Work`. The order of barriers is q, dout, k, v, prefetch, tile queue, dq, ds, p: of each ring the
-    # full barriers, then as many empty ones.
+    # `dq` is the descriptor of the float32 sum, and `scale` is softmax_scale log2 e. `Gradients` describes the number
+    # that `lost` points to. `tables` has the tensors of `Bounds` and `Work`. `counters` and `turns` are the first two
+    # fields of the `SemaphoreOrder` made below, which then has the name `turns`. The order of barriers is q, dout, k,
+    # v, prefetch, tile queue, dq, ds, p: of each ring the full barriers, then as many empty ones.
     bounds = Bounds(tables.bounds, bounds_stride)
     work = Work(tables.tiles, tiles_stride, tables.order, tables.counter, ntiles, heads, all_heads, heads_per_wave)
     inputs = Inputs(q, dout, k, v, minus_lse, minus_delta, padded)
