@@ -29,8 +29,8 @@ Field = int | float | str | None  # None agrees with every value: this rank has 
 T = TypeVar("T")
 # A row is one rank's integers ("words"), and a table holds the rows of all ranks. The first integer of a call's row
 # says that the rank waits for the other ranks, has raised, or continues without waiting. A row is (_WAITING, *fields),
-# (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Rows with the length of
-# a text (`_gather_texts`) hold that alone.
+# (_FAILED,) or (_AHEAD, *fields, digest); `Words.post` pads all rows with zeros to one length. Before ranks exchange
+# texts, a row holds only the length of the rank's text (`_gather_texts`).
 _WAITING, _FAILED, _AHEAD = range(3)
 _ANY = -(2**63)  # the integer of None
 _MAX_CALLS = 256  # calls that are cached
@@ -170,7 +170,10 @@ class ControlPlane:
         return self.agree_on((free, *fields, *fields.values()), lambda: fields, free=free, then=lambda values: values)
 
     def agree_now(self, fields: Mapping[str, Field], *, free: str) -> list[int]:
-        """Like `agree`, but always waits, also with `optimistic`: the free field may change at any call."""
+        """Like `agree`, but always waits, also with `optimistic`: the free field may change at any call.
+
+        `ContextParallel.largest` uses it. The backward of `ContextParallel.unshard` calls it before `sum`.
+        """
         self.check_alive()
         self._check_previous()
         call = _CallRecord.of(fields, free)
@@ -282,8 +285,9 @@ class ControlPlane:
     def fail(self, error: Exception) -> None:
         """Announces to the other ranks that this rank raised `error`, so that they raise too.
 
-        Call it only where the next exchange of the other ranks is an agreement: this post takes the place of the rank's
-        own post there. If a rank has continued without waiting, the ring breaks.
+        `ContextParallel.announce_failure` calls it. Call it only where the next exchange of the other ranks is an
+        agreement: this post takes the place of the rank's own post there. If a rank has continued without waiting, the
+        ring breaks.
         """
         with suppress(RingflashError):  # `error` takes precedence over failures of other ranks
             self.check_alive()
@@ -317,7 +321,10 @@ class ControlPlane:
         return self._gather_texts(text)
 
     def gather(self, x: Tensor, rows: list[int], dim: int) -> Tensor:
-        """Returns all ranks' `x` joined along `dim` in rank order; `x` of rank r has `rows[r]` entries along `dim`."""
+        """Returns all ranks' `x` joined along `dim` in rank order; `x` of rank r has `rows[r]` entries along `dim`.
+
+        `ContextParallel.unshard` calls it.
+        """
         moved = x.movedim(dim, 0).contiguous()
         padded = moved.new_zeros((max(rows), *moved.shape[1:]))
         padded[: moved.shape[0]] = moved
@@ -327,7 +334,8 @@ class ControlPlane:
     def stack(self, x: Tensor) -> Tensor:
         """Returns all ranks' `x`, contiguous and of one shape and dtype, in rank order: (ranks, ...).
 
-        CPU tensors travel over the ring's own gloo group, so that a failure of a peer ends the wait.
+        Decoding gathers the states of all ranks with it, and `gather` uses it. CPU tensors travel over the ring's own
+        gloo group, so that a failure of a peer ends the wait.
 
         Raises:
             PeerFailed, PeerLost, RingTimeout: a rank did not answer.
@@ -344,7 +352,8 @@ class ControlPlane:
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over all ranks; CPU tensors also use the data group here.
 
-        A failed peer does not end this wait, so callers call `agree_now` before.
+        The backward of `ContextParallel.unshard` calls it; token means are summed elsewhere (`token_mean.py`). A failed
+        peer does not end this wait, so the caller calls `agree_now` before.
         """
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._data)
