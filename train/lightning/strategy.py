@@ -73,8 +73,8 @@ class RingAttentionStrategy(ShardedStrategy):
     the window's count.
 
     The LightningModule shards itself in `configure_model` over `shard_mesh` with `fully_shard`; every parameter must be
-    sharded, except of a LanguageModel on one rank. With several micro-batches the gradients are reduced after each
-    micro-batch, which keeps them sharded.
+    sharded, except in a module that rounds its weights itself (`rounds_weights`), such as a LanguageModel on one rank.
+    With several micro-batches the gradients are reduced after each micro-batch, which keeps them sharded.
 
     Args:
         context_parallel_size: ranks that share a sequence; "auto": all ranks that `data_parallel_size` leaves.
@@ -179,7 +179,7 @@ class RingAttentionStrategy(ShardedStrategy):
         super(ModelParallelStrategy, self).setup_environment()
         if not dist.is_initialized():
             # This strategy makes the group, and so destroys it: at exit, not at teardown, because `validate` may follow
-            # `fit` on the same sharded weights. The program destroys a group that it made itself.
+            # `fit` on the same sharded weights. The user's program destroys a group that it made itself.
             self._shutdown = Shutdown()
         connect(self)
         if self.root_device.type == "cuda":
@@ -230,7 +230,7 @@ class RingAttentionStrategy(ShardedStrategy):
         # and the optimizer would keep them.
         reshard(self.model)
         if self.is_global_zero:
-            user_modules.warn_of_parted_weights(self.model)
+            user_modules.warn_of_parted_weights(self.model)  # FSDP2 may make tied weights separate parameters
             if self.world_size > 1:
                 user_modules.warn_of_batch_norms(self.model)
         rounds = getattr(self.lightning_module, "rounds_weights", None)
@@ -249,7 +249,7 @@ class RingAttentionStrategy(ShardedStrategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets this rank exit without waiting for its peers, which may never finish."""
+        """Lets this rank destroy the process group at exit without waiting for its peers, which may never finish."""
         if self._shutdown is not None and not isinstance(exception, Preempted):  # all ranks raise Preempted together
             self._shutdown.fail()
         super().on_exception(exception)
@@ -265,9 +265,8 @@ class RingAttentionStrategy(ShardedStrategy):
         "position_ids": (seqlen_local,) int64, "num_valid_tokens": scalar int64, ...}. `num_valid_tokens` counts the
         labels other than -100 in this micro-batch over all ranks, each sequence once. An attention_mask and the entries
         in `shard_keys` are cut too; other entries are only moved. With a batch on the CPU the host does not wait for
-        the GPU.
-        The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into the
-        whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
+        the GPU. The batch may hold "cu_seqlens", (batch, ndocuments + 1) int64, the bounds of the documents packed into
+        the whole sequences. Positions then restart at each document and are (batch, seqlen_local). "cu_seqlens" stays
         whole, and on the CPU, where masks are made.
 
         Raises:
@@ -281,6 +280,7 @@ class RingAttentionStrategy(ShardedStrategy):
         """
         device = device or self.root_device
         vocab_size = getattr(self.lightning_module, "vocab_size", None)
+        # `place` says which batch of the run this is. Ranks at different places raise RankMismatch.
         place, ranks = user_modules.place_of_batch(self.lightning_module, dataloader_idx), self.context.world_size
         agreed = agree_on_batch(batch, self.cpu_group, ranks, vocab_size, self._shard_keys, place=place)
         if agreed.is_repeated and not self._warned_of_repeats:
@@ -294,7 +294,7 @@ class RingAttentionStrategy(ShardedStrategy):
         seqlen = moved["input_ids"].shape[1]
         for name in cut_keys(batch, self._shard_keys):
             moved[name] = self.context.shard(moved[name], dim=1)
-        self.context.labels_shape = tuple(moved["labels"].shape)
+        self.context.labels_shape = tuple(moved["labels"].shape)  # `token_mean` refuses labels that are cut again
         self.context.forget_lengths()  # this batch may have another length than the last one
         if cu_seqlens is None:
             moved["position_ids"] = self.context.positions(seqlen, device=device)
@@ -323,7 +323,7 @@ class RingAttentionStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         follow_epoch(trainer)  # sets the length of this epoch, and when it is validated
-        # The loop has the index; a module's step need not take it. At these indices Lightning also zeroes gradients.
+        # Lightning zeroes gradients at the same indices. The loop has the index, and `training_step` may not take it.
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_tokens = []
         self._window_tokens.append(batch["num_valid_tokens"])
