@@ -25,6 +25,8 @@ from ringflash.train.models.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.models.weights import Weights
 
 INIT_STD = 0.02
+# torch's kernel of rms_norm gives wrong rows beyond 2^32 elements (torch 2.11, an H200). Compiled code is right.
+FUSED_NORM_ELEMENTS = 2**31
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,15 @@ class RMSNorm(Layer, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., dim) to (..., dim)."""
-        return nn.functional.rms_norm(x, self.normalized_shape, self.rounded(self.weight), self.eps)
+        weight = self.rounded(self.weight)
+        if x.numel() <= FUSED_NORM_ELEMENTS or torch.compiler.is_compiling():
+            return self._normed(x, weight)
+        rows = x.flatten(0, -2)
+        pieces = rows.split(max(FUSED_NORM_ELEMENTS // rows.shape[1], 1))
+        return torch.cat([self._normed(piece, weight) for piece in pieces]).view(x.shape)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     def draw(self, name: str, parameter: Tensor) -> None:
         """Sets the weight to one."""

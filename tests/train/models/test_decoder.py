@@ -166,3 +166,15 @@ def test_documents_on_a_ring_do_not_see_each_other(layout: str) -> None:
     out = context.unshard(decoder(shard, own_positions, context, documents=rf.Documents(ends)))
     alone = [decoder(x[:, a:b], torch.arange(b - a)) for a, b in pairwise(ends)]
     torch.testing.assert_close(out, torch.cat(alone, 1), rtol=0, atol=1e-12)
+
+
+def test_norms_of_many_elements_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, x = Decoder(replace(CONFIG, qk_norm=True)), torch.arange(37)[None] % CONFIG.vocab_size
+    expected, sizes = decoder(x, torch.arange(37)), []
+    rms_norm = torch.nn.functional.rms_norm
+    monkeypatch.setattr("ringflash.train.models.decoder.FUSED_NORM_ELEMENTS", 5 * CONFIG.dim + 1)
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda x, *args: (sizes.append(x.numel()), rms_norm(x, *args))[1]
+    )
+    assert torch.equal(decoder(x, torch.arange(37)), expected)
+    assert max(sizes) <= 5 * CONFIG.dim + 1
