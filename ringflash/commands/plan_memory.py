@@ -30,13 +30,13 @@ WIDTH = 110  # columns, if the output is not a terminal
 def main(argv: Sequence[str]) -> int:
     """Prints a table or JSON. Raises ConfigError where `ringflash train` would refuse the run for its memory."""
     options, overrides = _parser().parse_known_args(argv)
-    check_positive(options, ["gpu_memory"])
+    check_positive(options, ["gpu_memory", "host_memory"])
     configs = config_arguments(options)
     total = _gpu_memory(options.gpu_memory)
     from ringflash.train.commands.configured import configured
     from ringflash.train.lightning.memory_plan import shape_of
     from ringflash.train.models.budget import available_memory, plan_activations
-    from ringflash.train.models.memory import check_memory, estimate_memory
+    from ringflash.train.models.memory import check_memory, estimate_memory, host_share
 
     run = configured([*configs, *overrides])
     device = torch.device("cpu" if run.accelerator == "cpu" else "cuda")
@@ -46,19 +46,24 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("data.batch_size", expected=expected, got=got, remedy="Raise it, or use fewer ranks.")
     config, plan = run.shape, None
     choices = {
-        mode: estimate_memory(config, replace(shape, checkpointing=mode, offload=False)) for mode in ("none", "block")
+        mode: estimate_memory(config, replace(shape, checkpointing=mode, offloaded_blocks=0))
+        for mode in ("none", "block")
     }
     chosen = estimate_memory(config, shape)
     if run.model.activation_checkpointing is None:
         budget = run.model.activation_memory
-        plan = plan_activations(config, shape, budget, available_memory(total), total, "the GPU's less 3 for buffers")
+        host = None if options.host_memory is None else _bytes("--host-memory", options.host_memory)
+        host = host_share(run.ranks_of_a_host, host) if device.type == "cuda" and shape.linear_dtype == "compute" else 0
+        source = "the GPU's less 3 for buffers"
+        plan = plan_activations(config, shape, budget, available_memory(total), total, source, host)
         chosen = plan.estimate
     choices = {"chosen": chosen, **choices}
     if options.json:
         figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}
         blocks = {}
         if plan:
-            blocks = {"kept_blocks": plan.kept, "keeps_weights": plan.keeps_weights}
+            _, kept, offloaded = plan.activations
+            blocks = {"kept_blocks": kept, "offloaded_blocks": offloaded, "keeps_weights": plan.keeps_weights}
             blocks |= {"planned": plan.planned, "available": plan.available}
         facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
         put_json(options.json, {**facts, **blocks, "bytes": figures})
@@ -78,18 +83,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GiB", help="memory of a GPU (default: this machine's)")
+    parser.add_argument("--host-memory", type=float, metavar="GiB", help="memory of a host (default: this machine's)")
     return parser
 
 
 def _gpu_memory(gib: float | None) -> int:
     """Returns the bytes of a GPU of the run. Raises ArgumentError if they are unknown or infinite."""
-    if gib is not None and math.isfinite(gib * GIB):
-        return int(gib * GIB)
-    if gib is None and torch.cuda.is_available():
+    if gib is not None:
+        return _bytes("--gpu-memory", gib)
+    if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    got = "nothing, and no GPU here" if gib is None else gib
     remedy = "Pass what a GPU of the run has, for instance --gpu-memory 140."
-    raise ArgumentError("--gpu-memory", expected="a number of GiB", got=got, remedy=remedy)
+    raise ArgumentError("--gpu-memory", expected="a number of GiB", got="nothing, and no GPU here", remedy=remedy)
+
+
+def _bytes(flag: str, gib: float) -> int:
+    """Returns the bytes of `gib` GiB, the value of an option. Raises ArgumentError if it is infinite."""
+    if not math.isfinite(gib * GIB):
+        remedy = f"Pass what a machine of the run has, for instance {flag} 140."
+        raise ArgumentError(flag, expected="a number of GiB", got=gib, remedy=remedy)
+    return int(gib * GIB)
 
 
 def _show(choices: dict[str, MemoryEstimate], title: str, plan: ActivationPlan | None, fixed: str) -> None:

@@ -195,15 +195,39 @@ def test_bad_arguments(changed: str) -> None:
         throughput.main(changed.split())
 
 
+def test_peers_have_no_window() -> None:
+    with pytest.raises(ArgumentError, match=r"--window: expected nothing with --peers, got 64"):
+        throughput.main(["--peers", "--window", "64"])
+
+
 def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
-    ((rows,),) = run_ranks(1, _alone, str(tmp_path))
+    ((rows, windowed),) = run_ranks(1, _alone, str(tmp_path))
     ours, peer, flash = rows
     assert [row["name"] for row in rows] == [throughput.OURS, throughput.PEER_OF_ONE, throughput.FLASH_OF_ONE]
     assert "failed" in flash  # FlashAttention runs on GPUs
     assert (ours["layers"], ours["kept_blocks"], peer["kept_blocks"]) == (1, 1, 1)
     assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
+    assert "window" not in ours
+    (seen,) = windowed
+    assert (seen["window"], seen["offloaded_blocks"]) == (8, 2)
+    assert seen["loss"][1] < seen["loss"][0]
 
 
 def _alone(folder: str) -> tuple[list[dict[str, Any]], ...]:
     arguments = [*SMALL.split(), "--seqlens", "64", "--layers", "1", "--activations", "none"]
-    return (throughput.run(arguments, init_device_mesh("cpu", (1,))),)
+    mesh = init_device_mesh("cpu", (1,))
+    windowed = [
+        "--shapes",
+        "tiny",
+        "--eager",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--seqlens",
+        "64",
+        "--window",
+        "8",
+        "--offload",
+    ]
+    return throughput.run(arguments, mesh), throughput.run(windowed, mesh)

@@ -20,7 +20,7 @@ from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CONFIG = Path(rf.__file__).parents[1] / "configs" / "llama-8b-256k-4gpu.yaml"
-SHAPE = TrainingShape(65536, 4, torch.bfloat16, "block", in_pieces=True, compiled=True, offloads_sum=True)
+SHAPE = TrainingShape(65536, 4, torch.bfloat16, "block", in_pieces=True, compiled=True)
 BUDGET = ["--model.activation_checkpointing=null", "--gpu-memory", "140"]
 
 
@@ -53,16 +53,17 @@ def test_parts_are_those_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_budget_chooses_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_activations(config(), SHAPE, "auto", int(140 * GIB) - RESERVE, int(140 * GIB), "")
-    assert 0 < plan.kept < 32
+    kept = plan.activations.kept_blocks
+    assert 0 < kept < 32
     out, _ = run(capsys, *BUDGET, "--json")
     figures = json.loads(out)
-    assert (figures["kept_blocks"], figures["keeps_weights"]) == (plan.kept, plan.keeps_weights)
+    assert (figures["kept_blocks"], figures["keeps_weights"]) == (kept, plan.keeps_weights)
     assert figures["planned"] == plan.planned
     assert figures["bytes"]["chosen"]["total"] == plan.estimate.total
     file = tmp_path / "plan.json"
     out, _ = run(capsys, *BUDGET, "--json", str(file))
     assert json.loads(file.read_text()) == figures
-    assert f"Activations: {plan.kept} of 32 blocks keep all, {32 - plan.kept} recompute: " in out
+    assert f"Activations: {kept} of 32 blocks keep all, {32 - kept} recompute: " in out
     assert all(part in out for part in ("weights", "gathered", "loss", "peak", "of the host"))
     out, _ = run(capsys, *BUDGET, "--model.activation_memory=60%")
     assert "planned of 84.00 (60%)" in out
@@ -78,7 +79,12 @@ def test_a_fixed_choice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpu-memory", "40"], "memory: expected at most the GPU's 40.00 GiB, got at least "),
         (["--gpu-memory", "0"], "--gpu-memory: expected more than 0"),
-        (["--gpu-memory", "inf"], "--gpu-memory: expected a number of GiB, got inf. Pass what a GPU of the run has"),
+        (
+            ["--gpu-memory", "inf"],
+            "--gpu-memory: expected a number of GiB, got inf. Pass what a machine of the run has",
+        ),
+        ([*BUDGET, "--host-memory", "inf"], "--host-memory: expected a number of GiB, got inf. Pass what a machine of"),
+        (["--gpu-memory", "140", "--host-memory", "-1"], "--host-memory: expected more than 0"),
         (["--gpu-memory", "1e300"], "--gpu-memory: expected a number of GiB, got 1e+300. Pass what"),  # inf in bytes
         ([*BUDGET, "--model.activation_memory=20GiB"], "activation_memory: expected at least "),
         ([*BUDGET, "--model.activation_memory=20"], 'activation_memory: expected "auto", a size such as "60GiB"'),

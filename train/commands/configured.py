@@ -50,7 +50,8 @@ class Configured(RingCLI):
         settings: Any = self.trainer
         self.accelerator, self.deterministic = settings.accelerator, bool(settings.deterministic)
         self.strategy = RingAttentionStrategy() if settings.strategy == STRATEGY else settings.strategy
-        self.ranks = self._ranks_of_a_host(settings.devices) * settings.num_nodes
+        self.ranks_of_a_host = self._ranks_of_a_host(settings.devices)
+        self.ranks = self.ranks_of_a_host * settings.num_nodes
 
     @property
     def shape(self) -> ModelConfig:

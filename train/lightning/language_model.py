@@ -14,7 +14,7 @@ from ringflash.train.lightning.batch import check_tokens, documents_of, position
 from ringflash.train.lightning.optimizer import OptimizerConfig
 from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy
-from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.activations import ActivationCheckpointing, Activations
 from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
@@ -49,7 +49,7 @@ class LanguageModel(RingModule):
         CheckpointError: a folder without a model.
     """
 
-    in_pieces = offloads_sum = True
+    in_pieces = True
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class LanguageModel(RingModule):
         # Set each time: another strategy, under which autocast rounds the weights, may have built the model.
         self.decoder.round_weights(self.resolved_dtype(strategy.root_device) if rounds else None)
 
-    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Decoder:
+    def _make(self, dtype: torch.dtype, activations: Activations) -> Decoder:
         """Returns the decoder, without storage under `RingAttentionStrategy`."""
         strategy = self.trainer.strategy
         with torch.device("meta"):
             decoder = Decoder(self.model_config, seed=self.seed, weights=self.weights)
         decoder.to(dtype)
         self._use_float8(decoder.layers)
-        decoder.keep_activations(checkpointing, offload=self.activation_offload, kept_blocks=kept_blocks)
+        decoder.keep_activations(**activations._asdict())
         if self.compile_blocks:
             decoder.compile_blocks(options=compile_options(self.linear_dtype))
         if not isinstance(strategy, RingAttentionStrategy):

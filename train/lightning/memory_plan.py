@@ -12,8 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ringflash.errors import ConfigError
 from ringflash.train.exchange import Purpose
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
+from ringflash.train.models.activations import ALL_BLOCKS
 from ringflash.train.models.budget import AUTO, ActivationPlan, available_memory, plan_activations
-from ringflash.train.models.memory import GIB, TrainingShape, check_host_memory, check_memory, host_memory
+from ringflash.train.models.memory import GIB, TrainingShape, check_host_memory, check_memory, host_memory, host_share
 
 if TYPE_CHECKING:
     from ringflash.train.lightning.ring_module import RingModule
@@ -44,8 +45,7 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         shard_size=shard,
         compute_dtype=compute,
         checkpointing=module.activation_checkpointing or "none",
-        offload=module.activation_offload,
-        offloads_sum=module.offloads_sum,
+        offloaded_blocks=ALL_BLOCKS if module.activation_offload else 0,
         reshard_after_forward=module.reshard_after_forward,
         copied=copied,
         rounded=rounded and compute == torch.bfloat16,
@@ -62,7 +62,7 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
     )
 
 
-def choose_kept_blocks(module: RingModule) -> ActivationPlan | None:
+def choose_activations(module: RingModule) -> ActivationPlan | None:
     """Returns the plan of `activation_memory`, the same on all ranks; a collective of all ranks that need one.
 
     None means that there is nothing to choose: `activation_checkpointing` is set, or "auto" meets a CPU or a model or
@@ -84,10 +84,13 @@ def choose_kept_blocks(module: RingModule) -> ActivationPlan | None:
         if module.trainer.is_global_zero:
             log.info("Activations: every block keeps all, since the shape is unknown of %s", what)
         return None
-    available, total, source = _least_memory(strategy, device)
+    # Float8 layers would offload their weights too.
+    offloads = device.type == "cuda" and module.linear_dtype == "compute"
+    own_host = host_share(module.trainer.num_devices) if offloads else 0
+    available, total, host, source = _least_memory(strategy, device, own_host)
     if module.trainer.state.fn != TrainerFn.FITTING:  # a budget for training refuses no evaluation
         budget = AUTO
-    plan = plan_activations(config, shape, budget, available, total, source)
+    plan = plan_activations(config, shape, budget, available, total, source, host)
     if module.trainer.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
         log.info("Activations: %s", plan)
     return plan
@@ -124,19 +127,19 @@ def report_measured(module: RingModule) -> None:
         log.info(text, most / GIB, measured.index(most), plan.planned / GIB)
 
 
-def _least_memory(strategy: Strategy, device: torch.device) -> tuple[int, int, str]:
-    """Returns the least bytes that are available and in all on a rank's device, and whose they are."""
+def _least_memory(strategy: Strategy, device: torch.device, host: int) -> tuple[int, int, int, str]:
+    """Returns the least of all ranks: bytes available on the device, bytes in all, `host`, and whose the first are."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = available_memory(free + unused)
     else:
         free = total = host_memory()
-    rows = _all_ranks(strategy, free, total)
-    available, all_bytes = (list(column) for column in zip(*rows, strict=True))
+    rows = _all_ranks(strategy, free, total, host)
+    available, all_bytes, hosts = (list(column) for column in zip(*rows, strict=True))
     least = min(available)
     differs = len({f"{each / GIB:.1f}" for each in available}) > 1
-    return least, min(all_bytes), f"free on rank {available.index(least)}" if differs else "free"
+    return least, min(all_bytes), min(hosts), f"free on rank {available.index(least)}" if differs else "free"
 
 
 def _all_ranks(strategy: Strategy, *numbers: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ringflash.train.callbacks.nonfinite import NonFinite, StepResult
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.callbacks.progress import RingProgressBar
 from ringflash.train.checkpoint.load import compare_model_configs
-from ringflash.train.lightning.memory_plan import check_run_memory, choose_kept_blocks, report_measured, shape_of
+from ringflash.train.lightning.memory_plan import check_run_memory, choose_activations, report_measured, shape_of
 from ringflash.train.lightning.optimizer import (
     ConfiguredOptimizer,
     OptimizerConfig,
@@ -38,7 +38,7 @@ from ringflash.train.lightning.optimizer import (
 from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.user_modules import check_early_copies
-from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.activations import ALL_BLOCKS, ActivationCheckpointing, Activations
 from ringflash.train.models.budget import ActivationPlan, check_activations
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.loss import TokenLosses
@@ -82,6 +82,7 @@ class RingModule(pl.LightningModule, ABC):
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
         activation_memory: memory that training may take on a GPU, weights included: a size such as "60GiB", or a share
             of the GPU's memory such as "80%". "auto" is the memory that is free; on a CPU every block keeps everything.
+            Where recomputing every block is not enough, blocks keep their tensors in host memory.
         linear_dtype: dtype in which the linear layers of blocks multiply: "compute" is `compute_dtype`, "fp8" is float8
             with one scale a tensor, "fp8_rowwise" with one a row.
 
@@ -92,7 +93,6 @@ class RingModule(pl.LightningModule, ABC):
 
     in_pieces = False  # whether feed-forward layers process their tokens in pieces
     float32_norms = False  # whether blocks are transformers' layers, whose norms keep float32 copies of their inputs
-    offloads_sum = False  # whether activation_offload also covers the sum between attention and the feed-forward
     own_head = True  # whether the strategy shards the head apart from the embedding
     adapts_all = False  # whether adapters of all linear layers train
     nf4 = False  # whether frozen linear layers are stored in 4 bits
@@ -143,14 +143,8 @@ class RingModule(pl.LightningModule, ABC):
         """Returns the model's configuration as plain values. Checkpoints store and compare it."""
 
     @abstractmethod
-    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Any:
-        """Returns the model, as `configure_model` builds it.
-
-        Args:
-            dtype: dtype of the stored weights.
-            checkpointing: choice of the activations that blocks keep.
-            kept_blocks: number of the last blocks that keep everything.
-        """
+    def _make(self, dtype: torch.dtype, activations: Activations) -> Any:
+        """Returns the model, as `configure_model` builds it, with weights stored in `dtype`."""
 
     @abstractmethod
     def _loss(self, batch: dict[str, Tensor]) -> tuple[TokenLosses, Tensor]:
@@ -175,7 +169,7 @@ class RingModule(pl.LightningModule, ABC):
             check_float8(self.linear_dtype, self.trainer.strategy.root_device, compute)
             self._check_context_length()
             dtype = torch.float64 if compute == torch.float64 else torch.float32
-            self._decoder = self._make(dtype, *self._choose_activations())
+            self._decoder = self._make(dtype, self._choose_activations())
 
     @property
     def trained_size(self) -> int | None:
@@ -216,7 +210,7 @@ class RingModule(pl.LightningModule, ABC):
         shape = self.training_shape()
         if (plan := self.activation_plan) is not None:
             reshard = not plan.keeps_weights
-            shape = replace(shape, checkpointing="block", kept_blocks=plan.kept, reshard_after_forward=reshard)
+            shape = replace(shape, **plan.activations._asdict(), reshard_after_forward=reshard)
         return estimate_memory(config, shape)
 
     def training_shape(self) -> TrainingShape:
@@ -436,17 +430,19 @@ class RingModule(pl.LightningModule, ABC):
         )
         log.warning(text)
 
-    def _choose_activations(self) -> tuple[ActivationCheckpointing, int]:
-        """Returns the choice of activations and the number of the last blocks that keep everything; checks memory.
+    def _choose_activations(self) -> Activations:
+        """Returns the activations that blocks keep; checks memory.
 
         Raises:
-            ConfigError: training cannot fit, or as `choose_kept_blocks`.
+            ConfigError: training cannot fit, or as `choose_activations`.
         """
-        self.activation_plan = choose_kept_blocks(self)
+        self.activation_plan = choose_activations(self)
         check_run_memory(self)
         if self.activation_plan is not None:
-            return "block", self.activation_plan.kept
-        return self.activation_checkpointing or "none", 0
+            return self.activation_plan.activations
+        return Activations(
+            self.activation_checkpointing or "none", offloaded_blocks=ALL_BLOCKS if self.activation_offload else 0
+        )
 
     def _use_float8(self, blocks: Iterable[nn.Module]) -> None:
         """Makes linear layers of `blocks` compute in float8, if asked; before `_shard`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import ringflash as rf
 from ringflash.errors import ConfigError
 from ringflash.torch_private import tree_leaves
-from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, recompute
+from ringflash.train.models.activations import BlockActivations, HostMemory, recompute
 from ringflash.train.models.decoder import compiled
 
 
@@ -23,18 +23,16 @@ class TrainedLayer:
 
     Args:
         layer: layer that takes hidden states first and returns one tensor; all layers share its other tensor arguments.
-        checkpointing: choice of the activations that the layer keeps.
-        host_memory: host memory for the kept activations, with "block"; None keeps them on the device.
+        activations: choice of the activations that the layer keeps.
+        host_memory: host memory of all layers that keep them there.
     """
 
-    def __init__(
-        self, layer: nn.Module, checkpointing: ActivationCheckpointing, host_memory: HostMemory | None = None
-    ) -> None:
+    def __init__(self, layer: nn.Module, activations: BlockActivations, host_memory: HostMemory) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.host_memory = host_memory
+        self.host_memory = host_memory if activations == "host" else None
         self.compiled: Callable[..., Tensor] | None = None
         # Two functions, since torch bounds the number of compiled graphs of one.
-        self._run = self._keep if checkpointing == "none" else self._recompute
+        self._run = self._keep if activations == "none" else self._recompute
 
     def compile(self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None) -> None:
         """Compiles forward and backward in one piece; all layers of one kind share the compiled code."""

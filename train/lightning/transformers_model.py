@@ -26,7 +26,7 @@ from ringflash.train.lightning.ring_module import ComputeDtype, RingModule
 from ringflash.train.lightning.strategy import RingAttentionStrategy, reshard
 from ringflash.train.lightning.transformers_head import states_loss, why_whole_logits
 from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
-from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block
+from ringflash.train.models.activations import ActivationCheckpointing, Activations, BlockActivations, HostMemory
 from ringflash.train.models.adapter_folder import load_adapter, save_adapter
 from ringflash.train.models.budget import AUTO
 from ringflash.train.models.config import ModelConfig
@@ -134,7 +134,7 @@ class TransformersModel(RingModule):
             self.strict_loading = False  # a checkpoint holds no base model
         self.config: Any = _read_config(model) if isinstance(model, str | Path) else model
 
-    def _make(self, dtype: torch.dtype, checkpointing: ActivationCheckpointing, kept_blocks: int) -> Any:
+    def _make(self, dtype: torch.dtype, activations: Activations) -> Any:
         """Returns the model, with each layer sharded under `RingAttentionStrategy`.
 
         Raises:
@@ -169,7 +169,7 @@ class TransformersModel(RingModule):
                 )
         if self.lora is not None:
             store_base(model, layers, self.resolved_dtype(strategy.root_device), sharded=sharded)
-        self._prepare(layers, by_block(checkpointing, len(layers), kept_blocks))
+        self._prepare(layers, activations.of_blocks(len(layers)))
         if sharded:
             self._shard(model, layers, strategy)
             if why is None:
@@ -272,11 +272,11 @@ class TransformersModel(RingModule):
             return [function()]
         return on_every_rank(function, Path(str(self.init_from)), strategy.cpu_group)
 
-    def _prepare(self, layers: Sequence[nn.Module], choices: Sequence[ActivationCheckpointing]) -> None:
+    def _prepare(self, layers: Sequence[nn.Module], choices: Sequence[BlockActivations]) -> None:
         """Replaces the layers' forwards with checkpointed, offloaded or compiled ones, as the arguments ask."""
         if {*choices} == {"none"} and not self.compile_blocks:
             return
-        host_memory = HostMemory() if self.activation_offload else None
+        host_memory = HostMemory()
         for layer, choice in zip(layers, choices, strict=True):
             trained: Any = TrainedLayer(layer, choice, host_memory)
             layer.forward = trained

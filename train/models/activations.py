@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +20,47 @@ from ringflash.errors import ConfigError, StateError
 from ringflash.torch_private import TorchDispatchMode
 
 ActivationCheckpointing = Literal["none", "block"]
+BlockActivations = Literal["none", "block", "host"]  # "host" keeps what "block" keeps, in host memory
+ALL_BLOCKS = sys.maxsize
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 # The (out, lse) of these operators are kept, because recomputing them would repeat the whole ring and its messages.
 KEPT = [torch.ops.ringflash.attention.default]
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors cost more in calls than they free.
-# At most 9 tensors are in flight at a time, or 1 GiB (20 ms of a GPU's link) if that is less. Up to 4 tensors, as many
-# as one block has, are always allowed, however large.
-AHEAD_BYTES = 2**30
-AT_LEAST, AT_MOST = 4, 9
+# A copy in host memory consists of pieces, since torch rounds each allocation of pinned memory up to a power of two.
+PIECE_BYTES = 2**28
+# At most 9 tensors are in flight at a time, or 2 GiB (40 ms of a GPU's link) if that is less. The forward always has
+# one in flight, however large, so that its copy overlaps with the computation.
+AHEAD_BYTES, AT_MOST = 2**31, 9
+
+
+class Activations(NamedTuple):
+    """Activations that the blocks of a model keep for the backward.
+
+    Args:
+        checkpointing: "none" keeps everything. "block" keeps a block's input and attention's results, and recomputes
+            the rest.
+        kept_blocks: number of the last blocks that keep everything, with "block".
+        offloaded_blocks: number of the first blocks that keep their tensors in host memory, with "block". More than
+            there are mean all that recompute.
+    """
+
+    checkpointing: ActivationCheckpointing
+    kept_blocks: int = 0
+    offloaded_blocks: int = 0
+
+    def of_blocks(self, blocks: int) -> list[BlockActivations]:
+        """Returns the choice of each of `blocks` blocks.
+
+        The backward begins with the last blocks. Their tensors are free by the time an earlier block is recomputed, and
+        the recomputed tensors take their place. It ends with the first blocks, so their copies to and from the host
+        have the most time.
+        """
+        recomputed = blocks - self.kept_blocks
+        host: list[BlockActivations] = ["host"] * min(self.offloaded_blocks, recomputed)
+        rest: list[BlockActivations] = [self.checkpointing] * (recomputed - len(host))
+        whole: list[BlockActivations] = ["none"] * self.kept_blocks
+        return host + rest + whole
 
 
 def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) -> None:
@@ -39,17 +72,6 @@ def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) 
             got=checkpointing,
             remedy="Offloading all activations would take longer than to compute them again.",
         )
-
-
-def by_block(checkpointing: ActivationCheckpointing, blocks: int, kept: int) -> list[ActivationCheckpointing]:
-    """Returns the choice of each block when the last `kept` blocks keep everything.
-
-    The backward begins with the last blocks. What they keep is free by the time an earlier block is recomputed, and the
-    recomputed tensors take its place.
-    """
-    recomputed: list[ActivationCheckpointing] = [checkpointing] * (blocks - kept)
-    whole: list[ActivationCheckpointing] = ["none"] * kept
-    return recomputed + whole
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
@@ -71,18 +93,36 @@ class Packed:
     """Copy of a tensor in host memory.
 
     Args:
-        host: the copy.
+        host: the copy, in pieces one after another.
+        shape: shape of the tensor.
         device: device of the tensor, to which it returns.
         copied: event after which `host` is written; None on a CPU, where it is written at once.
         here: the tensor on its device, before it is released and after it returns.
         arrived: event after which `here` is written, if the tensor returns.
+        uses: number of requests for the tensor or a part of it that are still to come.
     """
 
-    host: Tensor
+    host: Sequence[Tensor]
+    shape: torch.Size
     device: torch.device
     copied: torch.cuda.Event | None
     here: Tensor | None
     arrived: torch.cuda.Event | None = None
+    uses: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return sum(piece.nbytes for piece in self.host)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Part of a packed tensor: `shape` from the element `begin` on, contiguous."""
+
+    whole: Packed
+    begin: int
+    shape: torch.Size
 
 
 class HostMemory:
@@ -102,6 +142,7 @@ class HostMemory:
         self._away: list[weakref.ref[Packed]] = []  # all packed tensors, in order
         self._leaving: deque[Packed] = deque()  # the last of them, with tensors still on the device
         self._coming: list[Packed] = []  # tensors on their way back to the device
+        self._latest: dict[int, weakref.ref[Packed]] = {}  # contiguous tensors by the address of their storage
 
     def pack(self, x: Tensor) -> Tensor | Packed:
         """Starts the copy; `x` must not be written to afterwards. Small tensors stay on their device."""
@@ -112,25 +153,36 @@ class HostMemory:
         self._coming.clear()
         packed = self._taken(x.detach())
         self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
+        if x.is_contiguous() and not x.storage_offset():
+            self._latest[x.untyped_storage().data_ptr()] = weakref.ref(packed)
         self._leaving.append(packed)
-        while _are_many(len(self._leaving), sum(each.host.nbytes for each in self._leaving)):
+        while len(self._leaving) > 1 and _are_many(len(self._leaving), sum(each.nbytes for each in self._leaving)):
             _let_go(self._leaving.popleft())
         return packed
 
-    def unpack(self, packed: Tensor | Packed) -> Tensor:
+    def unpack(self, saved: Tensor | Packed | Part) -> Tensor:
         """Returns the tensor on its device. The device waits for the copy; the host does not."""
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(saved, Tensor):
+            return saved
+        packed = saved.whole if isinstance(saved, Part) else saved
         x = self._brought(packed)
-        _let_go(packed)
+        if isinstance(saved, Part):
+            x = x.flatten()[saved.begin : saved.begin + saved.shape.numel()].view(saved.shape)
+        packed.uses -= 1
+        if packed.uses > 0:
+            _await(packed)
+        else:
+            _let_go(packed)
         for underway in (self._leaving, self._coming):
             if packed in underway:
                 underway.remove(packed)
+        if packed.uses > 0:
+            self._coming.append(packed)
         away = [each for each in (ref() for ref in self._away) if each is not None and each is not packed]
         self._away = [weakref.ref(each) for each in away]
         ahead = 0
         for number, each in enumerate(reversed(away), start=1):
-            ahead += each.host.nbytes
+            ahead += each.nbytes
             if _are_many(number, ahead):
                 break
             self._brought(each)
@@ -138,51 +190,76 @@ class HostMemory:
 
     def _taken(self, x: Tensor) -> Packed:
         if not x.is_cuda:
-            return Packed(x.clone(), x.device, None, x)
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            return Packed([x.flatten().clone()], x.shape, x.device, None, x)
+        flat = x.flatten()
+        pieces = flat.split(PIECE_BYTES // x.itemsize)
+        host = [torch.empty(piece.shape, dtype=x.dtype, pin_memory=True) for piece in pieces]
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
             # Pending copies may still write when this object dies, so the compute stream waits before memory is reused.
             weakref.finalize(self, _join, self._stream).atexit = False
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
-            host.copy_(x, non_blocking=True)
+            for into, piece in zip(host, pieces, strict=True):
+                into.copy_(piece, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        return Packed(host, x.device, copied, x)
+        return Packed(host, x.shape, x.device, copied, flat.view(x.shape))
 
     def _brought(self, packed: Packed) -> Tensor:
         """Returns the tensor on its device, and starts its copy unless it is there already."""
         if packed.here is not None:
             return packed.here
-        packed.here = torch.empty_like(packed.host, device=packed.device)
+        flat = packed.host[0].new_empty(packed.shape.numel(), device=packed.device)
+        packed.here = flat.view(packed.shape)
         self._coming.append(packed)
         if packed.copied is None:
-            return packed.here.copy_(packed.host)
+            flat.copy_(packed.host[0])
+            return packed.here
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(packed.device))  # it may still use this memory
         with torch.cuda.stream(self._stream):
-            packed.here.copy_(packed.host, non_blocking=True)
+            for into, piece in zip(flat.split([each.numel() for each in packed.host]), packed.host, strict=True):
+                into.copy_(piece, non_blocking=True)
             packed.arrived = torch.cuda.Event()
             packed.arrived.record(self._stream)
         return packed.here
 
-    def hooks(self, staying: Iterable[Tensor]) -> saved_tensors_hooks:
+    def _found(self, x: Tensor) -> tuple[int, Packed | None]:
+        """Returns the place of `x`, and its copy if there is one."""
+        place = x.untyped_storage().data_ptr()
+        packed = self._latest[place]() if place in self._latest else None
+        return place, packed if packed is not None and packed.shape.numel() == x.numel() else None
+
+    def hooks(self, staying: Iterable[Tensor], wholes: Iterable[Tensor] = ()) -> saved_tensors_hooks:
         """Returns a context that packs the tensors that autograd saves, except those that share memory with `staying`.
 
-        `staying` holds the weights, which FSDP frees and gathers itself, and the tensors that all blocks share.
+        Args:
+            staying: the weights, which FSDP frees and gathers itself, and the tensors that all blocks share.
+            wholes: tensors that the context before this one packed, and that exist until this one ends. Parts of them
+                share their copies.
         """
         stay = {x.untyped_storage().data_ptr() for x in staying}
+        packed = {place: whole for x in wholes for place, whole in [self._found(x)] if whole is not None}
+        # Entries of tensors that exist no longer could be taken for those of later tensors at their places.
+        self._latest.clear()
 
-        def pack(x: Tensor) -> Tensor | Packed:
-            return x.detach() if x.untyped_storage().data_ptr() in stay else self.pack(x)
+        def pack(x: Tensor) -> Tensor | Packed | Part:
+            place = x.untyped_storage().data_ptr()
+            if place in stay:
+                return x.detach()
+            whole = packed.get(place)
+            if whole is None or whole.host[0].dtype != x.dtype or not x.is_contiguous():
+                return self.pack(x)
+            whole.uses += 1
+            return Part(whole, int(x.storage_offset()), x.shape)
 
         return saved_tensors_hooks(pack, self.unpack)
 
 
 def _are_many(tensors: int, nbytes: int) -> bool:
     """Returns whether this is more than may be in flight at a time."""
-    return tensors > AT_LEAST and (tensors > AT_MOST or nbytes > AHEAD_BYTES)
+    return tensors > AT_MOST or nbytes > AHEAD_BYTES
 
 
 def _join(stream: torch.cuda.Stream) -> None:
@@ -190,11 +267,16 @@ def _join(stream: torch.cuda.Stream) -> None:
     torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def _let_go(packed: Packed) -> None:
-    """Drops the reference to the tensor. Later work of the compute stream waits for the copy from it or to it."""
+def _await(packed: Packed) -> None:
+    """Makes later work of the compute stream wait for the copy from the tensor or to it."""
     copied = packed.arrived or packed.copied
     if packed.here is not None and copied is not None:
         torch.cuda.current_stream(packed.device).wait_event(copied)
+
+
+def _let_go(packed: Packed) -> None:
+    """Drops the reference to the tensor, after `_await`."""
+    _await(packed)
     packed.here = packed.arrived = None
 
 

@@ -9,31 +9,32 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from ringflash.errors import ConfigError
-from ringflash.train.models.activations import ActivationCheckpointing, check_offload
+from ringflash.train.models.activations import ActivationCheckpointing, Activations, check_offload
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.memory import GIB, MemoryEstimate, TrainingShape, estimate_memory
 
 AUTO = "auto"
-# Share of a plan for what the estimate leaves out: torch allocated up to 5 GiB more in the runs of docs/benchmarks.
-MARGIN = 0.1
+# Share of a plan for what the estimate leaves out: torch allocated up to 5 GiB more in the runs of docs/benchmarks. The
+# temporaries of a compiled Decoder are in its estimate; there torch allocated 0 to 3% more.
+MARGIN, COMPILED_MARGIN = 0.1, 0.04
 # "auto" leaves these bytes to buffers of the ring and of NCCL, which torch's allocator does not count.
 RESERVE = int(3 * GIB)
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Number of the last blocks that keep all their activations; the others recompute.
+    """Activations that blocks keep under a budget.
 
     Args:
-        kept: these blocks.
-        blocks: all blocks.
+        activations: the choice.
+        blocks: number of all blocks.
         keeps_weights: whether the gathered weights of all blocks stay until the backward.
         estimate: least memory of training with this choice.
         available: bytes that training may take.
         source: where the bytes come from.
     """
 
-    kept: int
+    activations: Activations
     blocks: int
     keeps_weights: bool
     estimate: MemoryEstimate
@@ -46,13 +47,19 @@ class ActivationPlan:
         return with_margin(self.estimate)
 
     def __str__(self) -> str:
-        blocks = f"{self.kept} of {self.blocks} blocks keep all, {self.blocks - self.kept} recompute"
+        _, kept, offloaded = self.activations
+        blocks = f"{kept} of {self.blocks} blocks keep all, {self.blocks - kept} recompute"
+        if offloaded:
+            host = self.estimate.host / GIB
+            blocks += f", {offloaded} of them from {host:.2f} GiB of host memory"
         blocks += ", gathered weights stay for the backward" if self.keeps_weights else ""
         return f"{blocks}: {self.planned / GIB:.2f} GiB planned of {self.available / GIB:.2f} ({self.source})"
 
 
 def with_margin(estimate: MemoryEstimate) -> int:
     """Returns the bytes to plan for an estimate."""
+    if estimate.expected is not None:
+        return int(estimate.expected / (1 - COMPILED_MARGIN))
     return int(estimate.total / (1 - MARGIN))
 
 
@@ -115,10 +122,11 @@ def budget_bytes(budget: str, total: int) -> int | None:
 
 
 def plan_activations(
-    config: ModelConfig, shape: TrainingShape, budget: str, available: int, total: int, source: str
+    config: ModelConfig, shape: TrainingShape, budget: str, available: int, total: int, source: str, host: int = 0
 ) -> ActivationPlan:
     """Chooses the largest number of kept blocks that fits, with the margin.
 
+    If not even recomputing every block fits, the fewest blocks that make it fit keep their tensors in host memory.
     Gathered weights stay too if the shape leaves that open, every block keeps its activations, and both fit. They come
     last: a byte of them saves a copy or a message, and a byte of activations the products that computed it.
 
@@ -126,35 +134,43 @@ def plan_activations(
 
     Args:
         config: shape of the model.
-        shape: shape of the run; its `checkpointing` and `kept_blocks` do not matter.
+        shape: shape of the run; its choice of activations does not matter.
         budget: as in `budget_bytes`.
         available: bytes of `available_memory`, the least of all ranks.
         total: bytes of the GPU's memory, the least of all ranks.
         source: says where `available` comes from.
+        host: bytes of host memory that a rank may take, the least of all ranks; 0 offloads nothing.
 
     Raises:
-        ConfigError: as in `budget_bytes`, or a budget that is too small even if every block recomputes.
+        ConfigError: as in `budget_bytes`, or a budget that is too small for every choice.
     """
     number = budget_bytes(budget, total)
     if number is not None and number <= available:
         available, source = number, budget
-    choices = [
-        estimate_memory(config, replace(shape, checkpointing="block", kept_blocks=kept))
-        for kept in range(config.n_layers + 1)
-    ]
-    if number is not None and (least := with_margin(choices[0])) > number:
+
+    def estimate(activations: Activations, reshard: bool | None = shape.reshard_after_forward) -> MemoryEstimate:
+        return estimate_memory(config, replace(shape, **activations._asdict(), reshard_after_forward=reshard))
+
+    blocks = config.n_layers
+    # From the choice that takes most of the GPU's memory to the one that takes least.
+    choices = [Activations("block", kept_blocks=kept) for kept in range(blocks, -1, -1)]
+    offloading = [Activations("block", offloaded_blocks=count) for count in range(1, blocks + 1)]
+    choices += [choice for choice in offloading if estimate(choice).host <= host]
+    estimates = [estimate(choice) for choice in choices]
+    fitting = (i for i, each in enumerate(estimates) if with_margin(each) <= available)
+    chosen = next(fitting, len(choices) - 1)
+    if number is not None and (least := with_margin(estimates[chosen])) > number:
         raise ConfigError(
             "activation_memory",
             expected=f"at least {math.ceil(1e4 * least / GIB) / 1e4:.4f}GiB, even to recompute every block",
             got=budget,
-            remedy='Raise it, or use activation_checkpointing="block" with activation_offload, a shorter context, a '
-            "smaller micro-batch, or more ranks.",
+            remedy="Raise it, or use a shorter context, a smaller micro-batch, or more ranks.",
         )
-    kept = max((k for k, choice in enumerate(choices) if with_margin(choice) <= available), default=0)
-    chosen, keeps_weights = choices[kept], shape.copied and shape.reshard_after_forward is False
-    if shape.reshard_after_forward is None and shape.copied and kept == config.n_layers:
-        kept_shape = replace(shape, checkpointing="block", kept_blocks=kept, reshard_after_forward=False)
-        with_weights = estimate_memory(config, kept_shape)
+    activations, memory, keeps_weights = choices[chosen], estimates[chosen], False
+    if shape.copied and shape.reshard_after_forward is False:
+        keeps_weights = True
+    elif shape.copied and shape.reshard_after_forward is None and activations.kept_blocks == blocks:
+        with_weights = estimate(activations, reshard=False)
         if with_margin(with_weights) <= available:
-            chosen, keeps_weights = with_weights, True
-    return ActivationPlan(kept, config.n_layers, keeps_weights, chosen, available, source)
+            memory, keeps_weights = with_weights, True
+    return ActivationPlan(activations, blocks, keeps_weights, memory, available, source)

@@ -15,12 +15,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
-from ringflash.train.models.activations import ActivationCheckpointing, HostMemory, by_block, check_offload, recompute
+from ringflash.train.models.activations import (
+    ActivationCheckpointing,
+    Activations,
+    HostMemory,
+    check_offload,
+    recompute,
+)
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.kv_cache import KVCache
 from ringflash.train.models.linear_loss import linear_token_loss
 from ringflash.train.models.loss import TokenLosses
-from ringflash.train.models.memory import feed_forward_pieces
+from ringflash.train.models.memory import OFFLOADED_ROWS, feed_forward_pieces
 from ringflash.train.models.rotary import rotary_angles, rotate, scaled_length
 from ringflash.train.models.weights import Weights
 
@@ -180,11 +186,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Maps (batch, seqlen, dim) to (batch, seqlen, dim)."""
+        return self.o_proj(self.heads(x, step))
+
+    def heads(self, x: Tensor, step: Step) -> Tensor:
+        """Maps (batch, seqlen, dim) to the heads' results (batch, seqlen, nheads headdim), which `o_proj` takes."""
         q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        return self.o_proj(self.attend(q, k, v, step).flatten(-2))
+        return self.attend(q, k, v, step).flatten(-2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Returns attention's output (batch, seqlen, nheads, headdim)."""
@@ -228,6 +238,7 @@ class Block(nn.Module):
         self.checkpointing: ActivationCheckpointing = "none"
         self.host_memory: HostMemory | None = None
         self.compiled: Callable[[Tensor, Step], Tensor] | None = None
+        self.compiled_parts: tuple[Callable[[Tensor, Step], Tensor], Callable[[Tensor, Tensor], Tensor]] | None = None
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config, layer, seed)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
@@ -239,24 +250,43 @@ class Block(nn.Module):
             return self._compute(x, step)
         # Recomputes inside the block, so that FSDP's hooks wrap all of it and gather the weights once.
         if self.host_memory is None:
-            return self._train(x, step)
-        with self.host_memory.hooks(staying=(*self.parameters(), step.cos, step.sin)):
-            return self._train(x, step)
+            return self._run(x, step) if self.compiled is None else self.compiled(x, step)
+        return self._run_in_parts(x, step, self.host_memory)
 
-    def _train(self, x: Tensor, step: Step) -> Tensor:
-        if self.compiled is not None:
-            return self.compiled(x, step)
-        return self._run(x, step, self.host_memory)
+    def _run(self, x: Tensor, step: Step) -> Tensor:
+        """Runs the block, checkpointed if it is to be."""
+        return self._compute(x, step) if self.checkpointing == "none" else recompute(self._compute, x, step)
 
-    def _run(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
-        """Runs the block, checkpointed. Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
-        if self.checkpointing == "none":
-            return self._compute(x, step)
-        if self.host_memory is None:
-            return recompute(self._compute, x, step)
-        # The host has room for the sum between the two parts, so attention's output projection is not recomputed.
-        x = recompute(self._with_attention, x, step, offload=offload)
-        return recompute(self._with_feed_forward, x, offload=offload)
+    def _run_in_parts(self, x: Tensor, step: Step, memory: HostMemory) -> Tensor:
+        """Runs attention, and then the rest of the block over pieces of the tokens, each checkpointed on its own.
+
+        A backward then holds tensors of the rest for one piece at a time, and of attention when those are gone. Input
+        and attention's result are in host memory once, since the pieces are parts of them.
+        """
+        attend, finish = self.compiled_parts or (
+            partial(self._attention_alone, offload=memory),
+            partial(self._rest_alone, offload=memory),
+        )
+        staying = *self.parameters(), step.cos, step.sin
+        with memory.hooks(staying):
+            out = attend(x, step)
+        pieces = zip(*(each.flatten(0, -2).split(OFFLOADED_ROWS) for each in (x, out)), strict=True)
+        with memory.hooks(staying, wholes=(x, out)):
+            return torch.cat([finish(*piece) for piece in pieces]).view(x.shape)
+
+    # Compiled parts omit `offload`: the hooks see all tensors that a graph saves.
+    def _attention_alone(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
+        return recompute(self._attention, x, step, offload=offload)
+
+    def _rest_alone(self, x: Tensor, out: Tensor, offload: HostMemory | None = None) -> Tensor:
+        return recompute(self._rest, x, out, offload=offload)
+
+    def _attention(self, x: Tensor, step: Step) -> Tensor:
+        return self.self_attn.heads(self.input_layernorm(x), step)
+
+    def _rest(self, x: Tensor, out: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(out)
+        return x + self.mlp.whole(self.post_attention_layernorm(x))
 
     def _compute(self, x: Tensor, step: Step) -> Tensor:
         return self._with_feed_forward(self._with_attention(x, step))
@@ -320,21 +350,23 @@ class Decoder(nn.Module):
                 module.rounding = dtype
 
     def keep_activations(
-        self, checkpointing: ActivationCheckpointing, *, offload: bool = False, kept_blocks: int = 0
+        self, checkpointing: ActivationCheckpointing, *, kept_blocks: int = 0, offloaded_blocks: int = 0
     ) -> None:
         """Sets the activations that blocks keep for the backward; call it before `compile_blocks`.
 
         "none" checkpoints nothing. "block" keeps inputs and attention's results; the backward recomputes the rest of a
-        block without its ring. `offload` keeps the tensors in host memory. The last `kept_blocks` keep everything.
+        block without its ring. The last `kept_blocks` keep everything. The first `offloaded_blocks` keep their tensors
+        in host memory.
 
         Raises:
-            ConfigError: `offload` without "block".
+            ConfigError: `offloaded_blocks` without "block".
         """
-        check_offload(checkpointing, offload)
-        host_memory = HostMemory() if offload else None
-        choices = by_block(checkpointing, len(self.layers), kept_blocks)
+        check_offload(checkpointing, offloaded_blocks > 0)
+        host_memory = HostMemory()
+        choices = Activations(checkpointing, kept_blocks, offloaded_blocks).of_blocks(len(self.layers))
         for block, choice in zip(self._blocks(), choices, strict=True):
-            block.checkpointing, block.host_memory = choice, host_memory
+            block.checkpointing = "none" if choice == "none" else "block"
+            block.host_memory = host_memory if choice == "host" else None
 
     def compile_blocks(
         self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None
@@ -342,11 +374,16 @@ class Decoder(nn.Module):
         """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code.
 
         Blocks that keep everything compile another function than the others, since torch bounds the graphs of one.
+        Blocks that keep their tensors in host memory compile two parts.
         `backend` and `options` are those of `compiled`.
         """
         for block in self._blocks():
-            function = block._compute if block.checkpointing == "none" else block._run
-            block.compiled = compiled(function, backend, options)
+            if block.host_memory is not None:
+                attention = compiled(block._attention_alone, backend, options)
+                block.compiled_parts = attention, compiled(block._rest_alone, backend, options)
+            else:
+                function = block._compute if block.checkpointing == "none" else block._run
+                block.compiled = compiled(function, backend, options)
 
     def _blocks(self) -> list[Block]:
         return [cast("Block", block) for block in self.layers]

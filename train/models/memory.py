@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ringflash.errors import ConfigError
-from ringflash.train.models.activations import ActivationCheckpointing
+from ringflash.train.models.activations import AHEAD_BYTES, ActivationCheckpointing
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
 from ringflash.train.torchao_private import LinearDtype
@@ -19,6 +20,11 @@ GIB = 2.0**30
 # each adds to all of the weights' gradients. Only two numbers of pieces occur, because each needs a compiled graph, and
 # torch.compile makes 8 graphs for all lengths and kinds of blocks.
 FEED_FORWARD_ROWS, FEED_FORWARD_PIECES = 32768, 4
+# Limits of a container's memory, of version 2 and 1 of cgroups.
+CONTAINER_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+HOST_SHARE = 0.85  # of a host's memory; the rest is for the processes, their data and the page cache
+# An offloaded block of a Decoder runs what follows attention over pieces of this many tokens.
+OFFLOADED_ROWS = 32768
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,7 @@ class TrainingShape:
         compute_dtype: dtype of activations and gathered weights.
         checkpointing: choice of the activations that blocks keep.
         kept_blocks: number of the last blocks that keep everything, with "block".
-        offload: whether the tensors that "block" keeps are in host memory.
-        offloads_sum: whether the sum after attention is there too, as in a Decoder.
+        offloaded_blocks: number of the first blocks that keep their tensors in host memory, with "block".
         reshard_after_forward: whether a block's gathered weights are freed after its forward. None leaves that to a
             plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
@@ -57,8 +62,7 @@ class TrainingShape:
     compute_dtype: torch.dtype = torch.bfloat16
     checkpointing: ActivationCheckpointing = "none"
     kept_blocks: int = 0
-    offload: bool = False
-    offloads_sum: bool = False
+    offloaded_blocks: int = 0
     reshard_after_forward: bool | None = True
     copied: bool = True
     rounded: bool = False
@@ -89,6 +93,7 @@ class MemoryEstimate:
         block: tensors that a block's backward recomputes, less what later blocks have freed, its weights, and the
             gradient of a tied head. In transformers' layers gradients of activations add to them.
         host: tensors that blocks keep in host memory for this GPU; not part of `total`.
+        expected: peak with the temporaries of a compiled Decoder; None for other models, whose temporaries are unknown.
     """
 
     weights: int
@@ -99,6 +104,7 @@ class MemoryEstimate:
     loss: int
     block: int
     host: int = 0
+    expected: int | None = None
 
     @property
     def total(self) -> int:
@@ -109,7 +115,7 @@ class MemoryEstimate:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes on the GPU by name."""
-        return {name: size for name, size in asdict(self).items() if name != "host"}
+        return {name: size for name, size in asdict(self).items() if name not in ("host", "expected")}
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
@@ -173,6 +179,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     if shape.float32_norms and shape.trained is not None:
         everything -= (2 * config.dim if shape.adapts_all else 4 * config.dim + config.ffn_dim) * item
     kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
+    offloaded = min(shape.offloaded_blocks, config.n_layers - kept_blocks)
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
     if shape.float32_norms:
@@ -180,10 +187,9 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     block = 0 if kept_blocks == config.n_layers else max(block - kept_blocks * shape.tokens * everything, 0)
     if shape.float32_norms:
         block += shape.tokens * (config.dim + 2 * config.ffn_dim) * item
-    if shape.offload:
-        block += shape.tokens * results * (shape.float32_norms and config.n_layers > 1)
-        host = config.n_layers * shape.tokens * (kept + config.dim * item * shape.offloads_sum)
-        kept, block = 0, block + shape.tokens * kept
+    if offloaded:
+        block += shape.tokens * (kept + results * (shape.float32_norms and config.n_layers > 1))
+        host = offloaded * shape.tokens * kept
     head = config.vocab_size * config.dim if shape.tokens else 0
     head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
@@ -202,21 +208,82 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         gathered += config.n_layers * block_bytes
     elif shape.copied:
         block += block_bytes
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         weights=weights // shape.shard_size,
         optimizer=int(2 * trained * (1 + 4 / 256 if shape.state_8bit else master)) // shape.shard_size,
         gradients=trained * master // shape.shard_size,
         gathered=gathered if shape.copied or shape.rounded else 0,
-        activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks) * kept),
+        activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks - offloaded) * kept),
         loss=loss,
         block=block,
         host=host,
     )
+    return replace(estimate, expected=_expected(config, shape, estimate)) if shape.in_pieces else estimate
+
+
+def _expected(config: ModelConfig, shape: TrainingShape, estimate: MemoryEstimate) -> int:
+    """Returns the bytes that torch allocates at the peak of a step of a compiled Decoder.
+
+    The most exists at the start of the backward, or in the backward of the first block, when the gradients of the
+    others exist. Tensors of a block's backward were counted in torch's record of allocations (torch 2.11, an H200):
+
+    - At attention: gradients of the block's result and of attention's, q, k, v, their gradients, the float32 sum of
+      dq and the norm's output. One graph for the whole block also holds four tensors of the feed-forward layer.
+    - At the feed-forward layer: six tensors of a piece's width, and for all tokens gradients of the result and of the
+      sum. One graph for the whole block also holds the norm's output and the sum. An offloaded block holds its
+      kept tensors. It holds gradients of its input and of attention's result twice, while it joins those of pieces.
+    - FSDP holds the weights of two blocks, and gradients of one in the compute dtype and in float32.
+    """
+    dim, item = config.dim, shape.compute_dtype.itemsize
+    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    attention = (2 * dim + 3 * q_dim + 4 * kv_dim) * item + 4 * q_dim
+    results = dim * item + q_dim * item + 4 * config.n_heads  # input of the block, out and lse
+    kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
+    offloaded = min(shape.offloaded_blocks, config.n_layers - kept_blocks)
+    piece = feed_forward_pieces(shape.tokens)[-1]
+    whole = max(
+        shape.tokens * (attention + 4 * dim * item),
+        shape.tokens * 4 * dim * item + piece * 6 * config.ffn_dim * item,
+    )
+    ahead = AHEAD_BYTES if shape.tokens * q_dim * item <= AHEAD_BYTES else 0
+    parts = ahead + max(
+        shape.tokens * (attention + results),
+        shape.tokens * (results + (3 * dim + 2 * q_dim) * item)
+        + min(shape.tokens, OFFLOADED_ROWS) * 6 * config.ffn_dim * item,
+    )
+    block_parameters, root_parameters = parameter_counts(config)
+    if shape.copied:
+        weights = block_parameters * (3 * item + 4)
+        whole, parts = whole + weights, parts + weights
+    embedding = 0 if config.tie_embeddings else config.vocab_size * dim
+    parameters = config.n_layers * block_parameters + root_parameters
+    # The gradients of the first block and of the embedding come last.
+    gradients = estimate.gradients * (parameters - block_parameters - embedding) // parameters
+    recomputing = config.n_layers - kept_blocks - offloaded
+    begin = estimate.gathered + estimate.activations
+    head_gradient = estimate.gradients * config.vocab_size * dim // parameters
+    begin += AHEAD_BYTES * (0 < offloaded < config.n_layers)
+    begin += max(estimate.loss, estimate.block, whole + head_gradient if recomputing and not kept_blocks else 0)
+    end = gradients + (0 if shape.rounded else estimate.gathered)
+    end += parts if offloaded else whole + shape.tokens * results if recomputing else 0
+    return estimate.weights + estimate.optimizer + max(begin, end, estimate.gradients)
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory; a container may be allowed less."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Returns the bytes of memory that this machine has, or this container may take if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def host_share(ranks: int, total: int | None = None) -> int:
+    """Returns the bytes of host memory that each of `ranks` on a host may take for its activations.
+
+    Args:
+        ranks: ranks on the host.
+        total: bytes of the host's memory; None stands for this machine's.
+    """
+    return int(HOST_SHARE * (host_memory() if total is None else total)) // ranks
 
 
 def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> None:
@@ -233,7 +300,7 @@ def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> N
 def check_memory(estimate: MemoryEstimate, shape: TrainingShape, available: int) -> None:
     """Raises ConfigError when `estimate`, of a run of `shape`, is more than the `available` bytes of the GPU."""
     if estimate.total > available:
-        ways = "" if shape.offload or shape.linear_dtype != "compute" else "activation_offload, "
+        ways = "" if shape.offloaded_blocks or shape.linear_dtype != "compute" else "activation_offload, "
         if shape.checkpointing != "block":
             ways = 'activation_checkpointing="block", then ' + ways
         raise ConfigError(

@@ -13,6 +13,7 @@ from ringflash.errors import ArgumentError, CheckpointError, ConfigError
 from ringflash.train.callbacks.observe import gathered
 from ringflash.train.lightning.strategy import reshard
 from ringflash.train.lightning.transformers_model import TransformersModel
+from ringflash.train.models.activations import Activations
 from ringflash.train.models.lora import digest_of, without_adapters
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.preference.loss import dpo_losses, sum_by_document
@@ -84,7 +85,7 @@ class DpoModel(TransformersModel):
             dtype = next(self.decoder.parameters()).dtype
             plan, self.activation_plan = self.activation_plan, None  # no backward needs weights of the reference
             try:
-                self._frozen.append(self._make(dtype, "none", 0).requires_grad_(False).eval())
+                self._frozen.append(self._make(dtype, Activations("none")).requires_grad_(False).eval())
             finally:
                 self.activation_plan = plan
             self._reference_digest = digest_of(self._frozen[0])

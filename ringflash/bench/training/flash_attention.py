@@ -117,8 +117,7 @@ class KeepingBlock(Block):
         super().__init__(config, layer, seed=0)
         self.self_attn = FlashAttention(config, layer, group)
 
-    def _run(self, x: Tensor, step: Step, offload: Any = None) -> Tensor:
-        assert offload is None
+    def _run(self, x: Tensor, step: Step) -> Tensor:
         if self.checkpointing == "none":
             return self._compute(x, step)
         kept: Any = [torch.ops.ringflash_bench.attention.default]

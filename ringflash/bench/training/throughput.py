@@ -39,6 +39,7 @@ from ringflash.bench.common.report import Column, print_table
 from ringflash.bench.common.timing import turns
 from ringflash.bench.training.flash_attention import flash_attention
 from ringflash.bench.training.trainees import (
+    MEMORY_FRACTION,
     SHAPES,
     Contender,
     Trainee,
@@ -48,21 +49,22 @@ from ringflash.bench.training.trainees import (
     torch_context_parallel,
 )
 from ringflash.commands.options import add_shared, check_at_least, parser_of
-from ringflash.errors import RingflashError
-from ringflash.train.models.flops import peak_flops, training_flops
+from ringflash.errors import ArgumentError, RingflashError
+from ringflash.train.models.flops import layer_windows, peak_flops, training_flops, visible_pairs
 from ringflash.train.torchao_private import LinearDtype
 
 OURS, PEER, PEER_OF_ONE = "ringflash", "torch context_parallel", "SDPA"
 FLASH, FLASH_OF_ONE = "FlashAttention, Ulysses", "FlashAttention"
 CANNOT = (RingflashError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)  # reported in rows
-# Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
-# same place, and none waits for another.
-MEMORY_FRACTION = 0.95
 
 
 def main(argv: Sequence[str]) -> int:
     """Joins the ranks that torchrun started, and runs the benchmark. Returns 1 if a row of ringflash failed, else 0."""
-    check_at_least(_parser().parse_args(argv), ["seqlens", "steps", "warmup", "layers"])
+    options = _parser().parse_args(argv)
+    check_at_least(options, ["seqlens", "steps", "warmup", "layers", "window"])
+    if options.window is not None and options.peers:
+        remedy = "Leave one of the two out: the peers have no window."
+        raise ArgumentError("--window", expected="nothing with --peers", got=options.window, remedy=remedy)
     with ranks.joined("training", argv) as mesh:
         rows = run(argv, mesh)
     return 1 if any("failed" in row for row in rows if row["name"] == OURS) else 0
@@ -88,6 +90,7 @@ def run(arguments: Sequence[str], mesh: DeviceMesh) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         config = SHAPES[shape] if options.layers is None else replace(SHAPES[shape], n_layers=options.layers)
+        config = replace(config, sliding_window=options.window)
         full: dict[tuple[str, str], int] = {}  # contender and linears: the context at which it ran out of memory
         cells = product(sorted(options.seqlens), options.linears)
         for number, (seqlen, linears) in enumerate(cells):
@@ -137,13 +140,16 @@ def _parser() -> argparse.ArgumentParser:
     choices, text = get_args(LinearDtype), "dtypes of linear layers, measured in turn (default: compute)"
     parser.add_argument("--linears", choices=choices, nargs="+", default=["compute"], help=text)
     parser.add_argument("--layers", type=int, help="blocks of the model (default: the shape's)")
+    text = "keys that a query sees, its own included; memory does not depend on it (default: all before it)"
+    parser.add_argument("--window", type=int, help=text)
     return parser
 
 
 def _row(name: str, shape: str, training: Training, dtype: torch.dtype) -> dict[str, Any]:
     where = {"context": training.seqlen, "world_size": training.weights.size()}
     compiled = {"dtype": str(dtype).removeprefix("torch."), "compiled": training.compiled, "linears": training.linears}
-    return {"name": name, "shape": shape, "layers": training.config.n_layers, **where, **compiled}
+    windows = {} if training.config.sliding_window is None else {"window": training.config.sliding_window}
+    return {"name": name, "shape": shape, "layers": training.config.n_layers, **windows, **where, **compiled}
 
 
 def _measure(
@@ -196,7 +202,7 @@ def _figures(trainee: Trainee, training: Training, options: argparse.Namespace) 
     }
     peak = peak_flops(torch.cuda.get_device_name(), training.dtype) if on_gpu else None
     if peak is not None:
-        pairs = training.config.n_layers * training.seqlen * (training.seqlen + 1) / 2
+        pairs = float(visible_pairs(torch.arange(training.seqlen), layer_windows(training.config)))
         flops = training_flops(training.config, training.seqlen, pairs)
         figures["mfu"] = round(flops / median / world_size / peak, 4)
     if on_gpu:

@@ -32,7 +32,7 @@ from ringflash.train.models.budget import available_memory, check_activations, p
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step, compiled
 from ringflash.train.models.loss import TokenLosses
-from ringflash.train.models.memory import TrainingShape
+from ringflash.train.models.memory import GIB, TrainingShape, host_share
 from ringflash.train.models.rotary import rotate
 from ringflash.train.torchao_private import LinearDtype, check_float8, compile_options, refresh_scales, use_float8
 
@@ -45,6 +45,9 @@ SHAPES = {
         vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336
     ),  # Llama 3.1 8B
 }
+# Share of a GPU's memory that torch may take. With the same bound and the same work, all ranks run out of memory in the
+# same place, and none waits for another.
+MEMORY_FRACTION = 0.95
 LARGEST_NORM = 1.0  # norm to which gradients are clipped
 
 
@@ -109,7 +112,7 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     with torch.device("meta"):
         model = Decoder(training.config)
     kept = kept_of(training)
-    model.keep_activations("block", offload=training.offload, kept_blocks=kept.blocks)
+    model.keep_activations("block", kept_blocks=kept.blocks, offloaded_blocks=kept.offloaded)
     step = step_of(on_device(model, training, kept), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
@@ -125,23 +128,29 @@ class Kept:
     Args:
         blocks: number of the last blocks that keep all their activations.
         weights: whether the gathered weights of all blocks stay.
+        offloaded: number of the first blocks that keep their tensors in host memory.
+        planned: bytes of the plan; None without one.
     """
 
     blocks: int = 0
     weights: bool = False
+    offloaded: int = 0
+    planned: int | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """Entries of a contender's row."""
-        return {"kept_blocks": self.blocks, "keeps_weights": self.weights}
+        facts = {"kept_blocks": self.blocks, "keeps_weights": self.weights, "offloaded_blocks": self.offloaded}
+        return facts if self.planned is None else facts | {"planned_gib": round(self.planned / GIB, 2)}
 
 
 def kept_of(training: Training) -> Kept:
     """Returns what stays for the backward, the same on all ranks."""
     checkpointing = None if training.activations == "auto" else training.activations
     check_activations(checkpointing, "auto", training.offload)
+    blocks = training.config.n_layers
     if checkpointing is not None or training.device.type != "cuda":
-        return Kept(0 if checkpointing == "block" else training.config.n_layers)
+        return Kept(0 if checkpointing == "block" else blocks, offloaded=blocks if training.offload else 0)
     world_size, compiled = training.weights.size(), training.compiled
     tokens = training.seqlen // world_size
     options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
@@ -150,8 +159,11 @@ def kept_of(training: Training) -> Kept:
     free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
     dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
     least, total = free.tolist()
-    plan = plan_activations(training.config, shape, "auto", available_memory(least), total, "free")
-    return Kept(plan.kept, plan.keeps_weights)
+    host = host_share(torch.cuda.device_count()) if training.linears == "compute" else 0
+    available = min(available_memory(least), int(MEMORY_FRACTION * total))
+    plan = plan_activations(training.config, shape, "auto", available, total, "free", host)
+    _, kept, offloaded = plan.activations
+    return Kept(kept, plan.keeps_weights, offloaded, plan.planned)
 
 
 def rounds_weights(training: Training) -> bool:

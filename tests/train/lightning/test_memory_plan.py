@@ -22,7 +22,8 @@ from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.strategy import RingAttentionStrategy
 from ringflash.train.lightning.transformers_layers import TrainedLayer
 from ringflash.train.lightning.transformers_model import TransformersModel
-from ringflash.train.models.budget import plan_activations, with_margin
+from ringflash.train.models.activations import Activations
+from ringflash.train.models.budget import ActivationPlan, plan_activations, with_margin
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
 from tests.helpers.distributed import run_ranks
@@ -32,18 +33,19 @@ from tests.train.runs import MODEL, Data, Outcome, Recorded, Run, attempt, train
 
 FOUR = replace(MODEL, n_layers=4)
 # What these runs have in common: packed documents, two micro-batches a step, sharded weights.
-RUN = Run(steps=2, micro_batches=2, packed=True, model=FOUR)
+RUN = Run(steps=2, micro_batches=2, packed=True, model=FOUR, batch_size=8)
+TOKENS = 8 * 26  # of a micro-batch on each of two ranks: activations then take more than gradients
 
 
 def budget_for(kept: int, **options: Any) -> str:
-    shape = TrainingShape(52, 2, torch.float32, "block", kept, **options)
+    shape = TrainingShape(TOKENS, 2, torch.float32, "block", kept, **options)
     return f"{(with_margin(estimate_memory(FOUR, shape)) + 64) / GIB:.9f}GiB"
 
 
 def _transformers_options() -> list[dict[str, Any]]:
     config = TransformersModel(config_of(TransformersRun(family="Llama"))).estimated_config
     assert config is not None
-    shape = TrainingShape(52, 2, torch.float32, "block", 1, float32_norms=True)
+    shape = TrainingShape(TOKENS, 2, torch.float32, "block", 1, float32_norms=True)
     budget = f"{(with_margin(estimate_memory(config, shape)) + 64) / GIB:.9f}GiB"
     return [{"activation_checkpointing": mode} for mode in ("none", "block")] + [{"activation_memory": budget}]
 
@@ -122,7 +124,7 @@ def test_a_model_of_transformers_learns_the_same_on_a_ring(ranks: list[dict[str,
 
 def test_all_ranks_choose_what_the_least_memory_allows(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["plans"] == ranks[1]["plans"]
-    assert [plan.kept for plan in ranks[0]["plans"]] == [2, 2, 4]
+    assert [plan.activations.kept_blocks for plan in ranks[0]["plans"]] == [2, 2, 4]
     assert ranks[0]["plans"][2].available == 2 * GIB  # half of the 4 GiB of rank 1
 
 
@@ -191,12 +193,28 @@ def test_a_budget_needs_a_shape(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         configured(TransformersModel(unknown, activation_memory="1GiB"), Data(Run()))
 
 
+@pytest.mark.parametrize("family", [None, "Llama"])
+def test_the_first_blocks_are_offloaded_as_planned(family: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = None if family is None else config_of(TransformersRun(family=family))
+    whole = configured(LanguageModel(MODEL) if config is None else TransformersModel(config), Data(Run()))
+    assert whole.estimated_config is not None
+    shape = replace(whole.training_shape(), checkpointing="block", offloaded_blocks=1)
+    estimate = estimate_memory(whole.estimated_config, shape)
+    plan = ActivationPlan(Activations("block", 0, 1), 2, False, estimate, int(GIB), "free")
+    monkeypatch.setattr(ring_module, "choose_activations", lambda _: plan)
+    module = configured(LanguageModel(MODEL) if config is None else TransformersModel(config), Data(Run()))
+    blocks = module.decoder.layers if config is None else [each.forward for each in module.decoder.model.layers]
+    assert [each.host_memory is None for each in blocks] == [False, True]
+    assert module.memory_estimate() == estimate
+    assert estimate.host > 0
+
+
 class Gpus(RingAttentionStrategy):
     """Strategy of ranks that have 20 and 30 GiB free."""
 
     def exchange(self, purpose: Purpose, *flags: int) -> list[list[int]]:
         assert purpose == Purpose.MEMORY
-        return [[*flags], [flags[0] + int(10 * GIB), *flags[1:]]]
+        return [[*flags], [flags[0] + int(10 * GIB), *flags[1:2], *(flag // 2 for flag in flags[2:])]]
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +226,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     # 19 GiB are free, and 1 GiB of torch's cache is unused; 3 GiB stay for the buffers of the ring and of NCCL
-    expected = 17 * GIB, 80 * GIB, "free on rank 0"
-    assert memory_plan._least_memory(Gpus(), torch.device("cuda")) == expected
+    expected = 17 * GIB, 80 * GIB, 50, "free on rank 0"
+    assert memory_plan._least_memory(Gpus(), torch.device("cuda"), 100) == expected
     alone = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).strategy
-    assert memory_plan._least_memory(alone, torch.device("cuda")) == (17 * GIB, 80 * GIB, "free")
+    assert memory_plan._least_memory(alone, torch.device("cuda"), 100) == (17 * GIB, 80 * GIB, 100, "free")
 
 
 def test_the_log_compares_the_plan_with_what_was_measured(

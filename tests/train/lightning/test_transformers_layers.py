@@ -45,7 +45,8 @@ def model_of(family: str, dropout: float = 0.0) -> Any:
     return model.double().train()
 
 
-def replaced(model: nn.Module, mode: Any, memory: HostMemory | None = None) -> list[TrainedLayer]:
+def replaced(model: nn.Module, mode: Any) -> list[TrainedLayer]:
+    memory = HostMemory()
     trained = [TrainedLayer(layer, mode, memory) for layer in layers_of(model)]
     for layer in trained:
         layer.layer.forward = layer  # type: ignore[method-assign]
@@ -87,7 +88,7 @@ def test_gradients_are_the_same_and_no_ring_runs_twice(
     monkeypatch.setattr(HostMemory, "pack", counted_pack)
     monkeypatch.setattr(schedule, "forward", lambda *args: (rings.append(1), forward(*args))[1])
     frames = CompileCounterWithBackend("aot_eager")
-    layers = replaced(model, mode, HostMemory() if offload else None)
+    layers = replaced(model, "host" if offload else mode)
     if compiled:
         torch._dynamo.reset()
         for layer in layers:
@@ -136,7 +137,7 @@ def test_without_gradients_layers_run_as_they_are() -> None:
     frames, model, x = CompileCounterWithBackend("aot_eager"), model_of("Llama"), torch.arange(SEQLEN)[None]
     with torch.no_grad():
         expected = model(x).logits
-        for layer in replaced(model, "block", HostMemory()):
+        for layer in replaced(model, "host"):
             layer.compile(frames)
         assert torch.equal(model(x).logits, expected)
     assert frames.frame_count == 0

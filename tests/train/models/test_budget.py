@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringflash.bench.training.trainees import SHAPES
 from ringflash.errors import ConfigError
+from ringflash.train.models.activations import Activations
 from ringflash.train.models.budget import budget_bytes, check_activations, plan_activations, with_margin
 from ringflash.train.models.memory import GIB, TrainingShape, estimate_memory
 from tests.train.models.test_memory import LLAMA_8B
@@ -53,9 +55,8 @@ def test_options_that_contradict_each_other() -> None:
 
 
 def test_as_many_blocks_are_kept_as_fit() -> None:
-    kept = [
-        plan_activations(SIX, SHAPE, "auto", int(gib * GIB), H200, "free").kept for gib in (39, 45, 50, 60, 70, 140)
-    ]
+    plans = [plan_activations(SIX, SHAPE, "auto", int(gib * GIB), H200, "free") for gib in (39, 45, 50, 60, 70, 140)]
+    kept = [plan.activations.kept_blocks for plan in plans]
     assert kept == sorted(kept)
     assert (kept[0], kept[-1]) == (0, 6)
     assert len({*kept}) >= 4
@@ -65,20 +66,22 @@ def test_as_many_blocks_are_kept_as_fit() -> None:
 def test_one_more_block_would_not_fit(gib: float) -> None:
     available = int(gib * GIB)
     plan = plan_activations(SIX, SHAPE, "auto", available, available, "free")
-    assert plan.kept == 0 or plan.planned <= available
-    if plan.kept < 6:
-        more = estimate_memory(SIX, replace(SHAPE, checkpointing="block", kept_blocks=plan.kept + 1))
+    assert plan.activations.kept_blocks == 0 or plan.planned <= available
+    if plan.activations.kept_blocks < 6:
+        more = estimate_memory(SIX, replace(SHAPE, checkpointing="block", kept_blocks=plan.activations.kept_blocks + 1))
         assert with_margin(more) > available
 
 
 def test_gathered_weights_stay_if_they_fit_beside_all_activations() -> None:
     undecided = replace(SHAPE, reshard_after_forward=None)
-    plans = [plan_activations(SIX, undecided, "auto", int(gib * GIB), H200, "free") for gib in range(40, 141, 5)]
+    plans = [plan_activations(SIX, undecided, "auto", int(gib * GIB), H200, "free") for gib in range(40, 141, 2)]
     keeps = [plan.keeps_weights for plan in plans]
     assert keeps == sorted(keeps)
     assert {*keeps} == {False, True}
-    assert all(plan.kept == 6 and plan.planned <= plan.available for plan in plans if plan.keeps_weights)
-    assert any(plan.kept == 6 for plan in plans if not plan.keeps_weights)
+    assert all(
+        plan.activations.kept_blocks == 6 and plan.planned <= plan.available for plan in plans if plan.keeps_weights
+    )
+    assert any(plan.activations.kept_blocks == 6 for plan in plans if not plan.keeps_weights)
     freed, kept = (
         estimate_memory(SIX, replace(SHAPE, kept_blocks=6, checkpointing="block", reshard_after_forward=reshard))
         for reshard in (True, False)
@@ -101,7 +104,7 @@ def test_a_budget_counts_where_it_is_less_than_the_free_memory() -> None:
     assert [plan.available for plan in plans] == [50 * GIB, 70 * GIB]
     assert [plan.source for plan in plans] == ["50GiB", "free on rank 3"]
     assert str(plans[0]) == (
-        f"{plans[0].kept} of 6 blocks keep all, {6 - plans[0].kept} recompute: "
+        f"{plans[0].activations.kept_blocks} of 6 blocks keep all, {6 - plans[0].activations.kept_blocks} recompute: "
         f"{plans[0].planned / GIB:.2f} GiB planned of 50.00 (50GiB)"
     )
 
@@ -110,5 +113,56 @@ def test_a_budget_that_is_too_small_names_the_least_that_would_do() -> None:
     with pytest.raises(ConfigError, match=r"activation_memory: expected at least \d+\.\d{4}GiB, even to") as refused:
         plan_activations(SIX, SHAPE, "20GiB", H200, H200, "free")
     least = str(refused.value).split("at least ")[1].split(",")[0]
-    assert plan_activations(SIX, SHAPE, least, H200, H200, "free").kept == 0
-    assert plan_activations(SIX, SHAPE, "auto", int(20 * GIB), H200, "free").kept == 0  # it may fit: the margin is wide
+    assert plan_activations(SIX, SHAPE, least, H200, H200, "free").activations.kept_blocks == 0
+    auto = plan_activations(SIX, SHAPE, "auto", int(20 * GIB), H200, "free")  # it may fit: the plan has a margin
+    assert auto.activations.kept_blocks == 0
+
+
+LONG = replace(SHAPE, tokens=2**20, copied=False, rounded=True)
+
+
+def test_the_fewest_blocks_that_fit_are_offloaded() -> None:
+    plans = [plan_activations(SIX, LONG, "auto", int(gib * GIB), 2 * H200, "free", 2**40) for gib in range(80, 260, 5)]
+    offloaded = [plan.activations.offloaded_blocks for plan in plans]
+    assert offloaded == sorted(offloaded, reverse=True)
+    assert (offloaded[0], offloaded[-1]) == (6, 0)
+    assert len({*offloaded}) >= 4
+    assert all(plan.planned <= plan.available or plan.activations.offloaded_blocks == 6 for plan in plans)
+    assert all(not plan.activations.kept_blocks for plan in plans if plan.activations.offloaded_blocks)
+    plan = next(plan for plan in plans if 0 < plan.activations.offloaded_blocks < 6)
+    count, host = plan.activations.offloaded_blocks, plan.estimate.host
+    assert host == count * 2**20 * (4 * 4096 + 4 * 32)  # input, out and lse
+    assert f"0 of 6 blocks keep all, 6 recompute, {count} of them from {host / GIB:.2f} GiB of host memory: " in str(
+        plan
+    )
+
+
+def test_no_more_blocks_are_offloaded_than_the_host_has_room_for() -> None:
+    for gib in (0, 10, 20, 50, 100):
+        plan = plan_activations(SIX, LONG, "auto", int(100 * GIB), H200, "free", int(gib * GIB))
+        assert plan.estimate.host <= gib * GIB
+        assert plan.activations.offloaded_blocks == min(6, int(gib * GIB) // (2**20 * (4 * 4096 + 4 * 32)))
+    with pytest.raises(ConfigError, match="activation_memory: expected at least "):
+        plan_activations(SIX, LONG, "100GiB", H200, H200, "free", int(20 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "tokens", "activations", "measured"),
+    [
+        ("8b", 6, 2048, Activations("block", 6), 35.2),
+        ("8b", 6, 8192, Activations("block", 6), 40.3),
+        ("8b", 6, 32768, Activations("block", 6), 60.0),
+        ("8b", 6, 131072, Activations("block", 4), 108.1),
+        ("8b", 6, 131072, Activations("block", 5), 123.52),
+        ("8b", 6, 262144, Activations("block"), 77.48),
+        ("1b", 16, 2048, Activations("block", 16), 21.0),
+        ("1b", 16, 32768, Activations("block", 16), 56.6),
+    ],
+)
+def test_plans_are_within_5_percent_of_what_an_h200_allocated(
+    shape: str, layers: int, tokens: int, activations: Activations, measured: float
+) -> None:
+    config = replace(SHAPES[shape], n_layers=layers)
+    run = replace(SHAPE, tokens=tokens, copied=False, rounded=True, reshard_after_forward=None)
+    planned = with_margin(estimate_memory(config, replace(run, **activations._asdict()))) / GIB
+    assert measured <= planned <= measured / 0.95

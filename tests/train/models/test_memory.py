@@ -25,6 +25,7 @@ from ringflash.train.lightning.language_model import LanguageModel
 from ringflash.train.lightning.optimizer import make_adamw
 from ringflash.train.lightning.transformers_head import states_loss
 from ringflash.train.lightning.transformers_layers import TrainedLayer, layers_of
+from ringflash.train.models.activations import ALL_BLOCKS, HostMemory
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder
 from ringflash.train.models.lora import Lora, add_adapters
@@ -79,7 +80,7 @@ def test_no_option_takes_more(tokens: int, shard_size: int, dtype: torch.dtype) 
     shape = TrainingShape(tokens, shard_size, dtype)
     everything = estimate_memory(LLAMA_8B, shape)
     block = estimate_memory(LLAMA_8B, replace(shape, checkpointing="block"))
-    offloaded = estimate_memory(LLAMA_8B, replace(shape, checkpointing="block", offload=True))
+    offloaded = estimate_memory(LLAMA_8B, replace(shape, checkpointing="block", offloaded_blocks=ALL_BLOCKS))
     kept_gathered = estimate_memory(LLAMA_8B, replace(shape, checkpointing="block", reshard_after_forward=False))
     assert offloaded.activations < block.activations < everything.activations
     assert offloaded.total <= block.total <= everything.total
@@ -243,7 +244,7 @@ def test_a_step_of_transformers_takes_what_is_estimated(mode: Any, lora: Lora | 
         add_adapters(model, lora)
         model.bfloat16()
     for layer in layers_of(model):
-        layer.forward = TrainedLayer(layer, mode)
+        layer.forward = TrainedLayer(layer, mode, HostMemory())
     x = torch.arange(512)[None] % 61  # 8 times the width: otherwise gradients of weights are most of the memory
     with Live(model.parameters()) as live:
         states_loss(model, x, x, position_ids=x, use_cache=False).total.backward()
@@ -257,7 +258,7 @@ def test_a_step_of_transformers_takes_what_is_estimated(mode: Any, lora: Lora | 
 def test_lora_of_llama_8b_at_128k_on_one() -> None:
     """torch allocated 65.6 GiB on an H100, where the base model was stored in float32 still."""
     trained = 41_943_040
-    shape = TrainingShape(131072, checkpointing="block", offload=True, float32_norms=True, own_head=False)
+    shape = TrainingShape(131072, checkpointing="block", offloaded_blocks=32, float32_norms=True, own_head=False)
     estimate = estimate_memory(LLAMA_8B, replace(shape, trained=trained, adapts_all=True))
     base = 8_030_261_248
     assert estimate.weights == 2 * base + 4 * trained
@@ -282,7 +283,7 @@ def test_each_kept_block_takes_the_same_and_hides_the_recomputed_ones() -> None:
     [
         ({}, 'Use activation_checkpointing="block", then activation_offload, a shorter context'),
         ({"checkpointing": "block"}, "Use activation_offload, a shorter context"),
-        ({"checkpointing": "block", "offload": True}, "Use a shorter context"),
+        ({"checkpointing": "block", "offloaded_blocks": ALL_BLOCKS}, "Use a shorter context"),
         ({"checkpointing": "block", "linear_dtype": "fp8"}, "Use a shorter context"),
     ],
 )
@@ -297,15 +298,15 @@ def test_what_cannot_fit(options: dict[str, Any], remedy: str) -> None:
 
 def test_the_host_s_share() -> None:
     tokens = 262144 // 4
-    shape = TrainingShape(tokens, shard_size=4, checkpointing="block", offload=True, offloads_sum=True)
+    shape = TrainingShape(tokens, shard_size=4, checkpointing="block", offloaded_blocks=ALL_BLOCKS)
     estimate = estimate_memory(LLAMA_8B, shape)
-    assert estimate.host == 32 * tokens * (6 * 4096 + 4 * 32)  # L T 6 D, and lse
-    assert estimate_memory(LLAMA_8B, replace(shape, offloads_sum=False)).host == 32 * tokens * (4 * 4096 + 4 * 32)
-    assert estimate_memory(LLAMA_8B, replace(shape, offload=False)).host == 0
+    assert estimate.host == 32 * tokens * (4 * 4096 + 4 * 32)  # L T 4 D, and lse
+    assert estimate_memory(LLAMA_8B, replace(shape, offloaded_blocks=8)).host == estimate.host // 4
+    assert estimate_memory(LLAMA_8B, replace(shape, offloaded_blocks=0)).host == 0
     check_host_memory(estimate, 4, 4 * estimate.host)
-    text = r"activation_offload: expected at most the host's 192\.00 GiB, got at least 48\.25 GiB for each of 4 GPUs\. "
+    text = r"activation_offload: expected at most the host's 128\.00 GiB, got at least 32\.25 GiB for each of 4 GPUs\. "
     with pytest.raises(ConfigError, match=text):
-        check_host_memory(estimate, 4, int(192 * GIB))
+        check_host_memory(estimate, 4, int(128 * GIB))
     assert host_memory() > GIB / 4
 
 
@@ -317,7 +318,7 @@ def test_a_module_knows_its_data_and_ranks() -> None:
     module = LanguageModel(MODEL, compute_dtype="float32", activation_checkpointing="block")
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
-    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False, offloads_sum=True)
+    shape = TrainingShape(0, compute_dtype=torch.float32, checkpointing="block", copied=False)
     assert module.memory_estimate() == estimate_memory(MODEL, shape)
     module.trainer.datamodule = Data()  # pyright: ignore[reportAttributeAccessIssue]
     assert module.memory_estimate() == estimate_memory(MODEL, replace(shape, tokens=1280))
