@@ -300,6 +300,22 @@ def test_memory() -> None:
         assert_rounded(torch.replace(" to ", " / "), *(f(found) for f in (min, max) if found))
 
 
+def test_longest_contexts() -> None:
+    record = rows("memory-longest")
+    for shape, before, before_gib, now, planned, gib, host in table("memory", "longest"):
+        of = {(row["name"], row["context"]): row for row in record if row["shape"] == shape[:2].lower()}
+        row = of["ringflash", int(now)]
+        for cell, key in ((planned, "planned_gib"), (gib, "gib"), (host, "host_gib")):
+            assert_rounded(cell, row[key])
+        assert 0.95 * row["planned_gib"] <= row["gib"] <= row["planned_gib"]
+        earlier = of["ringflash at a819d7d", int(before.removeprefix("less than "))]
+        if "failed" in earlier:
+            assert (before[:9], before_gib) == ("less than", "out of memory")
+        else:
+            assert_rounded(before_gib, earlier["gib"])
+        assert int(now) >= 2 * earlier["context"]
+
+
 def assert_steps(cells: list[str], ours: dict[str, Any], peer: dict[str, Any]) -> None:
     """Compares a row of a table of training steps with the records of both contenders."""
     for texts, row in ((cells[:3], ours), (cells[3:6], peer)):
