@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringflash as rf
@@ -128,16 +127,15 @@ def _everything(folder: str) -> tuple[Any, ...]:
     return windows, documents, auto, scaled, _sent(mesh), _zigzag(mesh)
 
 
-def test_a_time_is_the_mean_of_the_queued_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[float]()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        clock = itertools.count()
-        monkeypatch.setattr(ranks.time, "perf_counter", lambda: float(next(clock)))
-        assert ranks.slowest_seconds(lambda: calls.append(0), on_gpu=False, queued=4) == 0.25
-    finally:
-        dist.destroy_process_group()
-    assert len(calls) == 4
+def test_a_time_is_the_mean_of_the_queued_calls() -> None:
+    assert run_ranks(1, _queued) == [(0.25, 4)]
+
+
+def _queued() -> tuple[float, int]:
+    calls, clock = list[float](), itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.time, "perf_counter", lambda: float(next(clock)))
+        return ranks.slowest_seconds(lambda: calls.append(0), on_gpu=False, queued=4), len(calls)
 
 
 def _sent(mesh: Any) -> dict[str, int]:
