@@ -122,14 +122,15 @@ class Throughput(Callback):
 
     def _close_window(self, trainer: pl.Trainer, device: torch.device) -> tuple[_Work, float]:
         """Returns all ranks' work since the window began and the largest rank's bytes; begins the next window."""
+        now = _now(device)
         pairs = torch.as_tensor(self._pairs, dtype=torch.float64, device=device)
-        mine = torch.stack([pairs.new_tensor(self._tokens), pairs, pairs.new_tensor(_peak_memory(device))])
-        # Reading the values waits for the device, so the step has ended when the clock is read.
-        ranks = gathered(trainer, mine).cpu()
-        now = time.perf_counter()
-        (tokens, all_pairs, _), peak_memory = ranks.sum(0).tolist(), ranks[:, 2].max().item()
+        mine = [self._tokens, _peak_memory(device), self._seconds + now - self._mark]
+        ranks = gathered(trainer, torch.stack([pairs, *map(pairs.new_tensor, mine)])).cpu()
+        all_pairs, tokens = ranks[:, :2].sum(0).tolist()
+        # The clocks of ranks differ a little. All of them log the rate by that of the slowest.
+        peak_memory, seconds = ranks[:, 2:].amax(0).tolist()
         flops = 0.0 if self._config is None else training_flops(self._config, tokens, all_pairs, self._adapters)
-        work = _Work(tokens, flops, self._seconds + now - self._mark)
+        work = _Work(tokens, flops, seconds)
         self._measured += work
         self._start_window()
         self._mark = now

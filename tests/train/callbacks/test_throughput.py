@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringflash.errors import ConfigError
 from ringflash.train.callbacks import throughput
 from ringflash.train.callbacks.throughput import Throughput
+from ringflash.train.exchange import all_ranks
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.flops import training_flops
+from tests.helpers.distributed import run_ranks
 
 CONFIG = ModelConfig(vocab_size=257, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96)
 
@@ -123,6 +126,24 @@ def test_packed_documents_are_less_work(clock: Clock) -> None:
         run.callback.on_train_batch_end(run.trainer, run.module, None, batch, 0)
     pairs = CONFIG.n_layers * 2 * (600 * 601 + 400 * 401) // 2
     assert run.logged[-1]["train/mfu"] == pytest.approx(training_flops(CONFIG, 2000, pairs) / (4 * 1e9))
+
+
+def _on_a_slower_rank() -> list[dict[str, float]]:
+    clock, world = Clock(), dist.group.WORLD
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "time", clock)
+        patch.setattr(throughput, "gathered", lambda _, local: all_ranks(local, world))
+        run = Run(clock, Throughput(warmup_steps=0))
+        run.step(1.0)
+        run.step(1.0 + dist.get_rank())
+    return run.logged
+
+
+def test_ranks_with_other_clocks_log_the_rate_of_the_slowest() -> None:
+    first, second = run_ranks(2, _on_a_slower_rank)
+    assert first == second
+    assert first[0]["train/tokens_per_second"] == pytest.approx(4000 / 3)
 
 
 def test_bad_option() -> None:
