@@ -222,7 +222,7 @@ def load_adapted(path: Path, rest: dict[str, Any], base: str | None = None) -> A
     lora = Lora(**config[LORA])
     check_installed(lora)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         remedy = "Pass its folder with --base."
         got = str(error).splitlines()[0]

@@ -25,10 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ringflash.errors import CheckpointCorrupt, CheckpointError
-from ringflash.train.checkpoint.load import load, load_decoder
+from ringflash.train.checkpoint.load import load, load_adapted, load_decoder
 from ringflash.train.checkpoint.manifest import MANIFEST, STATE, TENSOR_INDEX, Keep, locate, verify
 from ringflash.train.checkpoint.safe_reader import SafeReader
 from ringflash.train.checkpoint.save import save
+from ringflash.train.models.lora import BASE, LORA, Lora
 from tests.helpers.distributed import run_ranks
 from tests.train.conftest import Worlds
 from tests.train.runs import MODEL, Outcome
@@ -470,3 +471,15 @@ def test_a_rank_that_cannot_read_is_named_on_every_rank(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2
     assert all("Stale file handle" in text for text in texts[0])
+
+
+def test_code_in_the_folder_of_a_base_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, base = tmp_path / "proof", tmp_path / "base"
+    base.mkdir()
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (base / "config.json").write_text(json.dumps({"model_type": "unknown", "auto_map": classes}))
+    (base / "own.py").write_text(f"from pathlib import Path\nPath({str(proof)!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask, and run it after a yes
+    with pytest.raises(CheckpointError, match="the base model of the adapters"):
+        load_adapted(tmp_path, {"model_config": {LORA: Lora().fields()}, BASE: str(base)})
+    assert not proof.exists()
