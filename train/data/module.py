@@ -41,8 +41,8 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
             predicts past its document's end. A document that is cut at the end of a sample continues in the next.
             "whole": like "packed", but documents that fit into a sample are not cut. "joined": a sample is one text,
             across document bounds.
-        val_fraction: fraction of the tokens to hold out, rounded to whole documents; 0 for none. None is the prepared
-            folder's value, and 0.01 for text.
+        val_fraction: fraction of the tokens to hold out, rounded up to whole documents unless that would more than
+            double it; 0 for none. None is the prepared folder's value, or 0.01 if it has none.
         seed: seed of the order of samples.
         cache_dir: folder for the token files of encoded text.
     """
@@ -97,11 +97,14 @@ class TextDataModule(ResumableDataModule[ResumableLoader]):
             )
         known = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
         if known is not None and known < tokens.vocab_size:
+            remedy = "Prepare the text with the tokenizer that belongs to the model."
+            if begins_with is None:  # else the weights have this size
+                remedy = f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own."
             raise DataError(
                 "vocab_size",
                 expected=f"at least {tokens.vocab_size}, the ids of {tokens.tokenizer.name}, as {tokens.folder} has",
                 got=known,
-                remedy=f"Set model.model.vocab_size to {tokens.vocab_size}, or prepare the text with the model's own.",
+                remedy=remedy,
             )
         self._samples = self._cut(TokenStream(tokens), self._val_fraction(tokens))
         if tokens.header.num_learnt is not None:

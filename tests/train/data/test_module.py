@@ -227,6 +227,10 @@ def test_overfit_batches_is_refused(tmp_path: Path, batches: float) -> None:
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size: expected at least 257, the ids of bytes, .* Set model"):
         trainer(1, devices=1, enable_checkpointing=False).fit(Reader(vocab_size=256), module(tmp_path))
+    model = Reader(vocab_size=256)
+    model.init_from = str(tmp_path)  # a folder with weights of this size, and without a tokenizer
+    with pytest.raises(DataError, match="vocab_size: expected at least 257, .* got 256. Prepare the text"):
+        trainer(1, devices=1, enable_checkpointing=False).fit(model, module(tmp_path))
 
 
 def test_tokens_of_another_tokenizer_than_the_model_s(tmp_path: Path) -> None:
