@@ -29,7 +29,8 @@ class ExponentialMovingAverage(Callback):
 
     Each rank averages its own shards, in float32 or better, which takes the memory of the sharded weights once more.
     Validation and test use the averages. Checkpoints hold the weights and the averages, and a resumed run restores
-    both. Only parameters that need gradients are averaged.
+    both. Only parameters that need gradients are averaged. Commands that read checkpoints, such as `ringflash export`,
+    take the weights; `averaged` gives a script the averages.
 
     Args:
         decay: fraction of the average that remains after a step.

@@ -1,6 +1,6 @@
 """`ringflash ruler`: RULER's synthetic tasks over lengths, on one device or, under torchrun, over a ring.
 
-ringflash ruler --checkpoint runs/h200-4/checkpoints/last --seqlens 4096 8192
+ringflash ruler --checkpoint runs/h200-4/checkpoints/last --seqlens 8192 16384
 torchrun --nproc-per-node 4 -m ringflash ruler --checkpoint FOLDER --seqlens 131072 --chat-template
 """
 
