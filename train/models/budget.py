@@ -126,7 +126,8 @@ def plan_activations(
 ) -> ActivationPlan:
     """Chooses the largest number of kept blocks that fits, with the margin.
 
-    If not even recomputing every block fits, the fewest blocks that make it fit keep their tensors in host memory.
+    If not even recomputing every block fits, the fewest blocks that make it fit keep their tensors in host memory. If
+    nothing fits, the choice takes the least memory.
     Gathered weights stay too if the shape leaves that open, every block keeps its activations, and both fit. They come
     last: a byte of them saves a copy or a message, and a byte of activations the products that computed it.
 
@@ -152,14 +153,16 @@ def plan_activations(
         return estimate_memory(config, replace(shape, **activations._asdict(), reshard_after_forward=reshard))
 
     blocks = config.n_layers
-    # From the choice that takes most of the GPU's memory to the one that takes least.
+    # From the fastest choice to the slowest. Later ones mostly take less of the GPU's memory, but not always: offloaded
+    # blocks keep tensors on the GPU that are on their way, which may be more than these blocks would keep.
     choices = [Activations("block", kept_blocks=kept) for kept in range(blocks, -1, -1)]
     offloading = [Activations("block", offloaded_blocks=count) for count in range(1, blocks + 1)]
     choices += [choice for choice in offloading if estimate(choice).host <= host]
     estimates = [estimate(choice) for choice in choices]
-    fitting = (i for i, each in enumerate(estimates) if with_margin(each) <= available)
-    chosen = next(fitting, len(choices) - 1)
-    if number is not None and (least := with_margin(estimates[chosen])) > number:
+    planned = [with_margin(each) for each in estimates]
+    least = min(planned)
+    chosen = next((i for i, size in enumerate(planned) if size <= available), planned.index(least))
+    if number is not None and least > number:
         raise ConfigError(
             "activation_memory",
             expected=f"at least {math.ceil(1e4 * least / GIB) / 1e4:.4f}GiB, even to recompute every block",

@@ -146,6 +146,17 @@ def test_no_more_blocks_are_offloaded_than_the_host_has_room_for() -> None:
         plan_activations(SIX, LONG, "100GiB", H200, H200, "free", int(20 * GIB))
 
 
+@pytest.mark.parametrize("host", [1.2, 1000])
+def test_nothing_is_offloaded_where_that_takes_more(host: float) -> None:
+    # 2 GiB of tensors on their way are more than six blocks of 32768 tokens keep.
+    least, all_host = plan_activations(SIX, SHAPE, "auto", 0, H200, "free"), int(host * GIB)
+    plan = plan_activations(SIX, SHAPE, "auto", 0, H200, "free", all_host)
+    assert (plan.activations, plan.planned) == (least.activations, least.planned)
+    assert plan.activations == Activations("block")
+    with pytest.raises(ConfigError, match=f"expected at least {least.planned / GIB:.2f}"):
+        plan_activations(SIX, SHAPE, "1GiB", H200, H200, "free", all_host)
+
+
 @pytest.mark.parametrize(
     ("shape", "layers", "tokens", "activations", "measured"),
     [
