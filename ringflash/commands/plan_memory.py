@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json != PRINTED:
         fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
         _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)
-    check_memory(chosen, shape, total)
+    check_memory(chosen, None if plan else shape, total)
     return 0
 
 

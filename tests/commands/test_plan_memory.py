@@ -69,6 +69,12 @@ def test_a_budget_chooses_as_in_training(tmp_path: Path, capsys: pytest.CaptureF
     assert "planned of 84.00 (60%)" in out
 
 
+def test_a_plan_that_cannot_fit_suggests_no_choice_of_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    _, error = run(capsys, *BUDGET[:-1], "20", "--host-memory", "1000", code=2)
+    assert "memory: expected at most the GPU's 20.00 GiB" in error
+    assert "Use a shorter context, a smaller micro-batch, or more ranks." in error
+
+
 def test_a_fixed_choice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = run(capsys, "--gpu-memory", "140", "--model.activation_offload=true")
     assert 'Activations: activation_checkpointing is "block", which leaves nothing to choose' in out

@@ -111,7 +111,7 @@ def check_run_memory(module: RingModule) -> None:
                 needed = ranks * estimate.host / GIB
                 text += f"; at least {needed:.2f} GiB of a host, for {ranks} GPUs, of {host / GIB:.2f}"
             log.info(text)
-        check_memory(estimate, module.training_shape(), available)
+        check_memory(estimate, None if module.activation_plan else module.training_shape(), available)
         check_host_memory(estimate, ranks, host)
 
 

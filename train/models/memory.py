@@ -297,12 +297,17 @@ def check_host_memory(estimate: MemoryEstimate, ranks: int, available: int) -> N
         )
 
 
-def check_memory(estimate: MemoryEstimate, shape: TrainingShape, available: int) -> None:
-    """Raises ConfigError when `estimate`, of a run of `shape`, is more than the `available` bytes of the GPU."""
+def check_memory(estimate: MemoryEstimate, shape: TrainingShape | None, available: int) -> None:
+    """Raises ConfigError when `estimate` is more than the `available` bytes of the GPU.
+
+    `shape` is that of a run that fixes its activations; None stands for a plan, which has tried every choice.
+    """
     if estimate.total > available:
-        ways = "" if shape.offloaded_blocks or shape.linear_dtype != "compute" else "activation_offload, "
-        if shape.checkpointing != "block":
-            ways = 'activation_checkpointing="block", then ' + ways
+        ways = ""
+        if shape is not None:
+            ways = "" if shape.offloaded_blocks or shape.linear_dtype != "compute" else "activation_offload, "
+            if shape.checkpointing != "block":
+                ways = 'activation_checkpointing="block", then ' + ways
         raise ConfigError(
             "memory",
             expected=f"at most the GPU's {available / GIB:.2f} GiB",
