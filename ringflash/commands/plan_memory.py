@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from ringflash.train.commands.configured import configured
     from ringflash.train.lightning.memory_plan import shape_of
     from ringflash.train.models.budget import available_memory, plan_activations
-    from ringflash.train.models.memory import check_memory, estimate_memory, host_share
+    from ringflash.train.models.memory import check_host_memory, check_memory, estimate_memory, host_share
 
     run = configured([*configs, *overrides])
     device = torch.device("cpu" if run.accelerator == "cpu" else "cuda")
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
         for mode in ("none", "block")
     }
     chosen = estimate_memory(config, shape)
+    host_total = None if options.host_memory is None else _bytes("--host-memory", options.host_memory)
     if run.model.activation_checkpointing is None:
-        budget = run.model.activation_memory
-        host = None if options.host_memory is None else _bytes("--host-memory", options.host_memory)
-        host = host_share(run.ranks_of_a_host, host) if device.type == "cuda" and shape.linear_dtype == "compute" else 0
+        budget, offloads = run.model.activation_memory, device.type == "cuda" and shape.linear_dtype == "compute"
+        host = host_share(run.ranks_of_a_host, host_total) if offloads else 0
         source = "the GPU's less 3 for buffers"
         plan = plan_activations(config, shape, budget, available_memory(total), total, source, host)
         chosen = plan.estimate
@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
         fixed = f'activation_checkpointing is "{run.model.activation_checkpointing}", which leaves nothing to choose'
         _show(choices, f"{shape.tokens} tokens of a micro-batch on each of {run.ranks} ranks", plan, fixed)
     check_memory(chosen, None if plan else shape, total)
+    if host_total is not None:
+        check_host_memory(chosen, run.ranks_of_a_host, host_total)
     return 0
 
 

@@ -90,6 +90,10 @@ def test_a_fixed_choice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
             "--gpu-memory: expected a number of GiB, got inf. Pass what a machine of the run has",
         ),
         ([*BUDGET, "--host-memory", "inf"], "--host-memory: expected a number of GiB, got inf. Pass what a machine of"),
+        (
+            ["--gpu-memory", "140", "--host-memory", "100", "--model.activation_offload=true"],
+            "activation_offload: expected at most the host's 100.00 GiB, got at least 32.25 GiB for each of 4 GPUs",
+        ),
         (["--gpu-memory", "140", "--host-memory", "-1"], "--host-memory: expected more than 0"),
         (["--gpu-memory", "1e300"], "--gpu-memory: expected a number of GiB, got 1e+300. Pass what"),  # inf in bytes
         ([*BUDGET, "--model.activation_memory=20GiB"], "activation_memory: expected at least "),
