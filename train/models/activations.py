@@ -63,6 +63,12 @@ class Activations(NamedTuple):
         return host + rest + whole
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Returns the bytes of host memory that the copy of a tensor of `nbytes` takes."""
+    pieces, rest = divmod(nbytes, PIECE_BYTES)
+    return pieces * PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
+
+
 def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) -> None:
     """Raises ConfigError for `offload` without "block"."""
     if offload and checkpointing != "block":

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ringflash.errors import ConfigError
-from ringflash.train.models.activations import AHEAD_BYTES, ActivationCheckpointing
+from ringflash.train.models.activations import AHEAD_BYTES, ActivationCheckpointing, pinned_bytes
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
 from ringflash.train.torchao_private import LinearDtype
@@ -189,7 +189,8 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         block += shape.tokens * (config.dim + 2 * config.ffn_dim) * item
     if offloaded:
         block += shape.tokens * (kept + results * (shape.float32_norms and config.n_layers > 1))
-        host = offloaded * shape.tokens * kept
+        widths = config.dim * item, q_dim * item, master * config.n_heads  # input, out and lse
+        host = offloaded * sum(pinned_bytes(shape.tokens * width) for width in widths)
     head = config.vocab_size * config.dim if shape.tokens else 0
     head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
