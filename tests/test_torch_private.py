@@ -37,6 +37,7 @@ OTHERS = {
     "_keys_to_ignore_on_load_missing": "a transformers model",
     "_keys_to_ignore_on_load_unexpected": "a transformers model",
     "_replace": "a named tuple, documented",
+    "_asdict": "a named tuple, documented",
     "_weight_conversions": "a transformers model",
 }
 # Private attributes of the library's own objects, which another file defines: a context's, and a RingModule's.

@@ -124,7 +124,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Part of a packed tensor: `shape` from the element `begin` on, contiguous."""
+    """Part of a packed tensor, which lies at the beginning of its storage: `shape` from the element `begin` on."""
 
     whole: Packed
     begin: int
@@ -148,7 +148,9 @@ class HostMemory:
         self._away: list[weakref.ref[Packed]] = []  # all packed tensors, in order
         self._leaving: deque[Packed] = deque()  # the last of them, with tensors still on the device
         self._coming: list[Packed] = []  # tensors on their way back to the device
-        self._latest: dict[int, weakref.ref[Packed]] = {}  # contiguous tensors by the address of their storage
+        # Contiguous tensors at the beginning of a storage, by its address. Each context of `hooks` empties this,
+        # because a later tensor may have the address of one that is gone.
+        self._latest: dict[int, weakref.ref[Packed]] = {}
 
     def pack(self, x: Tensor) -> Tensor | Packed:
         """Starts the copy; `x` must not be written to afterwards. Small tensors stay on their device."""
@@ -247,7 +249,6 @@ class HostMemory:
         """
         stay = {x.untyped_storage().data_ptr() for x in staying}
         packed = {place: whole for x in wholes for place, whole in [self._found(x)] if whole is not None}
-        # Entries of tensors that exist no longer could be taken for those of later tensors at their places.
         self._latest.clear()
 
         def pack(x: Tensor) -> Tensor | Packed | Part:

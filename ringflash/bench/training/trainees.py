@@ -156,10 +156,10 @@ def kept_of(training: Training) -> Kept:
     options: dict[str, Any] = {"in_pieces": compiled, "compiled": compiled, "linear_dtype": training.linears}
     options |= {"rounded": rounds_weights(training), "copied": not rounds_weights(training)}
     shape = TrainingShape(tokens, world_size, training.dtype, reshard_after_forward=None, **options)
-    free = torch.tensor(torch.cuda.mem_get_info(training.device), device=training.device)
-    dist.all_reduce(free, dist.ReduceOp.MIN, training.weights.get_group())
-    least, total = free.tolist()
-    host = host_share(torch.cuda.device_count()) if training.linears == "compute" else 0
+    own_host = host_share(torch.cuda.device_count()) if training.linears == "compute" else 0
+    memory = torch.tensor([*torch.cuda.mem_get_info(training.device), own_host], device=training.device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN, training.weights.get_group())
+    least, total, host = memory.tolist()
     available = min(available_memory(least), int(MEMORY_FRACTION * total))
     plan = plan_activations(training.config, shape, "auto", available, total, "free", host)
     _, kept, offloaded = plan.activations
