@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.checks import check_whole
@@ -252,8 +253,8 @@ class ContextParallel(TokenMeans):
     def unshard(self, x: Tensor, dim: int = 1, *, mask: Mask | None = None) -> Tensor:
         """Returns the whole sequence in order from every rank's shard `x`: the exact inverse of `shard`; a collective.
 
-        It is differentiable: a shard's gradient is its part of the sum of all ranks' gradients of the whole. Pass the
-        same `mask` as to `shard`.
+        It is differentiable once: a shard's gradient is its part of the sum of all ranks' gradients of the whole. Pass
+        the same `mask` as to `shard`.
 
         Raises:
             ArgumentError: as `shard`.
@@ -484,7 +485,8 @@ class _Unshard(torch.autograd.Function):
         return layouts.put_together(rows, [chunk for chunks in cut.chunks for chunk in chunks], dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    @once_differentiable  # autograd does not see the sum over ranks, so a second derivative would lack their shares
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         context, dim = ctx.context, ctx.dim
         kind = {"operation": "unshard backward", "dim": dim, "shape": str(grad.shape), "dtype": str(grad.dtype)}

@@ -83,6 +83,20 @@ def test_unshard_gathers_and_its_gradient_sums_over_ranks() -> None:
         assert torch.equal(grad, whole * (1 + 2 + 3))
 
 
+def _second_derivative_of_unshard() -> Outcome:
+    context = rf.ContextParallel(dist.group.WORLD)
+    shard = context.shard(torch.arange(6.0)[None]).requires_grad_()
+    (grad,) = torch.autograd.grad(context.unshard(shard).pow(3).sum(), shard, create_graph=True)
+    assert torch.equal(grad, 2 * 3 * shard.detach() ** 2)
+    return outcome_of(grad.square().sum().backward)
+
+
+def test_a_second_derivative_of_unshard_is_refused() -> None:
+    for outcome in run_ranks(2, _second_derivative_of_unshard):
+        assert outcome.kind == "RuntimeError", outcome
+        assert "differentiate twice" in outcome.text
+
+
 def _backward_of_unshard_on_rank_0() -> Outcome | None:
     context = rf.ContextParallel(dist.group.WORLD, timeout=2.0)
     whole = context.unshard(torch.ones(1, 2, 3, requires_grad=True))
