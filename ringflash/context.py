@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash.checks import check_whole
 from ringflash.coordination.failures import Faults
 from ringflash.coordination.first_tokens import FirstTokens
+from ringflash.coordination.one_process import OneProcess
 from ringflash.coordination.registry import Closed, Registry
 from ringflash.coordination.session import ControlPlane, Field, outlier_ranks
 from ringflash.errors import FIRST_TOKENS, ArgumentError, RankMismatch
@@ -54,7 +55,7 @@ context_by_name = _CONTEXTS.by_name
 """Returns the context with this `.name`."""
 
 
-class ContextParallel(TokenMeans):
+class ContextParallel(OneProcess, TokenMeans):
     """The ranks that share a sequence; pass it to `ring_attention`.
 
     Args:

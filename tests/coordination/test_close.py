@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import resource
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
@@ -227,6 +229,24 @@ def test_virtual_ranks_can_be_closed() -> None:
         call(context)
     outcome = outcome_of(call, context)
     assert outcome.kind == "ArgumentError"
+
+
+def _copies() -> tuple[bool, bool, Outcome]:
+    context = rf.ContextParallel(dist.group.WORLD)
+    module = torch.nn.Linear(2, 2)
+    module.context = context
+    averaged = AveragedModel(module)  # copies the module
+    call_ring(averaged.module.context)
+    return averaged.module.context is context, copy.copy(context) is context, outcome_of(pickle.dumps, module)
+
+
+def test_a_module_with_a_context_is_copied_but_not_pickled() -> None:
+    for deep, shallow, pickled in run_ranks(2, _copies):
+        assert deep
+        assert shallow
+        assert pickled.kind == "ArgumentError"
+        assert "context: expected one that stays in its process" in pickled.text
+        assert "state_dict" in pickled.text
 
 
 def test_a_context_of_another_process_is_named() -> None:
