@@ -53,6 +53,7 @@ GROUPED_BYTES = 24 * 2**20
 _CONTEXTS = Registry()
 context_by_name = _CONTEXTS.by_name
 """Returns the context with this `.name`."""
+other_cut = _CONTEXTS.other_cut
 
 
 class ContextParallel(OneProcess, TokenMeans):
@@ -191,6 +192,7 @@ class ContextParallel(OneProcess, TokenMeans):
         self.own_passes = 0  # forwards and backwards of attention so far
         self.cut_rows = 0  # rows of the shard that was cut last
         self.has_warned_of_order = False  # of dimensions
+        self.has_compared_cuts = self.is_virtual  # with other contexts
         self._first_tokens = FirstTokens(compares=self._control is not None and self.world_size > 1)
         self.prepared_calls: RecentCalls[Any] = RecentCalls()  # of `ring_attention`
         self.operator_calls: RecentCalls[Any] = RecentCalls()  # of its operators

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ringflash.errors import ArgumentError
@@ -62,9 +63,22 @@ class Registry:
 
     def passes(self, ranks: tuple[int, ...]) -> int:
         """Returns the passes of attention so far over living contexts of `ranks`."""
+        return sum(context.own_passes for context in self._living(ranks))
+
+    def other_cut(self, context: ContextParallel, rows: int) -> ContextParallel | None:
+        """Returns a context of the ranks of `context` that has cut `rows` rows a rank as `context` would not."""
+        seqlen = rows * context.world_size
+        for other in self._living(context.ranks):
+            if other.cut_rows != rows or "balanced" in (context.layout, other.layout):
+                continue
+            if not torch.equal(other.positions(seqlen), context.positions(seqlen)):
+                return other
+        return None
+
+    def _living(self, ranks: tuple[int, ...]) -> list[ContextParallel]:
         references = [each for named in list(self._contexts.values()) for each in named]  # any thread may remove some
         living = [context for reference in references if (context := reference()) is not None]
-        return sum(context.own_passes for context in living if context.ranks == ranks)
+        return [context for context in living if context.ranks == ranks]
 
     def connections(self, kind: type[C]) -> list[C]:
         """Returns the open connections of one kind, newest first."""

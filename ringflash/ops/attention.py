@@ -17,7 +17,7 @@ from ringflash.checks import (
     check_tensors,
     scale_of,
 )
-from ringflash.context import ContextParallel, context_by_name
+from ringflash.context import ContextParallel, context_by_name, other_cut
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
@@ -393,6 +393,21 @@ def _validate_shards(q: Tensor, k: Tensor, context: ContextParallel) -> None:
     if q.shape[1] < q.shape[2] == k.shape[2] == context.cut_rows:
         _check_order(q, k, context)
     context.check_heads(q.shape[2])
+    if not torch.compiler.is_compiling() and not context.has_compared_cuts:
+        context.has_compared_cuts = True
+        _compare_cuts(q, context)
+
+
+def _compare_cuts(q: Tensor, context: ContextParallel) -> None:
+    """Warns if another context has cut shards such as `q`, and this one has cut nothing and would cut otherwise."""
+    other = other_cut(context, q.shape[1]) if context.rank == context.cut_rows == 0 else None
+    if other is not None:
+        logger.warning(
+            "context: %r has cut no sequence, but %r has, in another order. If q, k and v are of its shards, results "
+            "are wrong: cut with the context of the call. Contexts of layout contiguous cut alike.",
+            context,
+            other,
+        )
 
 
 def _check_order(q: Tensor, k: Tensor, context: ContextParallel) -> None:

@@ -1,5 +1,6 @@
 """The ring over gloo processes: the same bits as virtual ranks, and agreement before any data moves."""
 
+import logging
 import time
 from typing import Any
 
@@ -392,3 +393,23 @@ def test_a_rank_alone_keeps_the_ring_that_graphs_are_made_of() -> None:
     assert isinstance(call_of(context, q, q, q, call), OneDevice)
     context.graphs = GraphCache()
     assert isinstance(call_of(context, q, q, q, call), RingCall)
+
+
+def _other_cuts() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("ringflash.ops.attention").addHandler(handler)
+    ring = rf.ContextParallel(dist.group.WORLD)
+    q = ring.shard(torch.ones(1, 8, 2, 16))
+    for layout in ("zigzag", "contiguous"):  # the first one cuts as `ring` does
+        context = rf.ContextParallel(dist.group.WORLD, layout)
+        for mask in (None, rf.Causal()):
+            rf.ring_attention(q, q, q, context, mask=mask)
+    return records
+
+
+def test_shards_that_another_context_has_cut_are_named_once() -> None:
+    first, second = run_ranks(2, _other_cuts)
+    assert ["2 contiguous" in text and "2 zigzag" in text for text in first] == [True]
+    assert not second
