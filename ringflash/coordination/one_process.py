@@ -1,4 +1,4 @@
-"""A base of objects that hold connections of their process: copies are the object itself, and none can be pickled."""
+"""Copying of objects with connections: a copy is the object itself; in a file of its own, since contexts are long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ringflash.errors import ArgumentError
 
 
 class OneProcess:
-    """What copying means for a context: modules that hold one are copied, for instance by AveragedModel."""
+    """Base of contexts: modules that hold one are copied, for instance by AveragedModel, and share it then."""
 
     @property
     def is_virtual(self) -> bool:

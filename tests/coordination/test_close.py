@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,9 +234,9 @@ def test_virtual_ranks_can_be_closed() -> None:
 
 def _copies() -> tuple[bool, bool, Outcome]:
     context = rf.ContextParallel(dist.group.WORLD)
-    module = torch.nn.Linear(2, 2)
+    module: Any = torch.nn.Linear(2, 2)
     module.context = context
-    averaged = AveragedModel(module)  # copies the module
+    averaged: Any = AveragedModel(module)  # copies the module
     call_ring(averaged.module.context)
     return averaged.module.context is context, copy.copy(context) is context, outcome_of(pickle.dumps, module)
 
