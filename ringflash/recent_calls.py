@@ -50,7 +50,7 @@ class RecentCalls(Generic[T]):
         return value
 
     def __reduce__(self) -> tuple[type[RecentCalls[T]], tuple[()]]:
-        """Makes a copy empty: a copied context prepares its own calls."""
+        """Makes an unpickled copy empty: an unpickled context prepares its own calls."""
         return RecentCalls, ()
 
     def info(self) -> CacheInfo:

@@ -305,7 +305,7 @@ def test_longest_contexts() -> None:
     for shape, before, before_gib, now, planned, gib, host in table("memory", "longest"):
         of = {(row["name"], row["context"]): row for row in record if row["shape"] == shape[:2].lower()}
         row = of["ringflash", int(now)]
-        for cell, key in ((planned, "planned_gib"), (gib, "gib"), (host, "host_gib")):
+        for cell, key in ((planned, "planned_gib"), (gib, "gib"), (host, "planned_host_gib")):
             assert_rounded(cell, row[key])
         assert 0.95 * row["planned_gib"] <= row["gib"] <= row["planned_gib"]
         earlier = of["ringflash at a819d7d", int(before.removeprefix("less than "))]
