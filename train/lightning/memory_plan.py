@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ringflash.errors import ConfigError
 from ringflash.train.exchange import Purpose
 from ringflash.train.lightning.strategy import RingAttentionStrategy, resolve_sizes
-from ringflash.train.models.activations import ALL_BLOCKS
 from ringflash.train.models.budget import AUTO, ActivationPlan, available_memory, plan_activations
 from ringflash.train.models.memory import GIB, TrainingShape, check_host_memory, check_memory, host_memory, host_share
 
@@ -44,8 +43,7 @@ def shape_of(module: RingModule, data: Any, device: torch.device, strategy: Any,
         tokens=(seqlen // context) * (batch_size // data_parallel),
         shard_size=shard,
         compute_dtype=compute,
-        checkpointing=module.activation_checkpointing or "none",
-        offloaded_blocks=ALL_BLOCKS if module.activation_offload else 0,
+        **module.asked_activations._asdict(),
         reshard_after_forward=module.reshard_after_forward,
         copied=copied,
         rounded=rounded and compute == torch.bfloat16,

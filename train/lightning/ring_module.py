@@ -82,7 +82,7 @@ class RingModule(pl.LightningModule, ABC):
         compile_blocks: compile each block's forward and backward with torch.compile, when training begins.
         activation_memory: memory that training may take on a GPU, weights included: a size such as "60GiB", or a share
             of the GPU's memory such as "80%". "auto" is the memory that is free; on a CPU every block keeps everything.
-            Where recomputing every block is not enough, blocks keep their tensors in host memory.
+            If recomputing every block is not enough, blocks keep their tensors in host memory.
         linear_dtype: dtype in which the linear layers of blocks multiply: "compute" is `compute_dtype`, "fp8" is float8
             with one scale a tensor, "fp8_rowwise" with one a row.
 
@@ -202,6 +202,12 @@ class RingModule(pl.LightningModule, ABC):
     def estimated_config(self) -> ModelConfig | None:
         """Decoder configuration that needs the same memory as the model; None if it is unknown."""
         return None
+
+    @property
+    def asked_activations(self) -> Activations:
+        """Activations that blocks keep without a plan."""
+        offloaded = ALL_BLOCKS if self.activation_offload else 0
+        return Activations(self.activation_checkpointing or "none", offloaded_blocks=offloaded)
 
     def memory_estimate(self) -> MemoryEstimate | None:
         """Returns the least memory of one GPU under the Trainer's strategy; None without `estimated_config`."""
@@ -440,9 +446,7 @@ class RingModule(pl.LightningModule, ABC):
         check_run_memory(self)
         if self.activation_plan is not None:
             return self.activation_plan.activations
-        return Activations(
-            self.activation_checkpointing or "none", offloaded_blocks=ALL_BLOCKS if self.activation_offload else 0
-        )
+        return self.asked_activations
 
     def _use_float8(self, blocks: Iterable[nn.Module]) -> None:
         """Makes linear layers of `blocks` compute in float8, if asked; before `_shard`."""

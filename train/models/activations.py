@@ -162,7 +162,7 @@ class HostMemory:
         packed = self._taken(x.detach())
         self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
         if x.is_contiguous() and not x.storage_offset():
-            self._latest[x.untyped_storage().data_ptr()] = weakref.ref(packed)
+            self._latest[_place(x)] = weakref.ref(packed)
         self._leaving.append(packed)
         while len(self._leaving) > 1 and _are_many(len(self._leaving), sum(each.nbytes for each in self._leaving)):
             _let_go(self._leaving.popleft())
@@ -176,16 +176,15 @@ class HostMemory:
         x = self._brought(packed)
         if isinstance(saved, Part):
             x = x.flatten()[saved.begin : saved.begin + saved.shape.numel()].view(saved.shape)
-        packed.uses -= 1
-        if packed.uses > 0:
-            _await(packed)
-        else:
-            _let_go(packed)
         for underway in (self._leaving, self._coming):
             if packed in underway:
                 underway.remove(packed)
+        packed.uses -= 1
         if packed.uses > 0:
+            _await(packed)
             self._coming.append(packed)
+        else:
+            _let_go(packed)
         away = [each for each in (ref() for ref in self._away) if each is not None and each is not packed]
         self._away = [weakref.ref(each) for each in away]
         ahead = 0
@@ -233,12 +232,6 @@ class HostMemory:
             packed.arrived.record(self._stream)
         return packed.here
 
-    def _found(self, x: Tensor) -> tuple[int, Packed | None]:
-        """Returns the place of `x`, and its copy if there is one."""
-        place = x.untyped_storage().data_ptr()
-        packed = self._latest[place]() if place in self._latest else None
-        return place, packed if packed is not None and packed.shape.numel() == x.numel() else None
-
     def hooks(self, staying: Iterable[Tensor], wholes: Iterable[Tensor] = ()) -> saved_tensors_hooks:
         """Returns a context that packs the tensors that autograd saves, except those that share memory with `staying`.
 
@@ -247,21 +240,28 @@ class HostMemory:
             wholes: tensors that the context before this one packed, and that exist until this one ends. Parts of them
                 share their copies.
         """
-        stay = {x.untyped_storage().data_ptr() for x in staying}
-        packed = {place: whole for x in wholes for place, whole in [self._found(x)] if whole is not None}
+        stay, packed = {*map(_place, staying)}, dict[int, Packed]()
+        for x in wholes:
+            whole = self._latest[_place(x)]() if _place(x) in self._latest else None
+            if whole is not None and whole.shape.numel() == x.numel():
+                packed[_place(x)] = whole
         self._latest.clear()
 
         def pack(x: Tensor) -> Tensor | Packed | Part:
-            place = x.untyped_storage().data_ptr()
-            if place in stay:
+            if _place(x) in stay:
                 return x.detach()
-            whole = packed.get(place)
+            whole = packed.get(_place(x))
             if whole is None or whole.host[0].dtype != x.dtype or not x.is_contiguous():
                 return self.pack(x)
             whole.uses += 1
             return Part(whole, int(x.storage_offset()), x.shape)
 
         return saved_tensors_hooks(pack, self.unpack)
+
+
+def _place(x: Tensor) -> int:
+    """Returns the address of the storage of `x`."""
+    return x.untyped_storage().data_ptr()
 
 
 def _are_many(tensors: int, nbytes: int) -> bool:

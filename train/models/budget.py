@@ -127,9 +127,9 @@ def plan_activations(
     """Chooses the largest number of kept blocks that fits, with the margin.
 
     If not even recomputing every block fits, the fewest blocks that make it fit keep their tensors in host memory. If
-    nothing fits, the choice takes the least memory.
-    Gathered weights stay too if the shape leaves that open, every block keeps its activations, and both fit. They come
-    last: a byte of them saves a copy or a message, and a byte of activations the products that computed it.
+    nothing fits, the choice takes the least memory. Gathered weights stay too if the shape leaves that open, every
+    block keeps its activations, and both fit. They come last: a byte of them saves a copy or a message, and a byte of
+    activations the products that computed it.
 
     "auto" never refuses: the margin may be more than training needs, and `check_memory` refuses what cannot fit.
 
@@ -156,10 +156,9 @@ def plan_activations(
     # From the fastest choice to the slowest. Later ones mostly take less of the GPU's memory, but not always: offloaded
     # blocks keep tensors on the GPU that are on their way, which may be more than these blocks would keep.
     choices = [Activations("block", kept_blocks=kept) for kept in range(blocks, -1, -1)]
-    offloading = [Activations("block", offloaded_blocks=count) for count in range(1, blocks + 1)]
-    choices += [choice for choice in offloading if estimate(choice).host <= host]
-    estimates = [estimate(choice) for choice in choices]
-    planned = [with_margin(each) for each in estimates]
+    choices += [Activations("block", offloaded_blocks=count) for count in range(1, blocks + 1)]
+    estimates = [(choice, memory) for choice in choices if (memory := estimate(choice)).host <= host]
+    planned = [with_margin(memory) for _, memory in estimates]
     least = min(planned)
     chosen = next((i for i, size in enumerate(planned) if size <= available), planned.index(least))
     if number is not None and least > number:
@@ -169,7 +168,7 @@ def plan_activations(
             got=budget,
             remedy="Raise it, or use a shorter context, a smaller micro-batch, or more ranks.",
         )
-    activations, memory, keeps_weights = choices[chosen], estimates[chosen], False
+    (activations, memory), keeps_weights = estimates[chosen], False
     if shape.copied and shape.reshard_after_forward is False:
         keeps_weights = True
     elif shape.copied and shape.reshard_after_forward is None and activations.kept_blocks == blocks:

@@ -172,6 +172,16 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def q_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.n_heads * self.headdim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all KV heads together."""
+        return self.n_kv_heads * self.headdim
+
     def window(self, layer: int) -> int | None:
         """Returns the number of keys that a query of `layer` sees, including its own; None is no limit."""
         has_one = self.sliding_layers is None or layer in self.sliding_layers

@@ -173,7 +173,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
         name, residual_std = f"layers.{layer}.self_attn", INIT_STD / math.sqrt(2 * config.n_layers)
-        q_dim, kv_dim, bias = config.n_heads * config.headdim, config.n_kv_heads * config.headdim, config.qkv_bias
+        q_dim, kv_dim, bias = config.q_dim, config.kv_dim, config.qkv_bias
         self.layer, self.headdim, window = layer, config.headdim, config.window(layer)
         # A window of w keys holds a query's own key and the w - 1 before it.
         self.mask = rf.Causal() if window is None else rf.Causal() & rf.SlidingWindow(window - 1)
@@ -263,10 +263,7 @@ class Block(nn.Module):
         A backward then holds tensors of the rest for one piece at a time, and of attention when those are gone. Input
         and attention's result are in host memory once, since the pieces are parts of them.
         """
-        attend, finish = self.compiled_parts or (
-            partial(self._attention_alone, offload=memory),
-            partial(self._rest_alone, offload=memory),
-        )
+        attend, finish = self.compiled_parts or (partial(self._attention_alone, offload=memory), self._rest_alone)
         staying = *self.parameters(), step.cos, step.sin
         with memory.hooks(staying):
             out = attend(x, step)
@@ -274,12 +271,12 @@ class Block(nn.Module):
         with memory.hooks(staying, wholes=(x, out)):
             return torch.cat([finish(*piece) for piece in pieces]).view(x.shape)
 
-    # Compiled parts omit `offload`: the hooks see all tensors that a graph saves.
     def _attention_alone(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
+        """Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
         return recompute(self._attention, x, step, offload=offload)
 
-    def _rest_alone(self, x: Tensor, out: Tensor, offload: HostMemory | None = None) -> Tensor:
-        return recompute(self._rest, x, out, offload=offload)
+    def _rest_alone(self, x: Tensor, out: Tensor) -> Tensor:
+        return recompute(self._rest, x, out)
 
     def _attention(self, x: Tensor, step: Step) -> Tensor:
         return self.self_attn.heads(self.input_layernorm(x), step)
@@ -374,8 +371,7 @@ class Decoder(nn.Module):
         """Compiles each block's forward and backward in training; all blocks of one kind share the compiled code.
 
         Blocks that keep everything compile another function than the others, since torch bounds the graphs of one.
-        Blocks that keep their tensors in host memory compile two parts.
-        `backend` and `options` are those of `compiled`.
+        Blocks that keep their tensors in host memory compile two parts. `backend` and `options` are as in `compiled`.
         """
         for block in self._blocks():
             if block.host_memory is not None:

@@ -16,8 +16,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Counts the weights that multiply every token: projections, SwiGLU and head, not the embedding's look-up."""
-    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
-    attention = 2 * config.dim * (q_dim + kv_dim)
+    attention = 2 * config.dim * (config.q_dim + config.kv_dim)
     return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
 
 
@@ -57,7 +56,7 @@ def training_flops(config: ModelConfig, tokens: float, pairs: float, adapters: i
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     weights = 6.0 * matmul_parameters(config) if adapters is None else 4.0 * matmul_parameters(config) + 6.0 * adapters
-    return weights * tokens + 12.0 * config.n_heads * config.headdim * pairs
+    return weights * tokens + 12.0 * config.q_dim * pairs
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

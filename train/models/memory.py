@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ringflash.errors import ConfigError
-from ringflash.train.models.activations import AHEAD_BYTES, ActivationCheckpointing, pinned_bytes
+from ringflash.train.models.activations import AHEAD_BYTES, ActivationCheckpointing, Activations, pinned_bytes
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.linear_loss import chunk_rows
 from ringflash.train.torchao_private import LinearDtype
@@ -77,6 +77,12 @@ class TrainingShape:
     linear_dtype: LinearDtype = "compute"
     state_8bit: bool = False
 
+    def block_counts(self, blocks: int) -> tuple[int, int, int]:
+        """Returns how many of `blocks` blocks keep everything, recompute on the GPU, and offload."""
+        activations = Activations(self.checkpointing, self.kept_blocks, self.offloaded_blocks)
+        choices = activations.of_blocks(blocks)
+        return choices.count("none"), choices.count("block"), choices.count("host")
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -132,8 +138,7 @@ def feed_forward_pieces(tokens: int) -> list[int]:
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """Returns the numbers of parameters in one block, and in embedding, last norm and head."""
-    kv_dim = config.n_kv_heads * config.headdim
-    q_dim = config.n_heads * config.headdim
+    q_dim, kv_dim = config.q_dim, config.kv_dim
     block = 2 * config.dim * (q_dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
     block += (q_dim + 2 * kv_dim) * config.qkv_bias + config.dim * config.o_bias + 2 * config.headdim * config.qk_norm
     heads = 1 if config.tie_embeddings else 2
@@ -161,14 +166,14 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
     trained = parameters if shape.trained is None else shape.trained
     block_bytes = block_parameters * (1 if shape.linear_dtype == "fp8" else item)
     if shape.nf4:
-        matrices = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.headdim
+        matrices = 2 * config.dim * (config.q_dim + config.kv_dim)
         matrices += 3 * config.dim * config.ffn_dim
         block_bytes += matrices * BLOCK_BYTES // BLOCK - matrices * item
     weights = parameters * shape.copies * master
     if shape.trained is not None:  # under autocast, without FSDP, embedding and head stay as they are
         weights = config.n_layers * block_bytes + root_parameters * (item if shape.copied else master)
         weights += shape.trained * master
-    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    q_dim, kv_dim = config.q_dim, config.kv_dim
     results = q_dim * item + master * config.n_heads  # of attention: out and lse
     kept = config.dim * item + results
     gate_and_up, host = 2 * config.ffn_dim * item, 0
@@ -178,8 +183,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         everything -= config.dim * (2 * item - 1) + config.ffn_dim * item
     if shape.float32_norms and shape.trained is not None:
         everything -= (2 * config.dim if shape.adapts_all else 4 * config.dim + config.ffn_dim) * item
-    kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
-    offloaded = min(shape.offloaded_blocks, config.n_layers - kept_blocks)
+    kept_blocks, recomputed, offloaded = shape.block_counts(config.n_layers)
     block = shape.tokens * config.dim * item
     block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
     if shape.float32_norms:
@@ -214,7 +218,7 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         optimizer=int(2 * trained * (1 + 4 / 256 if shape.state_8bit else master)) // shape.shard_size,
         gradients=trained * master // shape.shard_size,
         gathered=gathered if shape.copied or shape.rounded else 0,
-        activations=shape.tokens * (kept_blocks * everything + (config.n_layers - kept_blocks - offloaded) * kept),
+        activations=shape.tokens * (kept_blocks * everything + recomputed * kept),
         loss=loss,
         block=block,
         host=host,
@@ -232,42 +236,39 @@ def _expected(config: ModelConfig, shape: TrainingShape, estimate: MemoryEstimat
       dq and the norm's output. One graph for the whole block also holds four tensors of the feed-forward layer.
     - At the feed-forward layer: six tensors of a piece's width, and for all tokens gradients of the result and of the
       sum. One graph for the whole block also holds the norm's output and the sum. An offloaded block holds its
-      kept tensors. It holds gradients of its input and of attention's result twice, while it joins those of pieces.
+      kept tensors, and twice the gradients of its input and of attention's result: the pieces', and these joined.
     - FSDP holds the weights of two blocks, and gradients of one in the compute dtype and in float32.
     """
-    dim, item = config.dim, shape.compute_dtype.itemsize
-    q_dim, kv_dim = config.n_heads * config.headdim, config.n_kv_heads * config.headdim
+    dim, item, tokens = config.dim, shape.compute_dtype.itemsize, shape.tokens
+    q_dim, kv_dim = config.q_dim, config.kv_dim
+    kept_blocks, recomputed, offloaded = shape.block_counts(config.n_layers)
     attention = (2 * dim + 3 * q_dim + 4 * kv_dim) * item + 4 * q_dim
-    results = dim * item + q_dim * item + 4 * config.n_heads  # input of the block, out and lse
-    kept_blocks = config.n_layers if shape.checkpointing == "none" else shape.kept_blocks
-    offloaded = min(shape.offloaded_blocks, config.n_layers - kept_blocks)
-    piece = feed_forward_pieces(shape.tokens)[-1]
-    whole = max(
-        shape.tokens * (attention + 4 * dim * item),
-        shape.tokens * 4 * dim * item + piece * 6 * config.ffn_dim * item,
+    results = (dim + q_dim) * item + 4 * config.n_heads  # input of the block, out and lse
+    wide = 6 * config.ffn_dim * item
+    one_graph = max(
+        tokens * (attention + 4 * dim * item),
+        tokens * 4 * dim * item + feed_forward_pieces(tokens)[-1] * wide,
     )
-    ahead = AHEAD_BYTES if shape.tokens * q_dim * item <= AHEAD_BYTES else 0
-    parts = ahead + max(
-        shape.tokens * (attention + results),
-        shape.tokens * (results + (3 * dim + 2 * q_dim) * item)
-        + min(shape.tokens, OFFLOADED_ROWS) * 6 * config.ffn_dim * item,
+    in_parts = max(
+        tokens * (attention + results),
+        tokens * (results + (3 * dim + 2 * q_dim) * item) + min(tokens, OFFLOADED_ROWS) * wide,
     )
+    in_parts += AHEAD_BYTES if tokens * q_dim * item <= AHEAD_BYTES else 0
     block_parameters, root_parameters = parameter_counts(config)
     if shape.copied:
         weights = block_parameters * (3 * item + 4)
-        whole, parts = whole + weights, parts + weights
-    embedding = 0 if config.tie_embeddings else config.vocab_size * dim
+        one_graph, in_parts = one_graph + weights, in_parts + weights
     parameters = config.n_layers * block_parameters + root_parameters
+    head = config.vocab_size * dim
+    at_start = estimate.gathered + estimate.activations + AHEAD_BYTES * (0 < offloaded < config.n_layers)
+    with_head = one_graph + estimate.gradients * head // parameters
+    at_start += max(estimate.loss, estimate.block, with_head if recomputed and not kept_blocks else 0)
     # The gradients of the first block and of the embedding come last.
-    gradients = estimate.gradients * (parameters - block_parameters - embedding) // parameters
-    recomputing = config.n_layers - kept_blocks - offloaded
-    begin = estimate.gathered + estimate.activations
-    head_gradient = estimate.gradients * config.vocab_size * dim // parameters
-    begin += AHEAD_BYTES * (0 < offloaded < config.n_layers)
-    begin += max(estimate.loss, estimate.block, whole + head_gradient if recomputing and not kept_blocks else 0)
-    end = gradients + (0 if shape.rounded else estimate.gathered)
-    end += parts if offloaded else whole + shape.tokens * results if recomputing else 0
-    return estimate.weights + estimate.optimizer + max(begin, end, estimate.gradients)
+    come_last = block_parameters + (0 if config.tie_embeddings else head)
+    at_end = estimate.gradients * (parameters - come_last) // parameters
+    at_end += 0 if shape.rounded else estimate.gathered
+    at_end += in_parts if offloaded else one_graph + tokens * results if recomputed else 0
+    return estimate.weights + estimate.optimizer + max(at_start, at_end, estimate.gradients)
 
 
 def host_memory() -> int:

@@ -117,7 +117,9 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts |= {"offload": training.offload, **kept.facts}
+    facts |= {"offload": training.offload, **kept.facts, "offloaded_blocks": kept.offloaded}
+    if kept.planned is not None:
+        facts["planned_gib"] = round(kept.planned / GIB, 2)
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
 
 
@@ -128,7 +130,7 @@ class Kept:
     Args:
         blocks: number of the last blocks that keep all their activations.
         weights: whether the gathered weights of all blocks stay.
-        offloaded: number of the first blocks that keep their tensors in host memory.
+        offloaded: number of the first blocks of ringflash that keep their tensors in host memory.
         planned: bytes of the plan; None without one.
     """
 
@@ -140,8 +142,7 @@ class Kept:
     @property
     def facts(self) -> dict[str, Any]:
         """Entries of a contender's row."""
-        facts = {"kept_blocks": self.blocks, "keeps_weights": self.weights, "offloaded_blocks": self.offloaded}
-        return facts if self.planned is None else facts | {"planned_gib": round(self.planned / GIB, 2)}
+        return {"kept_blocks": self.blocks, "keeps_weights": self.weights}
 
 
 def kept_of(training: Training) -> Kept:
