@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig, Tiling
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.masks import Mask
 
@@ -51,6 +51,16 @@ class Backend(Protocol):
             score_config: parameters of scores and weights.
             hops: number of hops of the backward.
             deterministic: compare only deterministic backwards.
+        """
+        ...
+
+    def packed_tilings(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool
+    ) -> tuple[Tiling, Tiling] | None:
+        """Returns the tiles of forward and backward under packed documents whose tables the GPU makes.
+
+        Such a call is one hop without score mods, whose backward is `backward_dkdv` with dq. None if these kernels read
+        no such tables, or not for tensors like these. A query sees about `mean_keys` keys.
         """
         ...
 

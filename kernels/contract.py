@@ -107,6 +107,18 @@ class ScoreConfig:
         return 1.0 / (1.0 - self.dropout_p)
 
 
+class Tiling(NamedTuple):
+    """Tiles of a launch: it owns tiles of `own_block` rows, and processes tiles of `block` rows of the other side.
+
+    With `by_keys` it owns tiles of keys. With `ordered` it owns them in storage order, and has a table of turns.
+    """
+
+    own_block: int
+    block: int
+    by_keys: bool
+    ordered: bool
+
+
 @dataclass(frozen=True, eq=False)
 class TileProblem:
     """Queries and keys of one hop; their chunks give their global positions.
@@ -118,6 +130,9 @@ class TileProblem:
         score_config: parameters of scores and weights.
         cache: values that kernels keep from one hop of a pass for the next; None keeps nothing.
         place: a value that stands for the chunks and the mask: equal places have equal ones. None stands for nothing.
+        tiling: tiles of the launch, if the GPU has made the tables of the mask. The place then stands for any mask of
+            packed documents of the same form.
+        tables: these tables.
     """
 
     q_chunks: tuple[Chunk, ...]
@@ -126,6 +141,14 @@ class TileProblem:
     score_config: ScoreConfig
     cache: dict[str, Any] | None = None
     place: Hashable = None
+    tiling: Tiling | None = None
+    tables: tuple[Tensor, ...] = ()
+
+    def by_value(self) -> TileProblem:
+        """Returns the problem for kernels whose tables the host makes of the mask."""
+        if self.tiling is None:
+            return self
+        return replace(self, tiling=None, tables=(), place=(self.place, self.mask))
 
     def launch_key(self, *parts: Hashable) -> Hashable:
         """Returns a key of launches for this problem and further `parts`; None if none of them can be repeated."""

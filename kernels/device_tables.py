@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,23 @@ def uploaded(tables: Sequence[np.ndarray], device: torch.device, dtype: torch.dt
         memory[first : first + len(staging)].copy_(staging, non_blocking=True)
     aside.synchronize()  # other streams than the current one will read it
     return [chunk.table(memory, table.shape, first + place) for table, place in zip(tables, places, strict=True)]
+
+
+def unfilled(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Returns contiguous tables of `dtype`, int32 or int64, that the caller's kernels fill; each is aligned as uploads.
+
+    In the capture of a CUDA graph the tables are in its pool.
+    """
+    if device.type != "cuda" or is_capturing():
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    multiple = ALIGNMENT // dtype.itemsize
+    places, end = list[int](), 0
+    for shape in shapes:
+        places.append(end)
+        end += -(-math.prod(shape) // multiple) * multiple
+    chunk, begin = _room(end * dtype.itemsize, device)
+    memory, first = chunk.typed(dtype), begin // dtype.itemsize
+    return [chunk.table(memory, shape, first + place) for shape, place in zip(shapes, places, strict=True)]
 
 
 class _Chunk:

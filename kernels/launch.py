@@ -82,7 +82,7 @@ class Launches:
 
         Returns whether there was one. The arguments are those of `first`.
         """
-        known = self._families.get(_under_modes(family))
+        known = self._families.get(_under_modes(family)) if self._families else None
         if key is None or known is None or has_hooks() or is_capturing():
             return False
         launch = Launch.of(known, grid, tables, numbers, note)

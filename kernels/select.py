@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
+from ringflash.kernels.contract import Tiling
 from ringflash.kernels.eager.backend import EAGER
+from ringflash.masks.base import Packing
 
 if TYPE_CHECKING:
     from ringflash.kernels.replay import Replays
@@ -39,6 +41,15 @@ def new_replays(backend: Backend, q: Tensor) -> Replays | None:
     from ringflash.kernels.replay import Replays  # here, so that CPU users never import Triton
 
     return Replays()
+
+
+def document_tables(
+    packing: Packing, tiling: Tiling, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> Sequence[Tensor]:
+    """Returns `document_tables.document_tables`, which only backends of Triton ask for."""
+    from ringflash.kernels.document_tables import document_tables  # as in `new_replays`
+
+    return document_tables(packing, tiling, seqlen_q, seqlen_k, device)
 
 
 def choose(name: str, q: Tensor) -> Backend:

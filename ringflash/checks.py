@@ -100,3 +100,9 @@ def check_return_lse(return_lse: bool | None, of_options: bool) -> bool:
         remedy = "None is for the keyword alone."
         raise ArgumentError("options.return_lse", expected="True or False", got=repr(of_options), remedy=remedy)
     return of_options if return_lse is None else return_lse
+
+
+def check_switch(argument: str, value: object) -> None:
+    """Raises ArgumentError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, expected="True or False", got=repr(value), remedy="Pass a bool.")

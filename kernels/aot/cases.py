@@ -23,6 +23,7 @@ from ringflash.kernels.contract import (
     PendingDelta,
     ScoreConfig,
     TileProblem,
+    Tiling,
 )
 from ringflash.kernels.decode_step import Step, sight_of
 from ringflash.kernels.triton.backend import TRITON
@@ -166,6 +167,8 @@ def _hopper_cases() -> Iterator[Case]:
         yield Case("hopper_forward", "bfloat16", 64, "window", mode)
     for headdim, mode in product((64, 96, 128, 256), ("alone", "dlse", "ordered")):
         yield Case("hopper_prepare", "bfloat16", headdim, "full", mode)
+    for mode in ("alone", "ordered"):
+        yield Case("documents", "bfloat16", 128, "packed", mode)
     for kernel in HOPPER_BACKWARDS:
         for headdim, mask in product((64, 96, 128, 256), ("full", "causal", "table")):
             yield Case(kernel, "bfloat16", headdim, mask)
@@ -288,6 +291,17 @@ def _hopper_prepare(x: _Inputs) -> None:
     prepared_vectors(out, x.lse, delta, -1.0, torch.zeros(4, dtype=torch.int32)[1:], total, dq.counters)
 
 
+def _documents(x: _Inputs) -> None:
+    from ringflash.kernels.document_tables import document_tables, rising_ends
+
+    assert x.mask.packing is not None
+    (ends,) = x.mask.packing.documents.spec[1]
+    rising_ends(ends[None], x.seqlen)
+    ordered = x.mode == "ordered"
+    tiling = Tiling(128, 64, by_keys=ordered, ordered=ordered)
+    document_tables(x.mask.packing, tiling, x.seqlen, x.seqlen, ends.device)
+
+
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "forward": _forward,
     "dq": _dq,
@@ -299,4 +313,5 @@ LAUNCHES: dict[str, Callable[[_Inputs], None]] = {
     "hopper_backward": _hopper_backward,
     "hopper_ordered": partial(_hopper_backward, ordered=True),
     "hopper_prepare": _hopper_prepare,
+    "documents": _documents,
 }

@@ -26,6 +26,9 @@ class EagerBackend:
     decode_partial = staticmethod(partial)
     decode_combine = staticmethod(combine)
 
+    def packed_tilings(self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool) -> None:
+        """Returns None: the host makes all tables of these kernels."""
+
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
         """See `Backend.new_dq`."""
         return DqSum(q, self.state_dtype(q.dtype), ordered=deterministic)

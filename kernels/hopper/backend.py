@@ -17,6 +17,7 @@ from ringflash.kernels.contract import (
     PendingDelta,
     ScoreConfig,
     TileProblem,
+    Tiling,
 )
 from ringflash.kernels.fallback import (
     WIDEST,
@@ -31,7 +32,7 @@ from ringflash.kernels.hopper import calls
 from ringflash.kernels.hopper.config import dq_sum_shape, prefer_triton_backward
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.triton.backend import TRITON, TritonBackend
-from ringflash.masks import Mask
+from ringflash.masks import Full, Mask
 
 MOST_PADDING = 2**26  # elements of the sum of dq if most of it is padding: a quarter of a GiB
 
@@ -57,6 +58,14 @@ class HopperBackend:
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:
         """Makes the sum of dq; see `Backend.new_dq`."""
         return DqAccumulator(q, hops=hops, ordered=deterministic)
+
+    def packed_tilings(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool
+    ) -> tuple[Tiling, Tiling] | None:
+        """Returns the tilings where the kernels for sm_90 apply; see `Backend.packed_tilings`."""
+        if q.shape[1] > k.shape[1] or lacking_inputs(q, v, Full(), WIDEST) is not None:
+            return None
+        return calls.packed_tilings(q, k, mean_keys, ordered=deterministic)
 
     def fuses_dq(
         self, q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool
@@ -86,7 +95,7 @@ class HopperBackend:
         lacking = lacking_feature(problem, given[:3], widest) or lacking
         if lacking is not None:
             report_feature(lacking)
-            return self._triton.forward(given)
+            return self._triton.forward(given._replace(problem=problem.by_value()))
         return calls.forward(given)
 
     def backward_dkdv(
@@ -100,6 +109,7 @@ class HopperBackend:
         if dq is None or lacking is not None or _is_mostly_padding(q):
             if lacking is not None:
                 report_feature(lacking)
+            inputs = inputs._replace(problem=problem.by_value())
             if isinstance(delta, PendingDelta):
                 inputs = inputs._replace(delta=self._triton.delta(delta.out, dout, delta.dlse))
             if dq is not None and not self._triton_adds(dq, q, v, problem):

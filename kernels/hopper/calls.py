@@ -10,10 +10,11 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, PendingDelta, TileProblem
+from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, PendingDelta, TileProblem, Tiling
 from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
 from ringflash.kernels.hopper.backward import BackwardConstants
 from ringflash.kernels.hopper.config import (
+    LONG_VISITS,
     PIECE_SHAPE,
     ROWS,
     ForwardConfig,
@@ -41,14 +42,20 @@ from ringflash.kernels.triton.config import FUSED
 from ringflash.state import LOG2E
 
 _OPTIONS = {"num_warps": 4, **FUSED}
+PACKED_SKEW = 2.0  # assumed of packed documents, whose lengths the host may not know
 _forwards, _backwards = Launches(), Launches()
 
 
 def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
     """Chooses the tiling of the forward, and makes its mask tables.
 
-    The tiling depends on the number of processed tiles, which is counted with the tiling for short spans.
+    The tiling depends on the number of processed tiles, which is counted with the tiling for short spans. Tables that
+    the GPU has made are of that tiling.
     """
+    if problem.tiling is not None:
+        either = (forward_config(headdim, masked=True, visits=visits) for visits in (0, LONG_VISITS))
+        config = next(config for config in either if config.consumers * ROWS == problem.tiling.own_block)
+        return config, _made_tables(problem, covers=True, ordered=False)
 
     def tables(config: ForwardConfig) -> Intervals:
         own = config.consumers * ROWS
@@ -65,6 +72,25 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     return config, longer
 
 
+def _made_tables(problem: TileProblem, *, covers: bool, ordered: bool) -> Intervals:
+    """Returns the tables that the GPU has made. Every processed tile may need a mask."""
+    tables = list(problem.tables)
+    device = tables[0].device
+    return Intervals(True, True, 0.0, PACKED_SKEW, covers, ordered, host=[], device=device, on_device=tables)
+
+
+def packed_tilings(q: Tensor, k: Tensor, mean_keys: int, *, ordered: bool) -> tuple[Tiling, Tiling]:
+    """Returns the tilings of forward and backward under packed documents; see `Backend.packed_tilings`."""
+    (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = q.shape, k.shape[1:3]
+    visits = mean_keys / forward_config(headdim, masked=True, visits=0).block_n + 1  # tiles cross borders of documents
+    forwards, backwards = forward_config(headdim, masked=True, visits=visits), backward_config(headdim)
+    ordered = ordered or adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
+    return (
+        Tiling(forwards.consumers * ROWS, forwards.block_n, by_keys=False, ordered=False),
+        Tiling(backwards.keys, backwards.block_m, by_keys=True, ordered=ordered),
+    )
+
+
 def _tensors(given: ForwardArguments) -> tuple[Tensor, ...]:
     q, k, v, _, state, out, lse, *_ = given
     return (q, k, v, out, lse) if state is None else (q, k, v, out, lse, state.m, state.l, state.o)
@@ -76,7 +102,7 @@ def repeat_forward(given: ForwardArguments) -> bool:
     launch = _forwards.find(problem.launch_key(first, last, state is None, *layout(q, k, v)))
     if launch is None:
         return False
-    return launch((*_tensors(given), new_counter(launch.grid[0], q.device).following))
+    return launch((*_tensors(given), new_counter(launch.grid[0], q.device).following, *problem.tables))
 
 
 def forward(given: ForwardArguments) -> None:
@@ -109,10 +135,10 @@ def forward(given: ForwardArguments) -> None:
         PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
         ROWS=ROWS,
     )
-    layouts, changing, grid = layout(q, k, v), (*tensors, tables.counter), (programs,)
-    to_base2, kept = problem.score_config.to_base2, tables[:3]
+    layouts, changing, grid = layout(q, k, v), (*tensors, tables.counter, *problem.tables), (programs,)
+    to_base2, kept = problem.score_config.to_base2, () if problem.tiling is not None else tables[:3]
     key = problem.launch_key(first, last, state is None, *layouts)
-    family = kind, to_base2, state is None, *layouts
+    family = kind, to_base2, state is None, len(kept), *layouts
     if _forwards.bind(key, family, grid, changing, kept, sizes):
         return
     arguments = (
@@ -167,7 +193,7 @@ def repeat_backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumu
     counter = new_counter(launch.grid[0] if dq.counters is None else 0, inputs.q.device)
     of_rows = _of_rows(inputs, launch.note, counter.lost, total, dq)
     semaphores = () if dq.counters is None else (dq.counters,)
-    return launch((*inputs[:4], dk, dv, *of_rows, total, counter.following, *semaphores))
+    return launch((*inputs[:4], dk, dv, *of_rows, total, counter.following, *semaphores, *inputs.problem.tables))
 
 
 def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum) -> None:
@@ -179,16 +205,11 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     config = backward_config(headdim)
     total = _dq_tiles(inputs, dq)
     ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
-    known = intervals(
-        problem.mask,
-        problem.q_chunks,
-        problem.k_chunks,
-        config.keys,
-        config.block_m,
-        q.device,
-        by_keys=True,
-        ordered=ordered,
-    )
+    if problem.tiling is not None:
+        known = _made_tables(problem, covers=seqlen_q == seqlen_k, ordered=ordered)
+    else:
+        q_chunks, k_chunks, blocks = problem.q_chunks, problem.k_chunks, (config.keys, config.block_m)
+        known = intervals(problem.mask, q_chunks, k_chunks, *blocks, q.device, by_keys=True, ordered=ordered)
     group = nheads // nheads_kv
     streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
     waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
@@ -220,8 +241,12 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     key, grid = _backward_key(inputs, dk, dv, accumulate, dq), (programs,)
     semaphores = () if dq.counters is None else (dq.counters,)
     changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
-    kept, scales = (*tables[:3], known.turns), (problem.score_config.to_base2, problem.score_config.softmax_scale)
-    family = kind, scales, dk.dtype, dv.dtype, known.turns_stride, *layout(dout, q, k, v, dk, dv)
+    changing = (*changing, *problem.tables)
+    kept, scales = (
+        () if problem.tiling is not None else (*tables[:3], known.turns),
+        (problem.score_config.to_base2, problem.score_config.softmax_scale),
+    )
+    family = kind, scales, len(kept), dk.dtype, dv.dtype, known.turns_stride, *layout(dout, q, k, v, dk, dv)
     if _backwards.bind(key, family, grid, changing, kept, sizes, note=factor):
         return
     arguments = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,32 @@ from ringflash.errors import ArgumentError
 from ringflash.masks.bitmap import Bitmap
 from ringflash.masks.pair_counts import PairCounts
 
+if TYPE_CHECKING:
+    from ringflash.masks.intervals import Documents
+
+
+class Packing(NamedTuple):
+    """Packed documents under causal masks and windows; a GPU can make the tables of such a mask from `documents`.
+
+    Args:
+        left: keys before its own position that a query sees at most.
+        right: keys after its own position that a query sees at most.
+        documents: the documents.
+    """
+
+    left: int
+    right: int
+    documents: Documents
+
+    def mean_keys(self, seqlen: int) -> int:
+        """Estimates the keys that a query sees on average, as 3/4 of a power of two, so that few numbers occur.
+
+        Tile sizes depend on it. Lengths of documents on a GPU are unknown, and count as equal.
+        """
+        length = min(self.documents.mean_length or seqlen / self.documents.count, seqlen)
+        before, after = (limit * (1 - limit / length / 2) if limit < length else length / 2 for limit in self[:2])
+        return 3 << max(int(before + after).bit_length() - 2, 0)
+
 
 class Mask(ABC):
     """A rule for the keys that a query sees: one interval of global positions a row, less keys hidden by a bitmap.
@@ -24,6 +50,12 @@ class Mask(ABC):
     Without a bitmap the ends of the interval never fall from one row to the next. The rows that see any key of a range
     are therefore consecutive as well. Masks are values: they compare by content, and are usable as keys of a cache.
     """
+
+    reach: tuple[int, int] | None = None
+    """Keys before and after its own position that a query sees, for masks that only limit these numbers."""
+
+    packing: Packing | None = None
+    """The mask as a `Packing`; None if it has no documents, several, or other parts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the hash, which differs between processes."""
@@ -56,6 +88,11 @@ class Mask(ABC):
 
         The tensors are the mask's own. Do not write to them: calls that know the mask would go on with the old values.
         """
+
+    @property
+    def operands(self) -> tuple[str, list[Tensor]]:
+        """Returns `spec`, but with the tensors where they are: those of `Documents` may be on a GPU."""
+        return self.spec
 
     @property
     def sequences(self) -> int | None:
@@ -131,7 +168,8 @@ class TensorMask(AtomicMask):
     """A mask made from tensors; it equals a mask of the same kind with equal tensors.
 
     Tile tables are computed from it on the host. A tensor on a GPU is copied to the host once, and the host waits for
-    the copy: make masks from lists, or from CPU tensors such as a data loader gives.
+    the copy: make masks from lists, or from CPU tensors such as a data loader gives. `Documents` on a GPU need no such
+    copy in calls of the Hopper kernels on one device.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -185,8 +223,22 @@ class Intersection(Mask):
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
         """Returns the strings of the parts joined, and all their tensors."""
-        words, tensors = zip(*(part.spec for part in self.of), strict=True)
-        return " & ".join(words), [tensor for of_part in tensors for tensor in of_part]
+        return _joined([part.spec for part in self.of])
+
+    @property
+    def operands(self) -> tuple[str, list[Tensor]]:
+        """Returns the strings of the parts joined, and all their tensors, where they are."""
+        return _joined([part.operands for part in self.of])
+
+    @cached_property
+    def packing(self) -> Packing | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns the mask as a `Packing` if one part is documents, and the others limit `reach`."""
+        packings = [part.packing for part in self.of if part.packing is not None]
+        reaches = [part.reach for part in self.of if part.reach is not None]
+        if len(packings) != 1 or len(reaches) != len(self.of) - 1:
+            return None
+        left, right = map(min, zip(*reaches, strict=True))
+        return Packing(left, right, packings[0].documents)
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns the largest lo and the smallest hi of the parts."""
@@ -206,13 +258,18 @@ class Intersection(Mask):
         return " & ".join(map(repr, self.of))
 
 
+def _joined(specs: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, list[Tensor]]:
+    words, tensors = zip(*specs, strict=True)
+    return " & ".join(words), [tensor for of_part in tensors for tensor in of_part]
+
+
 def _in_order(parts: Sequence[Mask]) -> list[Mask]:
     """Returns the parts of an intersection in an order that depends on their values alone, and equal parts once.
 
     Equal intersections then have one text, by which ranks compare masks and caches look them up.
     """
-    ordered = sorted(parts, key=lambda part: part.spec[0])
-    if len({part.spec[0] for part in ordered}) == len(ordered) or is_traced():
+    ordered = sorted(parts, key=lambda part: part.operands[0])  # which reads no values of documents on a GPU
+    if len({part.operands[0] for part in ordered}) == len(ordered) or is_traced():
         return ordered
     return sorted(dict.fromkeys(ordered), key=_content)
 
@@ -250,8 +307,16 @@ def _no_mask(given: Any) -> ArgumentError:
     return ArgumentError("mask", expected=expected, got=got, remedy=remedy)
 
 
-def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[int]], max_ndim: int = 1) -> Tensor:
-    """Returns a copy of a vector of integers, or of a matrix if `max_ndim` is 2: int64 on the CPU, contiguous.
+def integers(
+    argument: str,
+    values: Tensor | Sequence[int] | Sequence[Sequence[int]],
+    max_ndim: int = 1,
+    *,
+    stays_on_gpu: bool = False,
+) -> Tensor:
+    """Returns a copy of a vector of integers, or of a matrix if `max_ndim` is 2: int64, contiguous.
+
+    The copy is on the CPU; with `stays_on_gpu`, the copy of a tensor on a GPU is there.
 
     Raises:
         ArgumentError: `values` is anything else, or empty.
@@ -263,7 +328,8 @@ def integers(argument: str, values: Tensor | Sequence[int] | Sequence[Sequence[i
         got = f"{given.dtype} {tuple(given.shape)}"
         remedy = "Pass a list or tensor of whole numbers."
         raise ArgumentError(argument, expected=expected, got=got, remedy=remedy)
-    return given.detach().to("cpu", torch.int64, copy=True, memory_format=torch.contiguous_format)
+    device = given.device if stays_on_gpu and given.is_cuda else "cpu"
+    return given.detach().to(device, torch.int64, copy=True, memory_format=torch.contiguous_format)
 
 
 def tensor_of(argument: str, values: Any, expected: str) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.checks import check_whole
+from ringflash.checks import check_switch, check_whole
 from ringflash.errors import ArgumentError
-from ringflash.masks.base import AtomicMask, TensorMask, integers, is_traced, shortened
+from ringflash.masks.base import AtomicMask, Packing, TensorMask, integers, is_traced, shortened
 from ringflash.torch_private import are_transforms_active
 
 EVERYTHING = 2**62  # more keys than any sequence has
@@ -24,6 +26,11 @@ class Causal(AtomicMask):
     Positions are global. If `flash_attention` gets fewer or more queries than keys, the queries are the last positions:
     query i has position `seqlen_k - seqlen_q + i`, so the diagonal ends in the bottom right corner.
     """
+
+    @property
+    def reach(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns no limit before a query, and no keys after it."""
+        return EVERYTHING, 0
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
@@ -61,10 +68,15 @@ class SlidingWindow(AtomicMask):
         """Returns the name of the kind with both limits, and no tensors."""
         return self._words, []
 
+    @property
+    def reach(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns both limits. Larger ones, such as sys.maxsize, would overflow where a position is added."""
+        left, right = (EVERYTHING if limit is None else min(limit, EVERYTHING) for limit in (self.left, self.right))
+        return left, right
+
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns lo = position - left, hi = position + right + 1."""
-        # Larger limits, such as sys.maxsize, would overflow where a position is added.
-        left, right = (EVERYTHING if limit is None else min(limit, EVERYTHING) for limit in (self.left, self.right))
+        left, right = self.reach
         lo, hi = positions_q - left, positions_q + (right + 1)
         return lo.clamp(0, seqlen_k)[None], hi.clamp(0, seqlen_k)[None]
 
@@ -110,21 +122,66 @@ class Documents(TensorMask):
     Document i holds the positions [cu_seqlens[i], cu_seqlens[i + 1]); it may be empty. The documents cover the whole
     sequence (attention calls `validate`); a query outside them would see no key, and no query would see a key there.
 
+    A tensor on a GPU is copied there. The Hopper kernels on one device make their tables from the copy, and the host
+    waits for nothing. Rings, other kernels and whatever else needs the values on the host read them once, and wait.
+
     Args:
         cu_seqlens: (ndocuments + 1,) integers from 0 to the sequence's length, never falling; or one such row a
             sequence, (batch, ndocuments + 1). Rows of fewer documents are filled up with the sequence's length.
+        device_check: whether the GPU checks start, order and sum of a tensor on it. Wrong values end the process with
+            a message of CUDA, as an index out of range does. Without the check the values must be right: what the
+            first and last document leave out is then one document more at each end.
 
     Raises:
         ArgumentError: `cu_seqlens` has another shape, start or order.
     """
 
-    def __init__(self, cu_seqlens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
-        ends = integers("cu_seqlens", cu_seqlens, max_ndim=2)
-        if not is_traced() and (bool((ends[..., 0] != 0).any()) or bool((ends.diff() < 0).any())):
-            remedy = "Pass cumulative lengths: 0, the first document's length, the first two's, ..."
-            raise ArgumentError("cu_seqlens", expected="0 first and never falling", got=ends.tolist(), remedy=remedy)
+    def __init__(
+        self, cu_seqlens: Tensor | Sequence[int] | Sequence[Sequence[int]], *, device_check: bool = True
+    ) -> None:
+        check_switch("device_check", device_check)
+        ends = integers("cu_seqlens", cu_seqlens, max_ndim=2, stays_on_gpu=True)
         # A single row applies to any number of sequences.
-        self._ends = ends[0] if ends.ndim == 2 and ends.shape[0] == 1 else ends
+        ends = ends[0] if ends.ndim == 2 and ends.shape[0] == 1 else ends
+        self.device_check = device_check
+        self.tables: dict[Hashable, tuple[Tensor, ...]] = {}
+        """Tables on a GPU that kernels have made of these documents, by all that they depend on besides."""
+        self._given = ends
+        if not ends.is_cuda:
+            _check_ends(ends)
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """The values on the CPU, checked."""
+        if not self._given.is_cuda:
+            return self._given
+        ends = self._given.cpu()
+        _check_ends(ends)
+        return ends
+
+    @property
+    def on_gpu(self) -> Tensor | None:
+        """Returns the values on the GPU on which they were given, int64 and unchecked; None if given on the CPU."""
+        return self._given if self._given.is_cuda else None
+
+    @property
+    def count(self) -> int:
+        """Returns the number of documents of a sequence, with empty ones."""
+        return max(self._given.shape[-1] - 1, 1)
+
+    @cached_property
+    def mean_length(self) -> float | None:
+        """Returns the length of the document of an average token; None if the lengths are on a GPU alone."""
+        if self._given.is_cuda:
+            return None
+        lengths = self._given.numpy()
+        lengths = (lengths[..., 1:] - lengths[..., :-1]).astype(np.float64)
+        return float((lengths * lengths).sum() / max(lengths.sum(), 1.0))
+
+    @cached_property
+    def packing(self) -> Packing:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Returns the documents without a limit of `reach`."""
+        return Packing(EVERYTHING, EVERYTHING, self)
 
     @property
     def spec(self) -> tuple[str, list[Tensor]]:
@@ -132,9 +189,18 @@ class Documents(TensorMask):
         return "documents", [self._ends]
 
     @property
+    def operands(self) -> tuple[str, list[Tensor]]:
+        """Returns the name of the kind, and the cumulative lengths where they are."""
+        return "documents" if self.device_check else "unchecked_documents", [self._given]
+
+    @property
     def sequences(self) -> int | None:
         """Returns the number of rows of `cu_seqlens`, one a sequence; None if it is a vector."""
-        return None if self._ends.ndim == 1 else self._ends.shape[0]
+        return None if self._given.ndim == 1 else self._given.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the values on the CPU alone."""
+        return {"_given": self._ends, "device_check": self.device_check, "tables": {}}
 
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError unless the documents of each sequence sum to `seqlen` keys."""
@@ -173,9 +239,16 @@ class Documents(TensorMask):
         return torch.from_numpy(lo), torch.from_numpy(hi)
 
     def __repr__(self) -> str:
-        if self._ends.ndim == 1:
+        if self.sequences is None:
             return f"Documents({shortened(self._ends.tolist())})"
         return f"Documents({self.batch} sequences, the first {shortened(self._ends[0].tolist())})"
+
+
+def _check_ends(ends: Tensor) -> None:
+    """Raises ArgumentError for cumulative lengths on the CPU that do not begin at 0, or fall."""
+    if not is_traced() and (bool((ends[..., 0] != 0).any()) or bool((ends.diff() < 0).any())):
+        remedy = "Pass cumulative lengths: 0, the first document's length, the first two's, ..."
+        raise ArgumentError("cu_seqlens", expected="0 first and never falling", got=ends.tolist(), remedy=remedy)
 
 
 class KeyPadding(_Table):

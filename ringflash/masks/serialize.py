@@ -1,4 +1,4 @@
-"""Restores a mask from its `.spec`, a string and tensors, and describes masks as text."""
+"""Restores a mask from its `.operands`, a string and tensors, and describes masks as text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _in_use: WeakValueDictionary[tuple[str, int], Mask] = WeakValueDictionary()
 
 
 def spec_of(mask: Mask) -> tuple[str, list[Tensor]]:
-    """Returns `mask.spec`. While the mask lives, `mask_from_spec` finds it by the same tensor objects."""
-    words, tensors = mask.spec
+    """Returns `mask.operands`. While the mask lives, `mask_from_spec` finds it by the same tensor objects."""
+    words, tensors = mask.operands
     if tensors and not is_traced():
         _in_use[words, id(tensors[0])] = mask
     return words, tensors
 
 
 def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
-    """Returns the mask with this `.spec`; masks pass the boundary of a custom op this way.
+    """Returns the mask with these `.operands`; masks pass the boundary of a custom op this way.
 
     The mask is the one that `spec_of` was called for, if it lives. It has its hash and its tables already. Tensors of
     masks are copies that nothing writes to.
@@ -37,7 +37,7 @@ def mask_from_spec(words: str, tensors: Sequence[Tensor]) -> Mask:
     if not tensors:
         return _of_words(words)
     mask = _in_use.get((words, id(tensors[0])))
-    if mask is not None and all(map(is_, mask.spec[1], tensors)):
+    if mask is not None and all(map(is_, mask.operands[1], tensors)):
         return mask
     return _made(words, tensors)
 
@@ -67,6 +67,8 @@ def _made(words: str, tensors: Sequence[Tensor]) -> Mask:
             mask &= SlidingWindow(left, right)
         elif name == "documents":
             mask &= Documents(next(remaining))
+        elif name == "unchecked_documents":
+            mask &= Documents(next(remaining), device_check=False)
         elif name == "block_sparse":
             mask &= BlockSparse(next(remaining), int(numbers[0]))
         elif name == "tree":

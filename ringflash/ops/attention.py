@@ -25,7 +25,8 @@ from ringflash.masks import Mask, as_mask, spec_of
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall, AttentionOptions
 from ringflash.ops.guard import Phase, announce
-from ringflash.ops.one_device import OneDevice
+from ringflash.ops.one_device import OneDevice, PackedCall
+from ringflash.ops.packed import packed_form
 from ringflash.ops.prepared import PreparedCall, key_of
 from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.recent_calls import CacheInfo, RecentCalls
@@ -138,7 +139,7 @@ def flash_attention(
     """
     if torch.compiler.is_compiling() or is_any_autocast_enabled():
         q, k, v = map(_autocast, (q, k, v))
-    key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse)
+    key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse, by_form=True)
     known = None if key is None else _known.get(key)
     if known is None:
         mask = as_mask(mask)
@@ -147,8 +148,9 @@ def flash_attention(
         call = _call("", mask, scale, dropout, softcap, options)
         if key is None:
             return _attend(q, k, v, call, with_lse)
-        known = _known.put(key, PreparedCall(OneDevice.new(q, k, v, call), with_lse))
-    return _attend(q, k, v, known.attention, known.with_lse)
+        form = packed_form(mask, q, k, v, softcap, options.backend, deterministic=call.deterministic)
+        known = _known.put(key, PreparedCall(OneDevice.new(q, k, v, call, form), with_lse))
+    return _attend(q, k, v, _with_mask(known.attention, mask), known.with_lse)
 
 
 @overload
@@ -259,7 +261,8 @@ def ring_attention(
     try:
         if torch.compiler.is_compiling() or is_any_autocast_enabled():
             q, k, v = map(_autocast, (q, k, v))
-        key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse)
+        by_form = context.world_size == 1 and context.graphs is None  # attention on one device
+        key = key_of(q, k, v, mask, softmax_scale, dropout, softcap, options, return_lse, by_form=by_form)
         known: PreparedCall[RingCall | OneDevice] | None = None if key is None else context.prepared_calls.get(key)
         call, with_lse = None, known is not None and known.with_lse
         if known is None:
@@ -270,7 +273,9 @@ def ring_attention(
             call = _call(context.name, mask, scale, dropout, softcap, options)
             if key is not None:
                 context_by_name(context.name)  # a copy from another process has no context of its name here
-                known = context.prepared_calls.put(key, PreparedCall(call_of(context, q, k, v, call), with_lse))
+                made = call_of(context, q, k, v, call)
+                made = made.form if isinstance(made, PackedCall) else made
+                known = context.prepared_calls.put(key, PreparedCall(made, with_lse))
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
         raise
@@ -281,7 +286,12 @@ def ring_attention(
     if isinstance(attention, RingCall):
         return _attend(q, k, v, BoundCall(attention, context), with_lse)
     context.check_alive()
-    return _attend(q, k, v, attention, with_lse)
+    return _attend(q, k, v, _with_mask(attention, mask), with_lse)
+
+
+def _with_mask(attention: OneDevice, mask: Mask | None) -> OneDevice | PackedCall:
+    """Returns prepared attention; that of a packed form with the mask of this call."""
+    return attention if attention.tilings is None or mask is None else PackedCall(attention, mask)
 
 
 def cache_info() -> CacheInfo:
@@ -316,7 +326,7 @@ def _call(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall | OneDevice | BoundCall, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, attention: AttentionCall | OneDevice | PackedCall | BoundCall, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Returns attention of a checked call, prepared or not, with lse in the dtype that users get."""
     # No guard surrounds this function: torch's checkpointing ends a recomputed forward early by an exception.

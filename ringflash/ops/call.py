@@ -50,8 +50,8 @@ class AttentionCall(NamedTuple):
         alibi_slopes: (nheads,) or (batch, nheads), or None.
         dropout_seed: a number in an int64 tensor; None without dropout.
         context: the name of the context; empty for a single device.
-        mask: the text of the mask's `spec`.
-        mask_tensors: the tensors of the mask's `spec`.
+        mask: the text of the mask's `operands`.
+        mask_tensors: the tensors of the mask's `operands`.
         softmax_scale: factor of q k^T.
         softcap: bound of the scores; 0 is none.
         dropout_p: share of the weights that is dropped.
@@ -77,14 +77,14 @@ class AttentionCall(NamedTuple):
             return self
         return self._replace(sinks=None, alibi_slopes=None, dropout_seed=None)
 
-    def key(self, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
+    def key(self, q: Tensor, k: Tensor, v: Tensor, form: Hashable = None) -> Hashable:
         """Returns a key of this call for tensors like these; None if it has tensors besides the mask's.
 
-        The context is no part of the key. A mask without tensors is its words alone.
+        The context is no part of the key. A mask without tensors is its words alone, and one with a packed form is it.
         """
         if self.sinks is not None or self.alibi_slopes is not None or self.dropout_seed is not None:
             return None
-        mask = mask_from_spec(self.mask, self.mask_tensors) if self.mask_tensors else self.mask
+        mask = form or (mask_from_spec(self.mask, self.mask_tensors) if self.mask_tensors else self.mask)
         plain = self.softmax_scale, self.softcap, self.backend, self.deterministic
         return q.shape, k.shape, v.shape, q.dtype, q.device, mask, *plain
 

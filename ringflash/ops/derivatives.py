@@ -17,7 +17,7 @@ from ringflash.errors import ArgumentError
 from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.decode_op import decode
 from ringflash.ops.guard import Guard
-from ringflash.ops.one_device import OneDevice
+from ringflash.ops.one_device import OneDevice, PackedCall
 from ringflash.ops.operators import attention, attention_backward, define, define_vmap
 from ringflash.ops.prepared import is_plain
 from ringflash.ops.ring_call import BoundCall
@@ -137,7 +137,7 @@ class _Prepared(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall, with_lse: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | PackedCall | BoundCall, with_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = attention.forward(q, k, v)
         ctx.attention = attention
@@ -208,7 +208,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
 
 
 def attend_prepared(
-    q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | BoundCall, *, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, attention: OneDevice | PackedCall | BoundCall, *, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns out and lse of a prepared call, differentiable; without `with_lse` None in place of lse.
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ringflash.kernels import select
-from ringflash.kernels.contract import BackwardArguments, ForwardArguments, TileProblem
+from ringflash.kernels.contract import BackwardArguments, ForwardArguments, TileProblem, Tiling
 from ringflash.kernels.mask_tables import row_intervals
 from ringflash.layouts.layout import Chunk
+from ringflash.masks import Full, Mask, mask_from_spec, spec_of
 from ringflash.ops.call import AttentionCall
+from ringflash.ops.packed import PackedForm, packed_form
 from ringflash.recent_calls import RecentCalls
 from ringflash.ring.tiles import KernelRun, sinks_gradient
 from ringflash.state import contiguous, lse_dtype
@@ -18,7 +25,9 @@ from ringflash.state import contiguous, lse_dtype
 class OneDevice:
     """Attention on one device, for tensors of the shapes, dtype and device that it was made for.
 
-    It holds no tensor of a call except the mask's, sinks and slopes. Several threads may use it at once.
+    It holds no tensor of a call except the mask's, sinks and slopes. Several threads may use it at once. Attention of a
+    packed form serves every mask of packed documents of the same form: each call gives its mask, and reads tables that
+    the GPU makes of it.
     """
 
     def __init__(
@@ -30,6 +39,7 @@ class OneDevice:
         kernel_run: KernelRun,
         problem: TileProblem | None,
         fuses_dq: bool,
+        tilings: tuple[Tiling, Tiling] | None = None,
     ) -> None:
         """Keeps a checked call, and the shapes of its tensors.
 
@@ -41,7 +51,9 @@ class OneDevice:
             kernel_run: kernels and score settings.
             problem: positions of the queries and keys; None if no query sees any key.
             fuses_dq: whether one kernel computes dq, dk and dv.
+            tilings: tiles of forward and backward, if the attention is of a packed form.
         """
+        self.tilings = tilings
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
         self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
         self._replays = select.new_replays(kernel_run.kernels, q)
@@ -51,61 +63,93 @@ class OneDevice:
         self._lse = contiguous((batch, nheads, seqlen_q))
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
+    def of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice | PackedCall:
         """Returns attention for `call`, whatever its context, made now or before.
 
         Raises:
             ArgumentError: a mask that does not fit the number of keys.
         """
-        key = call.key(q, k, v)
-        if key is not None and (known := _operators.get(key)) is not None:
-            return known
-        made = OneDevice.new(q, k, v, call)
-        return made if key is None else _operators.put(key, made)
+        mask = form = None
+        if call.mask_tensors and call.sinks is None and call.alibi_slopes is None and call.dropout_seed is None:
+            mask = mask_from_spec(call.mask, call.mask_tensors)
+            form = packed_form(mask, q, k, v, call.softcap, call.backend, deterministic=call.deterministic)
+        key = call.key(q, k, v, form)
+        known = None if key is None else _operators.get(key)
+        if known is None:
+            known = OneDevice.new(q, k, v, call, form)
+            if key is not None:
+                _operators.put(key, known)
+        return known if mask is None or form is None else PackedCall(known, mask)
 
     @staticmethod
-    def new(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice:
-        """Makes attention for `call`, for callers that keep it themselves.
+    def new(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, form: PackedForm | None = None) -> OneDevice:
+        """Makes attention for `call`, or for any call of its packed `form`, for callers that keep it themselves.
 
         Raises:
             ArgumentError: a mask that does not fit the number of keys.
         """
-        call = call._replace(context="")
-        mask = call.mask_of(k.shape[1])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         q_chunks, k_chunks = (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
-        kernel_run, problem = call.kernel_run(q), None
-        if bool(row_intervals(mask, q_chunks).seeing.any()):
+        call, kernel_run = call._replace(context=""), call.kernel_run(q)
+        mask = Full() if form is not None else call.mask_of(seqlen_k)  # each call of a form has a mask of its own
+        problem = None
+        if form is not None or bool(row_intervals(mask, q_chunks).seeing.any()):
             # `place` is new with each problem. No cache, because that of a pass would keep its tensors alive.
             problem = TileProblem(q_chunks, k_chunks, mask, kernel_run.score_config, place=object())
+        if form is not None:
+            call = call._replace(mask="", mask_tensors=())
+            return OneDevice(q, k, v, call, kernel_run, problem, fuses_dq=True, tilings=form.tilings)
         fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
         return OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
 
     context = None  # of `BoundCall`: a single device has none
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns out and lse, as the operator `attention`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+        """Returns out and lse, as the operator `attention`; `mask` is that of a packed form."""
         if self._needs_guard(q):
             with select.kernels_of(q):
-                return self._forward(q, k, v)
+                return self._forward(q, k, v, mask=mask)
         if self._replays is None:
-            return self._forward(q, k, v)
-        out, lse = self._replays((q.stride(), k.stride(), v.stride()), self._forward, (q, k, v))
+            return self._forward(q, k, v, mask=mask)
+        procedure, tensors = self._forward, (q, k, v)
+        if mask is not None:
+            tables = self._tables(mask, q, by_keys=False)
+            procedure, tensors = partial(procedure, mask=mask), (q, k, v, *tables)
+        out, lse = self._replays((q.stride(), k.stride(), v.stride()), procedure, tensors)
         return out, lse
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns dq, dk, dv and dsinks, as the operator `attention_backward`, but None for dsinks without sinks."""
         tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
         if self._needs_guard(q):
             with select.kernels_of(q):
-                return self._backward(*tensors)
+                return self._backward(*tensors, mask=mask)
         if self._replays is None or self._kernel_run.score_config.sinks is not None:
-            return self._backward(*tensors)
+            return self._backward(*tensors, mask=mask)
         key = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])  # hooks may change saved ones
-        dq, dk, dv = self._replays(key, self._gradients, tensors)
+        procedure = self._gradients
+        if mask is not None:
+            procedure = partial(self._packed_gradients, mask, len(tensors))
+            tensors = (*tensors, *self._tables(mask, q, by_keys=True))
+        dq, dk, dv = self._replays(key, procedure, tensors)
         return dq, dk, dv, None
+
+    def _tables(self, mask: Mask, q: Tensor, *, by_keys: bool) -> Sequence[Tensor]:
+        """Returns the tables that the GPU makes of the mask of a call."""
+        assert self.tilings is not None
+        assert mask.packing is not None
+        return select.document_tables(mask.packing, self.tilings[by_keys], self._q[0][1], self._k[0][1], q.device)
 
     def _needs_guard(self, q: Tensor) -> bool:
         """Returns whether kernels need another current device, or matmuls without autocast."""
@@ -113,9 +157,18 @@ class OneDevice:
             return True
         return q.is_cuda and q.get_device() != torch.cuda.current_device()
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _packed(self, mask: Mask, tables: Sequence[Tensor], q: Tensor, *, by_keys: bool) -> TileProblem:
+        """Returns the problem of a call with its mask; without `tables` they are looked up."""
+        assert self._problem is not None
+        assert self.tilings is not None
+        tables = tuple(tables or self._tables(mask, q, by_keys=by_keys))
+        return replace(self._problem, mask=mask, tiling=self.tilings[by_keys], tables=tables)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, mask: Mask | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = q.new_empty_strided(*self._out), q.new_empty_strided(*self._lse, dtype=self._lse_dtype)
-        problem = self._problem
+        problem = self._problem if mask is None else self._packed(mask, tables, q, by_keys=False)
         if problem is None:
             return out.zero_(), lse.fill_(-torch.inf)
         self._kernel_run.kernels.forward(ForwardArguments(q, k, v, problem, None, out, lse, first=True, last=True))
@@ -125,10 +178,26 @@ class OneDevice:
         dq, dk, dv, _ = self._backward(*tensors)
         return dq, dk, dv
 
+    def _packed_gradients(self, mask: Mask, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients for `count` tensors, which tables follow."""
+        dq, dk, dv, _ = self._backward(*tensors[:count], tables=tensors[count:], mask=mask)
+        return dq, dk, dv
+
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None = None,
+        *,
+        tables: Sequence[Tensor] = (),
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        kernels, problem = self._kernel_run.kernels, self._problem
+        kernels = self._kernel_run.kernels
+        problem = self._problem if mask is None else self._packed(mask, tables, q, by_keys=True)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
         lse = lse.to(self._lse_dtype).contiguous()  # kernels read one vector a head; a saved tensor's hook may round it
         dk, dv = k.new_empty_strided(*self._k), v.new_empty_strided(*self._v)
@@ -147,6 +216,35 @@ class OneDevice:
         kernels.backward_dq(inputs, dq, accumulate=False)
         kernels.backward_dkdv(inputs, dk, dv, accumulate=False)
         return dq, dk, dv, dsinks
+
+
+class PackedCall(NamedTuple):
+    """Attention of a packed form, with the mask of one call."""
+
+    form: OneDevice
+    mask: Mask
+
+    context = None
+
+    @property
+    def call(self) -> AttentionCall:
+        """Parameters of the call."""
+        words, tensors = spec_of(self.mask)
+        return self.form.call._replace(mask=words, mask_tensors=tensors)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `OneDevice.forward`."""
+        return self.form.forward(q, k, v, self.mask)
+
+    def backward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns `OneDevice.backward`."""
+        return self.form.backward(*tensors, mask=self.mask)  # pyright: ignore[reportArgumentType]
+
+
+def _chunks(q: Tensor, k: Tensor) -> tuple[tuple[Chunk], tuple[Chunk]]:
+    """Returns the positions of queries and keys: the queries are the last positions."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    return (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
 
 
 _operators: RecentCalls[OneDevice] = RecentCalls()

@@ -18,8 +18,8 @@ from ringflash.context import context_by_name
 from ringflash.errors import ArgumentError
 from ringflash.ops.call import SCHEMA, AttentionCall
 from ringflash.ops.guard import Phase, announce
-from ringflash.ops.one_device import OneDevice
-from ringflash.ops.ring_call import BoundCall, call_of
+from ringflash.ops.one_device import OneDevice, PackedCall
+from ringflash.ops.ring_call import BoundCall, RingCall, call_of
 from ringflash.state import lse_dtype
 
 _library = torch.library.Library("ringflash", "FRAGMENT")
@@ -73,7 +73,7 @@ def _refuse_gradients(name: str, *inputs: Tensor | None) -> None:
         raise ArgumentError(f"torch.ops.ringflash.{name}", expected=expected, got=got, remedy=remedy)
 
 
-def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice | BoundCall:
+def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice | PackedCall | BoundCall:
     """Returns the call on one device or on the ranks of its context, made now or before."""
     if not call.context:
         return OneDevice.of(q, k, v, call)
@@ -83,7 +83,7 @@ def _known_of(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> OneDevice
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the peers are about to wait for this rank
         raise
-    return known if isinstance(known, OneDevice) else BoundCall(known, context)
+    return BoundCall(known, context) if isinstance(known, RingCall) else known
 
 
 def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:

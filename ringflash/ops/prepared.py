@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ringflash.dropout import Dropout
 from ringflash.masks import Mask
 from ringflash.ops.call import AttentionOptions
+from ringflash.ops.packed import PackedForm, packed_form
 from ringflash.torch_private import (
     are_transforms_active,
     dispatch_modes,
@@ -51,11 +52,13 @@ def key_of(
     softcap: float,
     options: AttentionOptions,
     return_lse: bool | None,
+    *,
+    by_form: bool = False,
 ) -> Hashable:
     """Returns a key of all arguments of a call except the values of its tensors; None for a call to be made anew.
 
     The arguments may be wrong: the first call of a key checks them. So a key tells 1 from 1.0 and True, which Python
-    counts as equal.
+    counts as equal. With `by_form` masks of one packed form have one key.
     """
     if is_observed():
         return None
@@ -78,7 +81,12 @@ def key_of(
         return None
     shapes = q.shape, k.shape, v.shape, dtype, device, k.device, v.device
     values = softmax_scale, softcap, deterministic, of_options, return_lse, backend
-    return shapes, mask, kinds, values, torch.are_deterministic_algorithms_enabled()
+    always = torch.are_deterministic_algorithms_enabled()
+    of_mask: Mask | PackedForm | None = mask
+    if by_form and mask is not None and mask.packing is not None:
+        deterministic = always if deterministic is None else deterministic
+        of_mask = packed_form(mask, q, k, v, softcap, backend, deterministic=deterministic) or mask
+    return shapes, of_mask, kinds, values, always
 
 
 def is_observed() -> bool:

@@ -16,7 +16,7 @@ from ringflash.layouts.grid import split_rows
 from ringflash.masks import Mask, described
 from ringflash.ops.call import AttentionCall
 from ringflash.ops.guard import Guard, Phase, in_ring
-from ringflash.ops.one_device import OneDevice
+from ringflash.ops.one_device import OneDevice, PackedCall
 from ringflash.ring import ulysses
 from ringflash.ring.plan import Plan
 from ringflash.ring.tiles import KernelRun
@@ -169,7 +169,9 @@ class RingCall:
         return graphs.run(kind, anew, inputs, partial(in_ring, context, plan), partial(context.watch, plan))
 
 
-def call_of(context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> RingCall | OneDevice:
+def call_of(
+    context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+) -> RingCall | OneDevice | PackedCall:
     """Returns `RingCall.of`, or attention on one device for a context of one rank, which holds the whole sequence.
 
     CUDA graphs that the context asks for are those of a ring, also of one rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from ringflash.commands.main import main
 from ringflash.ops.attention import cache_info
 
 CALLS = ["forward", "forward with gradients", "backward"]
-OURS = [*CALLS, "forward, documents seen before", "forward, new documents", "flash_decode"]
+DOCUMENTS = ["documents seen before", "new documents", "new documents on the GPU"]
+OURS = [*CALLS, *(f"forward, {name}" for name in DOCUMENTS), "flash_decode"]
 
 
 def test_every_call_has_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(host, "CALLS", 2)
-    monkeypatch.setattr(host, "NEW_MASKS", 20)
     assert main(["bench", "host", "--nheads-kv", "1", "--json", str(tmp_path / "host.json")]) == 0
     record = json.loads((tmp_path / "host.json").read_text())
     assert record["command"] == "ringflash bench host --nheads-kv 1 --json host.json"
@@ -30,9 +29,9 @@ def test_every_call_has_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_new_documents_are_new_for_every_cache() -> None:
-    masks = list(itertools.islice(host._new_documents(128), host.NEW_MASKS))
-    assert len({*masks}) == host.NEW_MASKS
-    fresh = host._new_documents(40)
+    assert len({*host._new_documents(128, "cpu", 600)}) == 600
+    assert len({*map(id, host._new_documents(5, "cpu", 20))}) == 20
+    fresh = [host._new_documents(40, "cpu", 5) for _ in range(2)]
     calls = host._calls(40, (2, 2), 16, torch.device("cpu"), torch.float32, fresh, with_compiled=False)
     before = cache_info()
     for _ in range(3):

@@ -4,7 +4,8 @@
 
 A sample is the mean of calls in a row, without waiting for the GPU, whose queue is empty when the sample begins. Rounds
 run all calls in a changing order; figures are medians in microseconds. Documents that were seen before are one mask
-object; new documents are another mask in every call, whose making is not timed. Calls of the peers whose package is
+object; new documents are another mask in every call, whose making is not timed, from lengths on the CPU or the GPU.
+Calls of the peers whose package is
 missing are left out.
 """
 
@@ -33,7 +34,6 @@ from ringflash.commands.options import DTYPES, parser_of
 
 CALLS = 40  # of a sample: few enough that their launches fit into the GPU's queue
 WARM_CALLS = 5
-NEW_MASKS = 600
 GPU = {"seqlens": [128, 512, 1024, 2048], "headdims": [64, 128], "nheads": 8, "rounds": 15}
 CPU = {"seqlens": [64], "headdims": [32], "nheads": 2, "rounds": 2}  # shows that it runs
 _Calls = dict[tuple[str, str], Callable[[], object]]  # by the names of the contender and of the call
@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     run = Run.begin(_parser(), argv, GPU, CPU)
     options, device = run.options, run.device
     rows: list[dict[str, Any]] = []
-    masks = {seqlen: _new_documents(seqlen) for seqlen in options.seqlens}  # no headdim meets those of another
+    count = len(options.headdims) * (options.rounds * CALLS + WARM_CALLS)  # a mask keeps its tables: each is used once
+    masks = {seqlen: [_new_documents(seqlen, place, count) for place in ("cpu", device)] for seqlen in options.seqlens}
     heads = options.nheads, options.nheads_kv
     for seqlen, headdim in itertools.product(options.seqlens, options.headdims):
         shape = {"seqlen": seqlen, "headdim": headdim, "nheads": heads[0], "nheads_kv": heads[1]}
@@ -73,11 +74,14 @@ def _calls(
     headdim: int,
     device: torch.device,
     dtype: torch.dtype,
-    fresh: Iterator[Any],
+    fresh: Sequence[Iterator[Any]],
     *,
     with_compiled: bool,
 ) -> _Calls:
-    """Returns the calls to measure, on causal self-attention of one sequence; `fresh` yields masks of documents."""
+    """Returns the calls to measure, on causal self-attention of one sequence; `fresh` yields new documents.
+
+    Those of the first iterator are on the CPU, and those of the second on the device.
+    """
     nheads, nheads_kv = heads
     q, k, v, dout = (
         torch.randn(1, seqlen, count, headdim, device=device, dtype=dtype)
@@ -98,7 +102,8 @@ def _calls(
 
     add("ringflash", lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
     calls["ringflash", "forward, documents seen before"] = lambda: rf.flash_attention(q, k, v, mask=seen)
-    calls["ringflash", "forward, new documents"] = lambda: rf.flash_attention(q, k, v, mask=next(fresh))
+    for name, masks in zip(("new documents", "new documents on the GPU"), fresh, strict=True):
+        calls["ringflash", f"forward, {name}"] = lambda masks=masks: rf.flash_attention(q, k, v, mask=next(masks))
     if with_compiled:
         compiled = torch.compile(lambda q, k, v: rf.flash_attention(q, k, v, mask=causal))
         add("ringflash, compiled", compiled, repeats=False)  # a compiled backward frees what it reads
@@ -119,10 +124,11 @@ def _calls(
     return calls
 
 
-def _new_documents(seqlen: int) -> Iterator[Any]:
-    """Returns masks of three documents; they repeat after more masks than any cache keeps."""
-    cuts = itertools.islice(itertools.combinations(range(1, seqlen), 2), NEW_MASKS)
-    return itertools.cycle([rf.Causal() & rf.Documents([0, *pair, seqlen]) for pair in cuts])
+def _new_documents(seqlen: int, device: torch.device | str, count: int) -> Iterator[Any]:
+    """Returns `count` masks of three documents. Equal ones are further apart than any cache by value keeps."""
+    cuts = itertools.islice(itertools.cycle(itertools.combinations(range(1, seqlen), 2)), count)
+    ends = torch.tensor([[0, *pair, seqlen] for pair in cuts]).to(device)
+    return iter([rf.Causal() & rf.Documents(each) for each in ends])
 
 
 def _measure(calls: _Calls, rounds: int, device: torch.device) -> dict[tuple[str, str], float]:
