@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ringflash as rf
 from ringflash.errors import ArgumentError
@@ -28,35 +26,10 @@ from ringflash.train.models.linear_loss import linear_token_loss
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import OFFLOADED_ROWS, feed_forward_pieces
 from ringflash.train.models.rotary import rotary_angles, rotate, scaled_length
-from ringflash.train.models.weights import Weights
+from ringflash.train.models.weights import INIT_STD, Init, Weights
 
-INIT_STD = 0.02
 # torch's kernel of rms_norm gives wrong rows beyond 2^32 elements (torch 2.11, an H200). Compiled code is right.
 FUSED_NORM_ELEMENTS = 2**31
-
-
-@dataclass(frozen=True)
-class Init:
-    """Initial values of a weight: truncated normal of `std`, from a generator seeded by `seed` and the weight's name.
-
-    The values do not depend on other weights, on the global generator or on the world size. Any rank can therefore make
-    any weight, and every sharding starts from the same model.
-    """
-
-    name: str
-    seed: int
-    std: float = INIT_STD
-
-    def fill(self, weight: Tensor) -> None:
-        """Overwrites `weight`; for a DTensor every rank draws the whole weight and keeps its shard."""
-        digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        nn.init.trunc_normal_(full, std=self.std, a=-3 * self.std, b=3 * self.std, generator=generator)
-        with torch.no_grad():
-            if isinstance(weight, DTensor):
-                full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-            weight.copy_(full)
 
 
 class Layer(nn.Module):

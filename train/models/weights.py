@@ -1,21 +1,49 @@
-"""Weights of a decoder in safetensors; each rank reads its own part of each tensor."""
+"""Weights of a decoder: drawn from a seed, or read from safetensors, of which each rank reads its own part."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.train.weights.tensor_files import INDEX, SINGLE, TensorFiles, fill_from, save, wrong_folder
 
+INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 10**9
 # Some folders hold more than the parameters: frequencies, which transformers recomputes too, and a tied head's copy of
 # the embedding.
 FREQUENCIES, HEAD, EMBEDDING = ".rotary_emb.inv_freq", "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values of a weight: truncated normal of `std`, from a generator seeded by `seed` and the weight's name.
+
+    The values do not depend on other weights, on the global generator or on the world size. Any rank can therefore make
+    any weight, and every sharding starts from the same model.
+    """
+
+    name: str
+    seed: int
+    std: float = INIT_STD
+
+    def fill(self, weight: Tensor) -> None:
+        """Overwrites `weight`; for a DTensor every rank draws the whole weight and keeps its shard."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        full = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        nn.init.trunc_normal_(full, std=self.std, a=-3 * self.std, b=3 * self.std, generator=generator)
+        with torch.no_grad():
+            if isinstance(weight, DTensor):
+                full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.copy_(full)
 
 
 def stored_name(name: str) -> str:

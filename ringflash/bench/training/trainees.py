@@ -30,10 +30,11 @@ from ringflash.train.lightning.sharded import shard_model
 from ringflash.train.lightning.strategy import sum_gradients
 from ringflash.train.models.budget import available_memory, check_activations, plan_activations
 from ringflash.train.models.config import ModelConfig
-from ringflash.train.models.decoder import INIT_STD, Attention, Block, Decoder, Step, compiled
+from ringflash.train.models.decoder import Attention, Block, Decoder, Step, compiled
 from ringflash.train.models.loss import TokenLosses
 from ringflash.train.models.memory import GIB, TrainingShape, host_share
 from ringflash.train.models.rotary import rotate
+from ringflash.train.models.weights import INIT_STD
 from ringflash.train.torchao_private import LinearDtype, check_float8, compile_options, refresh_scales, use_float8
 
 SHAPES = {
