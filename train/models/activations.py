@@ -43,11 +43,14 @@ class Activations(NamedTuple):
         kept_blocks: number of the last blocks that keep everything, with "block".
         offloaded_blocks: number of the first blocks that keep their tensors in host memory, with "block". More than
             there are mean all that recompute.
+        head_groups: number of groups of heads in which attention of offloaded blocks runs, one after another. It
+            divides the number of KV heads.
     """
 
     checkpointing: ActivationCheckpointing
     kept_blocks: int = 0
     offloaded_blocks: int = 0
+    head_groups: int = 1
 
     def of_blocks(self, blocks: int) -> list[BlockActivations]:
         """Returns the choice of each of `blocks` blocks.
@@ -69,8 +72,8 @@ def pinned_bytes(nbytes: int) -> int:
     return pieces * PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 
 
-def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) -> None:
-    """Raises ConfigError for `offload` without "block"."""
+def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool, head_groups: int = 1) -> None:
+    """Raises ConfigError for `offload` without "block", and for groups of heads without `offload`."""
     if offload and checkpointing != "block":
         raise ConfigError(
             "activation_offload",
@@ -78,6 +81,9 @@ def check_offload(checkpointing: ActivationCheckpointing | None, offload: bool) 
             got=checkpointing,
             remedy="Offloading all activations would take longer than to compute them again.",
         )
+    if head_groups != 1 and not offload:
+        remedy = "Set offloaded_blocks too: in other blocks all heads attend at once."
+        raise ConfigError("head_groups", expected="1 without offloaded blocks", got=head_groups, remedy=remedy)
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, offload: HostMemory | None = None, **kwargs: Any) -> Tensor:
@@ -161,7 +167,7 @@ class HostMemory:
         self._coming.clear()
         packed = self._taken(x.detach())
         self._away = [*(ref for ref in self._away if ref() is not None), weakref.ref(packed)]
-        if x.is_contiguous() and not x.storage_offset():
+        if _begins_storage(x):
             self._latest[_place(x)] = weakref.ref(packed)
         self._leaving.append(packed)
         while len(self._leaving) > 1 and _are_many(len(self._leaving), sum(each.nbytes for each in self._leaving)):
@@ -237,24 +243,26 @@ class HostMemory:
 
         Args:
             staying: the weights, which FSDP frees and gathers itself, and the tensors that all blocks share.
-            wholes: tensors that the context before this one packed, and that exist until this one ends. Parts of them
-                share their copies.
+            wholes: tensors that exist until this context ends, and that this one or the one before packs. Parts of
+                them, and the wholes again, share their copies.
         """
-        stay, packed = {*map(_place, staying)}, dict[int, Packed]()
-        for x in wholes:
-            whole = self._latest[_place(x)]() if _place(x) in self._latest else None
-            if whole is not None and whole.shape.numel() == x.numel():
-                packed[_place(x)] = whole
+        stay, sizes = {*map(_place, staying)}, {_place(x): x.numel() for x in wholes}
+        latest = {place: ref() for place, ref in self._latest.items() if place in sizes}
+        packed = {place: x for place, x in latest.items() if x is not None and x.shape.numel() == sizes[place]}
         self._latest.clear()
 
         def pack(x: Tensor) -> Tensor | Packed | Part:
-            if _place(x) in stay:
+            place = _place(x)
+            if place in stay:
                 return x.detach()
-            whole = packed.get(_place(x))
-            if whole is None or whole.host[0].dtype != x.dtype or not x.is_contiguous():
-                return self.pack(x)
-            whole.uses += 1
-            return Part(whole, int(x.storage_offset()), x.shape)
+            whole = packed.get(place)
+            if whole is not None and whole.host[0].dtype == x.dtype and x.is_contiguous():
+                whole.uses += 1
+                return Part(whole, int(x.storage_offset()), x.shape)
+            saved = self.pack(x)
+            if isinstance(saved, Packed) and _begins_storage(x) and x.numel() == sizes.get(place):
+                packed.setdefault(place, saved)
+            return saved
 
         return saved_tensors_hooks(pack, self.unpack)
 
@@ -262,6 +270,11 @@ class HostMemory:
 def _place(x: Tensor) -> int:
     """Returns the address of the storage of `x`."""
     return x.untyped_storage().data_ptr()
+
+
+def _begins_storage(x: Tensor) -> bool:
+    """Returns whether `x` is the beginning of its storage, element by element."""
+    return x.is_contiguous() and not x.storage_offset()
 
 
 def _are_many(tensors: int, nbytes: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ringflash as rf
-from ringflash.errors import ArgumentError
+from ringflash.errors import ArgumentError, ConfigError
 from ringflash.train.models.activations import (
     ActivationCheckpointing,
     Activations,
@@ -161,13 +161,48 @@ class Attention(nn.Module):
         """Maps (batch, seqlen, dim) to (batch, seqlen, dim)."""
         return self.o_proj(self.heads(x, step))
 
-    def heads(self, x: Tensor, step: Step) -> Tensor:
-        """Maps (batch, seqlen, dim) to the heads' results (batch, seqlen, nheads headdim), which `o_proj` takes."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.headdim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+    def heads(self, x: Tensor, step: Step, *group: Tensor) -> Tensor:
+        """Maps (batch, seqlen, dim) to the heads' results (batch, seqlen, nheads headdim), which `o_proj` takes.
+
+        With `group`, one of `head_groups`, only the heads of that group attend.
+        """
+        layers = self.q_proj, self.k_proj, self.v_proj
+        projected = self._project(x, *group) if group else (layer(x) for layer in layers)
+        q, k, v = (each.unflatten(-1, (-1, self.headdim)) for each in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         return self.attend(q, k, v, step).flatten(-2)
+
+    def head_groups(self, number: int) -> list[tuple[Tensor, ...]]:
+        """Returns the rows of the weights, and of the biases if there are any, of q, k and v for each group of heads.
+
+        A group consists of neighbouring KV heads and their query heads. No group stands for all heads of the layers.
+        """
+        layers = self.q_proj, self.k_proj, self.v_proj
+        biases = [layer.bias for layer in layers if layer.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        whole = [*(layer.weight for layer in layers), *biases]
+        return [()] if number == 1 else list(zip(*(each.chunk(number) for each in whole), strict=True))
+
+    def check_head_groups(self, number: int) -> None:
+        """Raises ConfigError unless heads can run in `number` groups: of as many KV heads each, with weights to cut."""
+        heads, remedy = self.k_proj.out_features // self.headdim, "Leave it out: attention then runs in one group."
+        if number < 1 or heads % number:
+            raise ConfigError("head_groups", expected=f"a divisor of {heads} KV heads", got=number, remedy=remedy)
+        others = [layer for layer in (self.q_proj, self.k_proj, self.v_proj) if type(layer) is not Linear]
+        if number > 1 and others:
+            expected, got = "1 for layers in place of the decoder's", f"{number} with {type(others[0]).__name__}"
+            raise ConfigError("head_groups", expected=expected, got=got, remedy=remedy)
+
+    def _project(self, x: Tensor, *group: Tensor) -> tuple[Tensor, ...]:
+        """Maps (batch, seqlen, dim) to q, k and v of a group.
+
+        One product makes all three, so that its backward has one gradient of `x` and not three to be added.
+        """
+        weights, biases = ([self.q_proj.rounded(each) for each in part] for part in (group[:3], group[3:]))
+        bias = torch.cat(biases) if biases else None
+        q, k, v = nn.functional.linear(x, torch.cat(weights), bias).split([each.shape[0] for each in weights], dim=-1)
+        return q, k, v.contiguous()  # the product's result is then free while heads attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Returns attention's output (batch, seqlen, nheads, headdim)."""
@@ -210,8 +245,9 @@ class Block(nn.Module):
         super().__init__()
         self.checkpointing: ActivationCheckpointing = "none"
         self.host_memory: HostMemory | None = None
+        self.head_groups = 1
         self.compiled: Callable[[Tensor, Step], Tensor] | None = None
-        self.compiled_parts: tuple[Callable[[Tensor, Step], Tensor], Callable[[Tensor, Tensor], Tensor]] | None = None
+        self.compiled_parts: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config, layer, seed)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
@@ -231,31 +267,34 @@ class Block(nn.Module):
         return self._compute(x, step) if self.checkpointing == "none" else recompute(self._compute, x, step)
 
     def _run_in_parts(self, x: Tensor, step: Step, memory: HostMemory) -> Tensor:
-        """Runs attention, and then the rest of the block over pieces of the tokens, each checkpointed on its own.
+        """Runs attention by groups of heads, and then the rest by pieces of the tokens, each checkpointed on its own.
 
-        A backward then holds tensors of the rest for one piece at a time, and of attention when those are gone. Input
-        and attention's result are in host memory once, since the pieces are parts of them.
+        A backward then holds tensors of the rest for one piece at a time, and of attention for one group when those are
+        gone. Input and attention's results are in host memory once, since groups share the input and the pieces are
+        parts of both.
         """
         attend, finish = self.compiled_parts or (partial(self._attention_alone, offload=memory), self._rest_alone)
-        staying = *self.parameters(), step.cos, step.sin
-        with memory.hooks(staying):
-            out = attend(x, step)
-        pieces = zip(*(each.flatten(0, -2).split(OFFLOADED_ROWS) for each in (x, out)), strict=True)
-        with memory.hooks(staying, wholes=(x, out)):
-            return torch.cat([finish(*piece) for piece in pieces]).view(x.shape)
+        staying, outs, cut = (*self.parameters(), step.cos, step.sin), list[Tensor](), list[Sequence[Tensor]]()
+        with memory.hooks(staying, wholes=(x,)):
+            for group in self.self_attn.head_groups(self.head_groups):
+                outs.append(attend(x, step, *group))
+                # Cut here, so that the backward joins the gradient of a group's result when it comes to that group.
+                cut.append(_rows(outs[-1]))
+        with memory.hooks(staying, wholes=(x, *outs)):
+            return torch.cat([finish(*piece) for piece in zip(_rows(x), *cut, strict=True)]).view(x.shape)
 
-    def _attention_alone(self, x: Tensor, step: Step, offload: HostMemory | None = None) -> Tensor:
+    def _attention_alone(self, x: Tensor, step: Step, *group: Tensor, offload: HostMemory | None = None) -> Tensor:
         """Compiled code omits `offload`: the hooks see all tensors that a graph saves."""
-        return recompute(self._attention, x, step, offload=offload)
+        return recompute(self._attention, x, step, *group, offload=offload)
 
-    def _rest_alone(self, x: Tensor, out: Tensor) -> Tensor:
-        return recompute(self._rest, x, out)
+    def _rest_alone(self, x: Tensor, *outs: Tensor) -> Tensor:
+        return recompute(self._rest, x, *outs)
 
-    def _attention(self, x: Tensor, step: Step) -> Tensor:
-        return self.self_attn.heads(self.input_layernorm(x), step)
+    def _attention(self, x: Tensor, step: Step, *group: Tensor) -> Tensor:
+        return self.self_attn.heads(self.input_layernorm(x), step, *group)
 
-    def _rest(self, x: Tensor, out: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(out)
+    def _rest(self, x: Tensor, *outs: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1))
         return x + self.mlp.whole(self.post_attention_layernorm(x))
 
     def _compute(self, x: Tensor, step: Step) -> Tensor:
@@ -266,6 +305,11 @@ class Block(nn.Module):
 
     def _with_feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _rows(x: Tensor) -> Sequence[Tensor]:
+    """Returns the pieces of tokens of an offloaded block, (rows, dim) each of x (batch, seqlen, dim)."""
+    return x.flatten(0, -2).split(OFFLOADED_ROWS)
 
 
 def compiled(
@@ -320,23 +364,30 @@ class Decoder(nn.Module):
                 module.rounding = dtype
 
     def keep_activations(
-        self, checkpointing: ActivationCheckpointing, *, kept_blocks: int = 0, offloaded_blocks: int = 0
+        self,
+        checkpointing: ActivationCheckpointing,
+        *,
+        kept_blocks: int = 0,
+        offloaded_blocks: int = 0,
+        head_groups: int = 1,
     ) -> None:
         """Sets the activations that blocks keep for the backward; call it before `compile_blocks`.
 
         "none" checkpoints nothing. "block" keeps inputs and attention's results; the backward recomputes the rest of a
         block without its ring. The last `kept_blocks` keep everything. The first `offloaded_blocks` keep their tensors
-        in host memory.
+        in host memory, and their attention runs in `head_groups`.
 
         Raises:
-            ConfigError: `offloaded_blocks` without "block".
+            ConfigError: `offloaded_blocks` without "block", or `head_groups` without offloaded blocks, or for heads or
+                layers that cannot be cut so.
         """
-        check_offload(checkpointing, offloaded_blocks > 0)
+        check_offload(checkpointing, offloaded_blocks > 0, head_groups)
         host_memory = HostMemory()
-        choices = Activations(checkpointing, kept_blocks, offloaded_blocks).of_blocks(len(self.layers))
+        choices = Activations(checkpointing, kept_blocks, offloaded_blocks, head_groups).of_blocks(len(self.layers))
         for block, choice in zip(self._blocks(), choices, strict=True):
             block.checkpointing = "none" if choice == "none" else "block"
-            block.host_memory = host_memory if choice == "host" else None
+            block.host_memory, block.head_groups = (host_memory, head_groups) if choice == "host" else (None, 1)
+            block.self_attn.check_head_groups(block.head_groups)
 
     def compile_blocks(
         self, backend: str | Callable[..., Any] = "inductor", options: dict[str, Any] | None = None
