@@ -62,8 +62,9 @@ def main(argv: Sequence[str]) -> int:
         figures = {name: {**each.parts, "total": each.total, "host": each.host} for name, each in choices.items()}
         blocks = {}
         if plan:
-            _, kept, offloaded = plan.activations
-            blocks = {"kept_blocks": kept, "offloaded_blocks": offloaded, "keeps_weights": plan.keeps_weights}
+            _, kept, offloaded, groups = plan.activations
+            blocks = {"kept_blocks": kept, "offloaded_blocks": offloaded, "head_groups": groups}
+            blocks["keeps_weights"] = plan.keeps_weights
             blocks |= {"planned": plan.planned, "available": plan.available}
         facts = {"tokens": shape.tokens, "ranks": run.ranks, "gpu_memory": total, "blocks": config.n_layers}
         put_json(options.json, {**facts, **blocks, "bytes": figures})

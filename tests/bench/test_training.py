@@ -209,7 +209,7 @@ def test_one_process_has_a_peer_of_its_own(tmp_path: Path) -> None:
     assert ours["loss"] == pytest.approx(peer["loss"], abs=2e-4)
     assert "window" not in ours
     (seen,) = windowed
-    assert (seen["window"], seen["offloaded_blocks"]) == (8, 2)
+    assert (seen["window"], seen["offloaded_blocks"], seen["head_groups"]) == (8, 2, 1)
     assert seen["loss"][1] < seen["loss"][0]
 
 

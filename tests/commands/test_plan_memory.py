@@ -58,6 +58,7 @@ def test_a_budget_chooses_as_in_training(tmp_path: Path, capsys: pytest.CaptureF
     out, _ = run(capsys, *BUDGET, "--json")
     figures = json.loads(out)
     assert (figures["kept_blocks"], figures["keeps_weights"]) == (kept, plan.keeps_weights)
+    assert (figures["offloaded_blocks"], figures["head_groups"]) == (0, 1)
     assert figures["planned"] == plan.planned
     assert figures["bytes"]["chosen"]["total"] == plan.estimate.total
     file = tmp_path / "plan.json"
@@ -67,6 +68,15 @@ def test_a_budget_chooses_as_in_training(tmp_path: Path, capsys: pytest.CaptureF
     assert all(part in out for part in ("weights", "gathered", "loss", "peak", "of the host"))
     out, _ = run(capsys, *BUDGET, "--model.activation_memory=60%")
     assert "planned of 84.00 (60%)" in out
+
+
+def test_groups_of_heads_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    long = [*BUDGET[:-1], "105", "--host-memory", "4000", "--data.context_length=4194304"]
+    out, _ = run(capsys, *long, "--json")
+    figures = json.loads(out)
+    assert (figures["offloaded_blocks"], figures["head_groups"]) == (32, 2)
+    out, _ = run(capsys, *long)
+    assert "32 of them from 516.00 GiB of host memory with attention in 2 groups of heads: " in out
 
 
 def test_a_plan_that_cannot_fit_suggests_no_choice_of_activations(capsys: pytest.CaptureFixture[str]) -> None:

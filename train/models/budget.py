@@ -47,11 +47,12 @@ class ActivationPlan:
         return with_margin(self.estimate)
 
     def __str__(self) -> str:
-        _, kept, offloaded = self.activations
+        _, kept, offloaded, groups = self.activations
         blocks = f"{kept} of {self.blocks} blocks keep all, {self.blocks - kept} recompute"
         if offloaded:
             host = self.estimate.host / GIB
             blocks += f", {offloaded} of them from {host:.2f} GiB of host memory"
+            blocks += f" with attention in {groups} groups of heads" if groups > 1 else ""
         blocks += ", gathered weights stay for the backward" if self.keeps_weights else ""
         return f"{blocks}: {self.planned / GIB:.2f} GiB planned of {self.available / GIB:.2f} ({self.source})"
 
@@ -127,7 +128,8 @@ def plan_activations(
     """Chooses the largest number of kept blocks that fits, with the margin.
 
     If not even recomputing every block fits, the fewest blocks that make it fit keep their tensors in host memory. If
-    nothing fits, the choice takes the least memory. Gathered weights stay too if the shape leaves that open, every
+    all of them do not fit either, their attention runs in groups of heads, the fewest that make it fit. If nothing
+    fits, the choice takes the least memory. Gathered weights stay too if the shape leaves that open, every
     block keeps its activations, and both fit. They come last: a byte of them saves a copy or a message, and a byte of
     activations the products that computed it.
 
@@ -157,6 +159,9 @@ def plan_activations(
     # blocks keep tensors on the GPU that are on their way, which may be more than these blocks would keep.
     choices = [Activations("block", kept_blocks=kept) for kept in range(blocks, -1, -1)]
     choices += [Activations("block", offloaded_blocks=count) for count in range(1, blocks + 1)]
+    if shape.cuts_heads:
+        groups = (number for number in range(2, config.n_kv_heads + 1) if config.n_kv_heads % number == 0)
+        choices += [Activations("block", offloaded_blocks=blocks, head_groups=number) for number in groups]
     estimates = [(choice, memory) for choice in choices if (memory := estimate(choice)).host <= host]
     planned = [with_margin(memory) for _, memory in estimates]
     least = min(planned)

@@ -38,6 +38,7 @@ class TrainingShape:
         checkpointing: choice of the activations that blocks keep.
         kept_blocks: number of the last blocks that keep everything, with "block".
         offloaded_blocks: number of the first blocks that keep their tensors in host memory, with "block".
+        head_groups: number of groups of heads in which attention of offloaded blocks runs, in a Decoder.
         reshard_after_forward: whether a block's gathered weights are freed after its forward. None leaves that to a
             plan of the budget; an estimate takes it for True.
         copied: whether the forward uses FSDP's copies, gathered or rounded, of the stored weights.
@@ -63,6 +64,7 @@ class TrainingShape:
     checkpointing: ActivationCheckpointing = "none"
     kept_blocks: int = 0
     offloaded_blocks: int = 0
+    head_groups: int = 1
     reshard_after_forward: bool | None = True
     copied: bool = True
     rounded: bool = False
@@ -76,6 +78,11 @@ class TrainingShape:
     copies: int = 1
     linear_dtype: LinearDtype = "compute"
     state_8bit: bool = False
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether groups of heads lower the peak: blocks are a compiled Decoder's, whose weights can be cut."""
+        return self.in_pieces and self.linear_dtype == "compute"
 
     def block_counts(self, blocks: int) -> tuple[int, int, int]:
         """Returns how many of `blocks` blocks keep everything, recompute on the GPU, and offload."""
@@ -185,7 +192,10 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         everything -= (2 * config.dim if shape.adapts_all else 4 * config.dim + config.ffn_dim) * item
     kept_blocks, recomputed, offloaded = shape.block_counts(config.n_layers)
     block = shape.tokens * config.dim * item
-    block += (feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens) * gate_and_up
+    rows = feed_forward_pieces(shape.tokens)[-1] if shape.in_pieces else shape.tokens
+    if shape.in_pieces and offloaded == config.n_layers:
+        rows = min(rows, OFFLOADED_ROWS)
+    block += rows * gate_and_up
     if shape.float32_norms:
         block = shape.tokens * (everything - (kept if item == 4 else results))  # float32 inputs need no copy
     block = 0 if kept_blocks == config.n_layers else max(block - kept_blocks * shape.tokens * everything, 0)
@@ -193,8 +203,9 @@ def estimate_memory(config: ModelConfig, shape: TrainingShape) -> MemoryEstimate
         block += shape.tokens * (config.dim + 2 * config.ffn_dim) * item
     if offloaded:
         block += shape.tokens * (kept + results * (shape.float32_norms and config.n_layers > 1))
-        widths = config.dim * item, q_dim * item, master * config.n_heads  # input, out and lse
-        host = offloaded * sum(pinned_bytes(shape.tokens * width) for width in widths)
+        groups = shape.head_groups
+        widths = [config.dim * item, *[q_dim * item // groups, master * config.n_heads // groups] * groups]
+        host = offloaded * sum(pinned_bytes(shape.tokens * width) for width in widths)  # of input, outs and lse
     head = config.vocab_size * config.dim if shape.tokens else 0
     head_gradient = head if shape.trained is None else 0
     logits = min(shape.tokens, chunk_rows(config.vocab_size)) * config.vocab_size
@@ -230,13 +241,16 @@ def _expected(config: ModelConfig, shape: TrainingShape, estimate: MemoryEstimat
     """Returns the bytes that torch allocates at the peak of a step of a compiled Decoder.
 
     The most exists at the start of the backward, or in the backward of the first block, when the gradients of the
-    others exist. Tensors of a block's backward were counted in torch's record of allocations (torch 2.11, an H200):
+    others exist. Tensors of a block's backward were counted in torch's record of allocations (torch 2.11, an H200; a
+    CPU for groups of heads and for pieces of an offloaded block):
 
     - At attention: gradients of the block's result and of attention's, q, k, v, their gradients, the float32 sum of
       dq and the norm's output. One graph for the whole block also holds four tensors of the feed-forward layer.
+    - In groups of heads: of these the norm's output and both gradients for all heads, and the rest for one group, with
+      its part of attention's gradient once more. Later the gradients of the norm's output and of q, k, v come on top.
     - At the feed-forward layer: six tensors of a piece's width, and for all tokens gradients of the result and of the
       sum. One graph for the whole block also holds the norm's output and the sum. An offloaded block holds its
-      kept tensors, and twice the gradients of its input and of attention's result: the pieces', and these joined.
+      kept tensors, and the gradients of its result, of its input and of attention's result, the last two in pieces.
     - FSDP holds the weights of two blocks, and gradients of one in the compute dtype and in float32.
     """
     dim, item, tokens = config.dim, shape.compute_dtype.itemsize, shape.tokens
@@ -249,11 +263,14 @@ def _expected(config: ModelConfig, shape: TrainingShape, estimate: MemoryEstimat
         tokens * (attention + 4 * dim * item),
         tokens * 4 * dim * item + feed_forward_pieces(tokens)[-1] * wide,
     )
-    in_parts = max(
-        tokens * (attention + results),
-        tokens * (results + (3 * dim + 2 * q_dim) * item) + min(tokens, OFFLOADED_ROWS) * wide,
+    groups = shape.head_groups
+    if groups > 1:
+        of_a_group = ((3 * q_dim + 4 * kv_dim) * item + 4 * q_dim) // groups
+        attention = (2 * dim + q_dim) * item + max(of_a_group, (dim + 2 * kv_dim // groups) * item)
+    in_parts = tokens * results + max(
+        tokens * attention, tokens * (2 * dim + q_dim) * item + min(tokens, OFFLOADED_ROWS) * wide
     )
-    in_parts += AHEAD_BYTES if tokens * q_dim * item <= AHEAD_BYTES else 0
+    in_parts += AHEAD_BYTES if tokens * q_dim * item // groups <= AHEAD_BYTES else 0
     block_parameters, root_parameters = parameter_counts(config)
     if shape.copied:
         weights = block_parameters * (3 * item + 4)

@@ -113,12 +113,13 @@ def ringflash(training: Training) -> Generator[Trainee, None, None]:
     with torch.device("meta"):
         model = Decoder(training.config)
     kept = kept_of(training)
-    model.keep_activations("block", kept_blocks=kept.blocks, offloaded_blocks=kept.offloaded)
+    choice = {"kept_blocks": kept.blocks, "offloaded_blocks": kept.offloaded, "head_groups": kept.head_groups}
+    model.keep_activations("block", **choice)
     step = step_of(on_device(model, training, kept), training)
     input_ids, labels = map(context.shard, training.tokens())
     position_ids = context.positions(training.seqlen, device=training.device)
     facts = {"layout": context.layout, "transport": context.transport_kind, "cuda_graphs": training.cuda_graphs}
-    facts |= {"offload": training.offload, **kept.facts, "offloaded_blocks": kept.offloaded}
+    facts |= {"offload": training.offload, "keeps_weights": kept.weights, **choice}
     if kept.planned is not None:
         facts["planned_gib"] = round(kept.planned / GIB, 2)
     yield Trainee(partial(step, input_ids, position_ids, context, labels=labels), facts)
@@ -132,12 +133,14 @@ class Kept:
         blocks: number of the last blocks that keep all their activations.
         weights: whether the gathered weights of all blocks stay.
         offloaded: number of the first blocks of ringflash that keep their tensors in host memory.
+        head_groups: number of groups of heads in which their attention runs.
         planned: bytes of the plan; None without one.
     """
 
     blocks: int = 0
     weights: bool = False
     offloaded: int = 0
+    head_groups: int = 1
     planned: int | None = None
 
     @property
@@ -164,8 +167,8 @@ def kept_of(training: Training) -> Kept:
     least, total, host = memory.tolist()
     available = min(available_memory(least), int(MEMORY_FRACTION * total))
     plan = plan_activations(training.config, shape, "auto", available, total, "free", host)
-    _, kept, offloaded = plan.activations
-    return Kept(kept, plan.keeps_weights, offloaded, plan.planned)
+    _, kept, offloaded, groups = plan.activations
+    return Kept(kept, plan.keeps_weights, offloaded, groups, plan.planned)
 
 
 def rounds_weights(training: Training) -> bool:

@@ -200,11 +200,13 @@ def test_the_first_blocks_are_offloaded_as_planned(family: str | None, monkeypat
     assert whole.estimated_config is not None
     shape = replace(whole.training_shape(), checkpointing="block", offloaded_blocks=1)
     estimate = estimate_memory(whole.estimated_config, shape)
-    plan = ActivationPlan(Activations("block", 0, 1), 2, False, estimate, int(GIB), "free")
+    groups = 2 if family is None else 1
+    plan = ActivationPlan(Activations("block", 0, 1, groups), 2, False, estimate, int(GIB), "free")
     monkeypatch.setattr(ring_module, "choose_activations", lambda _: plan)
     module = configured(LanguageModel(MODEL) if config is None else TransformersModel(config), Data(Run()))
     blocks = module.decoder.layers if config is None else [each.forward for each in module.decoder.model.layers]
     assert [each.host_memory is None for each in blocks] == [False, True]
+    assert config is not None or [each.head_groups for each in blocks] == [2, 1]
     assert module.memory_estimate() == estimate
     assert estimate.host > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -144,6 +145,38 @@ def test_no_more_blocks_are_offloaded_than_the_host_has_room_for() -> None:
         assert plan.activations.offloaded_blocks == min(6, int(gib * GIB) // (2**20 * (4 * 4096 + 4 * 32)))
     with pytest.raises(ConfigError, match="activation_memory: expected at least "):
         plan_activations(SIX, LONG, "100GiB", H200, H200, "free", int(20 * GIB))
+
+
+def test_the_fewest_groups_of_heads_that_fit_come_after_all_blocks_are_offloaded() -> None:
+    plans = [plan_activations(SIX, LONG, "auto", int(gib * GIB), 2 * H200, "free", 2**40) for gib in range(80, 140)]
+    groups = [plan.activations.head_groups for plan in plans]
+    assert groups == sorted(groups, reverse=True)
+    assert {*groups} == {1, 2, 4, 8}
+    for smaller, plan in pairwise(plans):
+        assert plan.activations.head_groups == 1 or plan.activations.offloaded_blocks == 6
+        assert plan.planned <= plan.available or plan.activations.head_groups == 8
+        if (changed := plan.activations.head_groups) < smaller.activations.head_groups:
+            fewer = estimate_memory(SIX, replace(LONG, **plan.activations._asdict()))
+            assert with_margin(fewer) > smaller.available, changed
+    plan = next(plan for plan in plans if plan.activations.head_groups == 4)
+    host = f"{plan.estimate.host / GIB:.2f} GiB of host memory"
+    assert f"6 of them from {host} with attention in 4 groups of heads: " in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "chosen"),
+    [
+        (6, {}, 6),
+        (1, {}, 1),
+        (8, {"in_pieces": False, "compiled": False}, 1),
+        (8, {"in_pieces": False, "float32_norms": True}, 1),  # a model of transformers
+        (8, {"linear_dtype": "fp8"}, 1),  # its weights cannot be cut
+    ],
+)
+def test_groups_divide_the_kv_heads_of_a_decoder(heads: int, options: dict[str, Any], chosen: int) -> None:
+    config = replace(SIX, n_heads=4 * heads, n_kv_heads=heads, head_dim=128)
+    plan = plan_activations(config, replace(LONG, **options), "auto", 0, H200, "free", 2**40)
+    assert plan.activations.head_groups == chosen
 
 
 @pytest.mark.parametrize("host", [1.2, 1000])

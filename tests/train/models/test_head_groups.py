@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, cast
 
 import pytest
@@ -15,14 +16,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.compilers import nop
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 import ringflash as rf
 from ringflash.errors import ConfigError
+from ringflash.ops.one_device import OneDevice
 from ringflash.train.lightning.sharded import shard_model
-from ringflash.train.models import activations, decoder
+from ringflash.train.models import activations, decoder, memory
 from ringflash.train.models.activations import HostMemory, Packed
 from ringflash.train.models.config import ModelConfig
 from ringflash.train.models.decoder import Decoder, Linear
+from ringflash.train.models.memory import TrainingShape, estimate_memory
 from tests.helpers.distributed import run_ranks
 
 HEADS = ModelConfig(vocab_size=31, dim=32, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=48)
@@ -203,3 +207,51 @@ def test_groups_that_cannot_be(packed: list[int]) -> None:
     text = "head_groups: expected 1 for layers in place of the decoder's, got 2 with Replaced"
     with pytest.raises(ConfigError, match=text):
         model.keep_activations("block", offloaded_blocks=2, head_groups=2)
+
+
+def most_held(groups: int, config: ModelConfig, tokens: int) -> int:
+    """Returns the most bytes that a compiled step of a Decoder allocates, of which all blocks are offloaded."""
+    model, ids = Decoder(config), torch.zeros(1, tokens, dtype=torch.int64)
+    model.keep_activations("block", offloaded_blocks=config.n_layers, head_groups=groups)
+    model.compile_blocks()
+
+    def step() -> None:
+        cast("Any", model(ids, torch.arange(tokens), labels=ids)).total.backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        step()
+    assert run.profiler is not None
+    events = sorted(cast("Any", run.profiler.kineto_results).events(), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def test_the_peak_falls_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(memory: HostMemory, x: Tensor) -> Packed:
+        return Packed([torch.from_numpy(x.flatten().numpy().copy())], x.shape, x.device, None, x)  # not torch's memory
+
+    def forward(call: OneDevice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones(q.shape), torch.ones(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(call: OneDevice, dout: Tensor, dlse: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+        # The last one is the float32 sum of dq, as in the kernels of a GPU.
+        dq, dk, dv, _ = (torch.ones(x.shape) for x in (*tensors[:3], tensors[0]))
+        return dq, dk, dv, None
+
+    monkeypatch.setattr(HostMemory, "_taken", taken)
+    monkeypatch.setattr(OneDevice, "forward", forward)
+    monkeypatch.setattr(OneDevice, "backward", backward)
+    for module in (activations, memory):
+        monkeypatch.setattr(module, "AHEAD_BYTES", 0)
+    for module in (decoder, memory):
+        monkeypatch.setattr(module, "OFFLOADED_ROWS", 128)
+    monkeypatch.setattr(activations, "MIN_OFFLOADED_BYTES", 1)
+    torch._dynamo.reset()
+    tokens, config = 8192, replace(HEADS, dim=256, n_heads=16, n_layers=2, ffn_dim=640)
+    shape = TrainingShape(tokens, compute_dtype=torch.float32, copied=False, in_pieces=True, compiled=True)
+    shape = replace(shape, checkpointing="block", offloaded_blocks=2)
+    held = {groups: most_held(groups, config, tokens) for groups in (1, 2, 4)}
+    estimates = {n: estimate_memory(config, replace(shape, head_groups=n)).expected or 0 for n in held}
+    for groups in (2, 4):
+        assert held[1] - held[groups] == pytest.approx(estimates[1] - estimates[groups], rel=0.05)
+    assert held[1] > held[2] + tokens * config.dim * 4 > held[4] + 1.5 * tokens * config.dim * 4

@@ -303,6 +303,7 @@ def test_the_host_s_share() -> None:
     assert estimate.host == 32 * tokens * (4 * 4096 + 4 * 32)  # L T 4 D, and lse
     assert estimate_memory(LLAMA_8B, replace(shape, offloaded_blocks=8)).host == estimate.host // 4
     assert estimate_memory(LLAMA_8B, replace(shape, offloaded_blocks=0)).host == 0
+    assert estimate_memory(LLAMA_8B, replace(shape, head_groups=8)).host == estimate.host
     uneven = estimate_memory(LLAMA_8B, replace(shape, tokens=17000)).host
     assert uneven == 32 * (2 * 2**28 + 2**22)  # 133 MiB twice and 2 MiB, each rounded up to a power of two
     check_host_memory(estimate, 4, 4 * estimate.host)
