@@ -14,6 +14,7 @@ from torch import Tensor
 from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArguments, ScoreConfig, Tiling
 from ringflash.kernels.decode_step import Partials, Step
 from ringflash.masks import Mask
+from ringflash.masks.base import Packing
 
 
 class Backend(Protocol):
@@ -55,12 +56,12 @@ class Backend(Protocol):
         ...
 
     def packed_tilings(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool
     ) -> tuple[Tiling, Tiling] | None:
         """Returns the tiles of forward and backward under packed documents whose tables the GPU makes.
 
         Such a call is one hop without score mods, whose backward is `backward_dkdv` with dq. None if these kernels read
-        no such tables, or not for tensors like these. A query sees about `mean_keys` keys.
+        no such tables, or not for tensors like these.
         """
         ...
 

@@ -108,15 +108,25 @@ class ScoreConfig:
 
 
 class Tiling(NamedTuple):
-    """Tiles of a launch: it owns tiles of `own_block` rows, and processes tiles of `block` rows of the other side.
+    """Tiles of a launch under packed documents, and properties of its tables that the host knows.
 
-    With `by_keys` it owns tiles of keys. With `ordered` it owns them in storage order, and has a table of turns.
+    Args:
+        own_block: rows of an owned tile.
+        block: rows of a tile of the other side, which owned tiles process.
+        by_keys: whether tiles of keys are the owned ones.
+        ordered: whether tiles are owned in storage order, and take turns by a table.
+        below: False if every row sees the beginning of each tile that its owned tile processes.
+        above: False if every row sees the end of each such tile.
+        skew: about the largest number of processed tiles over the average.
     """
 
     own_block: int
     block: int
     by_keys: bool
     ordered: bool
+    below: bool = True
+    above: bool = True
+    skew: float = 2.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ The tables are those of `hopper.mask_tables.intervals`. They stay with the mask,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
+from threading import get_ident
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from torch import Tensor
 from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import Tiling
 from ringflash.kernels.device_tables import is_capturing, unfilled
-from ringflash.kernels.launch import Launches, current_stream
+from ringflash.kernels.launch import PER_THREAD, Launches, current_stream
 from ringflash.kernels.triton.config import FUSED
 from ringflash.masks import Documents
 from ringflash.masks.base import Packing
@@ -237,46 +238,58 @@ def document_tables(
         ArgumentError: the values are on the CPU and do not fit `seqlen_k`. Or a CUDA graph is captured, and no call
             before has made their tables.
     """
-    left, right = min(packing.left, seqlen_k), min(packing.right, seqlen_k)
+    left, right, documents = packing
+    key = tiling, left, right, seqlen_q, seqlen_k, device
+    known = _known(documents, key, device)
+    if known is None:
+        ends = _known(documents, (seqlen_k, device), device)
+        ends = ends or _kept(documents, (seqlen_k, device), (_ends(documents, seqlen_k, device),))
+        limits = min(left, seqlen_k), min(right, seqlen_k)
+        known = _kept(documents, key, _made(ends[0], tiling, seqlen_q, seqlen_k, *limits))
+    return known
 
-    def make() -> tuple[Tensor, ...]:
-        (ends,) = _kept(packing, ("ends", seqlen_k, device), lambda: (_ends(packing, seqlen_k, device),), device)
-        return _made(ends, tiling, seqlen_q, seqlen_k, left, right)
 
-    return _kept(packing, (tiling, left, right, seqlen_q, seqlen_k, device), make, device)
-
-
-def _kept(
-    packing: Packing, key: Hashable, make: Callable[[], tuple[Tensor, ...]], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Returns the tables that the current stream has made for `key`, or makes and keeps them.
+def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[Tensor, ...] | None:
+    """Returns the tables that the current stream has made for `key`.
 
     Each stream makes tables of its own, since it would have to wait for those of another. A CUDA graph takes tables
-    that any stream has made before its capture. Tables that it makes itself are in its pool, and serve it alone.
+    that any stream has made before its capture.
     """
-    documents = packing.documents
-    kept = _tables_of(documents) if documents.on_gpu is None else documents.tables
-    if is_capturing():
-        known = next((tables for (other, _), tables in kept.items() if other == key), None)
-        if known is not None:
-            _captured.append(known)
-        return make() if known is None else known
-    place = key, current_stream(device) if device.type == "cuda" else 0
-    known = kept.get(place)
-    if known is None:
-        known = kept[place] = make()
+    tables = documents.tables
+    if tables is None:
+        tables = documents.tables = {} if documents.on_gpu is not None else _tables_of(documents)
+    if not is_capturing():
+        return tables.get((key, _stream(device)))
+    known = next((known for (other, _), known in tables.items() if other == key), None)
+    if known is not None:
+        _captured.append(known)
     return known
+
+
+def _kept(documents: Documents, key: Hashable, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Keeps tables of the current stream, and returns them.
+
+    Those that a CUDA graph makes are in its pool, and serve it alone.
+    """
+    assert documents.tables is not None
+    if not is_capturing():
+        documents.tables[key, _stream(tables[0].device)] = tables
+    return tables
+
+
+def _stream(device: torch.device) -> Hashable:
+    stream = current_stream(device) if device.type == "cuda" else 0
+    return (stream, get_ident()) if stream == PER_THREAD else stream
 
 
 @lru_cache(maxsize=16)
 def _tables_of(documents: Documents) -> dict[Hashable, tuple[Tensor, ...]]:
-    """Returns where documents keep their tables; equal documents on the CPU share them."""
-    return documents.tables
+    """Returns where documents on the CPU keep their tables: equal ones share them."""
+    return {}
 
 
-def _ends(packing: Packing, seqlen: int, device: torch.device) -> Tensor:
+def _ends(documents: Documents, seqlen: int, device: torch.device) -> Tensor:
     """Returns the cumulative lengths on `device`: int64 (batch or 1, ndocuments + 1), never falling, up to `seqlen`."""
-    documents = packing.documents
     given = documents.on_gpu
     if given is None:
         documents.validate(seqlen)
@@ -309,7 +322,7 @@ def rising_ends(given: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
 
 
 def _made(ends: Tensor, tiling: Tiling, seqlen_q: int, seqlen_k: int, left: int, right: int) -> tuple[Tensor, ...]:
-    own_block, block, by_keys, ordered = tiling
+    own_block, block, by_keys, ordered, *_ = tiling
     batch, nends = ends.shape
     nrows, nother_rows = (seqlen_k, seqlen_q) if by_keys else (seqlen_q, seqlen_k)
     ntiles, nothers = triton.cdiv(nrows, own_block), triton.cdiv(nother_rows, block)
@@ -319,7 +332,7 @@ def _made(ends: Tensor, tiling: Tiling, seqlen_q: int, seqlen_k: int, left: int,
     tables = tuple(unfilled(shapes, ends.device, torch.int32))
     programs = triton.cdiv(nrows, ROWS) + triton.cdiv(ntiles, TILES) + ordered * triton.cdiv(nothers, TILES)
     numbers = nends, nends.bit_length(), batch, seqlen_q, seqlen_k, left, right, ntiles, nothers
-    _launch(_tables, _tables_kernel, (programs, batch), (ends, *tables), numbers, (*tiling, ROWS, TILES), 5)
+    _launch(_tables, _tables_kernel, (programs, batch), (ends, *tables), numbers, (*tiling[:4], ROWS, TILES), 5)
     return tables
 
 

@@ -29,6 +29,7 @@ from ringflash.kernels.c_launcher import SUPPORTED, Launcher, TensorMaps, launch
 from ringflash.kernels.cache_keys import settle
 from ringflash.kernels.device_tables import is_capturing, readers
 
+PER_THREAD = 2  # the handle that stands for another stream in each thread, cudaStreamPerThread
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of this
 
 
@@ -251,6 +252,11 @@ def _observe(launch: Launch | None, addresses: Sequence[int]) -> None:
     observer = observers.get(get_ident())
     if observer is not None:
         observer.launched(launch, addresses)
+
+
+def refuse_replay() -> None:
+    """Notes that this thread's call reads tables of its mask alone, so that replays for other masks would be wrong."""
+    _observe(None, ())
 
 
 def observe_supply(supply: Supply, memory: Tensor) -> None:

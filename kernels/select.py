@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import Tiling
 from ringflash.kernels.eager.backend import EAGER
 from ringflash.masks.base import Packing
+
+DocumentTables = Callable[[Packing, Tiling, int, int, torch.device], Sequence[Tensor]]
 
 if TYPE_CHECKING:
     from ringflash.kernels.replay import Replays
@@ -43,13 +45,11 @@ def new_replays(backend: Backend, q: Tensor) -> Replays | None:
     return Replays()
 
 
-def document_tables(
-    packing: Packing, tiling: Tiling, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> Sequence[Tensor]:
-    """Returns `document_tables.document_tables`, which only backends of Triton ask for."""
+def document_tables() -> DocumentTables:
+    """Returns `document_tables.document_tables`, for backends of Triton."""
     from ringflash.kernels.document_tables import document_tables  # as in `new_replays`
 
-    return document_tables(packing, tiling, seqlen_q, seqlen_k, device)
+    return document_tables
 
 
 def choose(name: str, q: Tensor) -> Backend:

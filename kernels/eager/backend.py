@@ -9,6 +9,7 @@ from ringflash.kernels.eager import prefill
 from ringflash.kernels.eager.decode import attend, combine, partial, splits_of
 from ringflash.kernels.eager.mask_blocks import state_dtype
 from ringflash.masks import Mask
+from ringflash.masks.base import Packing
 
 
 class EagerBackend:
@@ -26,7 +27,7 @@ class EagerBackend:
     decode_partial = staticmethod(partial)
     decode_combine = staticmethod(combine)
 
-    def packed_tilings(self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool) -> None:
+    def packed_tilings(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool) -> None:
         """Returns None: the host makes all tables of these kernels."""
 
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:

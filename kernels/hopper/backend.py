@@ -31,8 +31,10 @@ from ringflash.kernels.fallback import (
 from ringflash.kernels.hopper import calls
 from ringflash.kernels.hopper.config import dq_sum_shape, prefer_triton_backward
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
+from ringflash.kernels.launch import refuse_replay
 from ringflash.kernels.triton.backend import TRITON, TritonBackend
 from ringflash.masks import Full, Mask
+from ringflash.masks.base import Packing
 
 MOST_PADDING = 2**26  # elements of the sum of dq if most of it is padding: a quarter of a GiB
 
@@ -60,12 +62,12 @@ class HopperBackend:
         return DqAccumulator(q, hops=hops, ordered=deterministic)
 
     def packed_tilings(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool
     ) -> tuple[Tiling, Tiling] | None:
         """Returns the tilings where the kernels for sm_90 apply; see `Backend.packed_tilings`."""
         if q.shape[1] > k.shape[1] or lacking_inputs(q, v, Full(), WIDEST) is not None:
             return None
-        return calls.packed_tilings(q, k, mean_keys, ordered=deterministic)
+        return calls.packed_tilings(q, k, packing, ordered=deterministic)
 
     def fuses_dq(
         self, q: Tensor, v: Tensor, mask: Mask, score_config: ScoreConfig, *, hops: int, deterministic: bool
@@ -95,7 +97,7 @@ class HopperBackend:
         lacking = lacking_feature(problem, given[:3], widest) or lacking
         if lacking is not None:
             report_feature(lacking)
-            return self._triton.forward(given._replace(problem=problem.by_value()))
+            return self._triton.forward(given._replace(problem=_by_value(problem)))
         return calls.forward(given)
 
     def backward_dkdv(
@@ -109,7 +111,7 @@ class HopperBackend:
         if dq is None or lacking is not None or _is_mostly_padding(q):
             if lacking is not None:
                 report_feature(lacking)
-            inputs = inputs._replace(problem=problem.by_value())
+            inputs = inputs._replace(problem=_by_value(problem))
             if isinstance(delta, PendingDelta):
                 inputs = inputs._replace(delta=self._triton.delta(delta.out, dout, delta.dlse))
             if dq is not None and not self._triton_adds(dq, q, v, problem):
@@ -123,6 +125,16 @@ class HopperBackend:
     def _triton_adds(self, dq: DqSum, q: Tensor, v: Tensor, problem: TileProblem) -> bool:
         """Returns whether one kernel of `triton` adds this hop's share of dq."""
         return self._triton.fuses_dq(q, v, problem.mask, problem.score_config, hops=1, deterministic=dq.ordered)
+
+
+def _by_value(problem: TileProblem) -> TileProblem:
+    """Returns the problem for kernels whose tables the host makes of the mask.
+
+    A replay of the call would serve other masks of the packed form too, with the tables of this one.
+    """
+    if problem.tiling is not None:
+        refuse_replay()
+    return problem.by_value()
 
 
 def _has_little_work(q: Tensor, v: Tensor) -> bool:

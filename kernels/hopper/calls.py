@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
@@ -39,10 +40,10 @@ from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
+from ringflash.masks.base import Packing
 from ringflash.state import LOG2E
 
 _OPTIONS = {"num_warps": 4, **FUSED}
-PACKED_SKEW = 2.0  # assumed of packed documents, whose lengths the host may not know
 _forwards, _backwards = Launches(), Launches()
 
 
@@ -55,7 +56,7 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     if problem.tiling is not None:
         either = (forward_config(headdim, masked=True, visits=visits) for visits in (0, LONG_VISITS))
         config = next(config for config in either if config.consumers * ROWS == problem.tiling.own_block)
-        return config, _made_tables(problem, covers=True, ordered=False)
+        return config, _made_tables(problem, problem.tiling, covers=True)
 
     def tables(config: ForwardConfig) -> Intervals:
         own = config.consumers * ROWS
@@ -72,23 +73,43 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
     return config, longer
 
 
-def _made_tables(problem: TileProblem, *, covers: bool, ordered: bool) -> Intervals:
-    """Returns the tables that the GPU has made. Every processed tile may need a mask."""
-    tables = list(problem.tables)
-    device = tables[0].device
-    return Intervals(True, True, 0.0, PACKED_SKEW, covers, ordered, host=[], device=device, on_device=tables)
+def _made_tables(problem: TileProblem, tiling: Tiling, *, covers: bool) -> Intervals:
+    """Returns the tables that the GPU has made."""
+    tables, device = list(problem.tables), problem.tables[0].device
+    _, _, _, ordered, below, above, skew = tiling
+    return Intervals(below, above, 0.0, skew, covers, ordered, host=[], device=device, on_device=tables)
 
 
-def packed_tilings(q: Tensor, k: Tensor, mean_keys: int, *, ordered: bool) -> tuple[Tiling, Tiling]:
-    """Returns the tilings of forward and backward under packed documents; see `Backend.packed_tilings`."""
+def packed_tilings(q: Tensor, k: Tensor, packing: Packing, *, ordered: bool) -> tuple[Tiling, Tiling]:
+    """Returns the tilings of forward and backward under packed documents; see `Backend.packed_tilings`.
+
+    They are those that `tiling` and `backward` choose, up to estimates of the processed tiles.
+    """
     (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = q.shape, k.shape[1:3]
-    visits = mean_keys / forward_config(headdim, masked=True, visits=0).block_n + 1  # tiles cross borders of documents
-    forwards, backwards = forward_config(headdim, masked=True, visits=visits), backward_config(headdim)
+    short, backwards = forward_config(headdim, masked=True, visits=0), backward_config(headdim)
+    visits = packing.mean_keys(seqlen_k) / short.block_n + 1  # tiles cross borders of documents
+    skew = (packing.most_keys(seqlen_k) / short.block_n + 1) / visits
+    skew = 2.0 ** round(math.log2(skew)) if packing.documents.on_gpu is None else 2.0  # few values: few forms
+    sees_before, sees_after = packing.left >= seqlen_k, packing.right >= seqlen_k
+
+    def tiled(own_block: int, block: int, *, by_keys: bool, ordered: bool = False) -> Tiling:
+        """Returns a tiling, whose rows see whole tiles where all documents begin at borders of tiles."""
+        borders = packing.documents.lengths.alignment % math.lcm(own_block, block)
+        rest = seqlen_k % block + by_keys * (seqlen_k % own_block)
+        of_whole = seqlen_q == seqlen_k and borders == rest == 0
+        first, last = (sees_after, sees_before) if by_keys else (sees_before, sees_after)
+        return Tiling(own_block, block, by_keys, ordered, not (of_whole and first), not (of_whole and last), skew)
+
+    def forwards(config: ForwardConfig) -> Tiling:
+        return tiled(config.consumers * ROWS, config.block_n, by_keys=False)
+
+    forward = forwards(short)
+    if not (forward.below or forward.above):
+        forward = forwards(forward_config(headdim, masked=False, visits=visits))
+    if forward.below or forward.above:
+        forward = forwards(forward_config(headdim, masked=True, visits=visits))
     ordered = ordered or adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim)
-    return (
-        Tiling(forwards.consumers * ROWS, forwards.block_n, by_keys=False, ordered=False),
-        Tiling(backwards.keys, backwards.block_m, by_keys=True, ordered=ordered),
-    )
+    return forward, tiled(backwards.keys, backwards.block_m, by_keys=True, ordered=ordered)
 
 
 def _tensors(given: ForwardArguments) -> tuple[Tensor, ...]:
@@ -156,15 +177,17 @@ def _places_of_sizes(arguments: tuple[object, ...]) -> range:
     return range(len(arguments) - 1 - len(Sizes._fields), len(arguments) - 1)
 
 
-def _adds_in_turns(q: Tensor, k: Tensor, dq: DqAccumulator) -> bool:
+def _adds_in_turns(inputs: BackwardArguments, dq: DqAccumulator) -> bool:
     """Returns whether tiles are added to dq in the order of their keys."""
-    (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = q.shape, k.shape[1:3]
+    if inputs.problem.tiling is not None:
+        return inputs.problem.tiling.ordered
+    (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = inputs.q.shape, inputs.k.shape[1:3]
     return dq.ordered or (dq.hops == 1 and adds_in_turns(max(seqlen_q, seqlen_k), nheads, nheads_kv, headdim))
 
 
 def _dq_tiles(inputs: BackwardArguments, dq: DqAccumulator) -> Tensor:
     """Returns the sum of dq; with a pending delta it is not cleared yet."""
-    in_turns, is_cleared = _adds_in_turns(inputs.q, inputs.k, dq), not isinstance(inputs.delta, PendingDelta)
+    in_turns, is_cleared = _adds_in_turns(inputs, dq), not isinstance(inputs.delta, PendingDelta)
     return dq.tiles(inputs.problem.score_config.softmax_scale, in_turns=in_turns, is_cleared=is_cleared)
 
 
@@ -179,7 +202,7 @@ def _of_rows(
 
 
 def _backward_key(inputs: BackwardArguments, dk: Tensor, dv: Tensor, accumulate: bool, dq: DqAccumulator) -> Hashable:
-    in_turns, layouts = _adds_in_turns(inputs.q, inputs.k, dq), layout(*inputs[:4], dk, dv)
+    in_turns, layouts = _adds_in_turns(inputs, dq), layout(*inputs[:4], dk, dv)
     return inputs.problem.launch_key(accumulate, dq.hops > 1, in_turns, dk.dtype, dv.dtype, *layouts)
 
 
@@ -206,7 +229,7 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     total = _dq_tiles(inputs, dq)
     ordered = dq.counters is not None  # `in_turns` or deterministic: `tiles` made counters
     if problem.tiling is not None:
-        known = _made_tables(problem, covers=seqlen_q == seqlen_k, ordered=ordered)
+        known = _made_tables(problem, problem.tiling, covers=seqlen_q == seqlen_k)
     else:
         q_chunks, k_chunks, blocks = problem.q_chunks, problem.k_chunks, (config.keys, config.block_m)
         known = intervals(problem.mask, q_chunks, k_chunks, *blocks, q.device, by_keys=True, ordered=ordered)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringflash.kernels.device_tables import is_capturing, outside_pools
 from ringflash.kernels.hopper.mask_tables import Intervals
-from ringflash.kernels.launch import Memory, current_stream, observe_supply, observers
+from ringflash.kernels.launch import PER_THREAD, Memory, current_stream, observe_supply, observers
 from ringflash.kernels.triton.config import processors
 
 K = TypeVar("K", bound=tuple[Any, ...])
@@ -26,7 +26,6 @@ K = TypeVar("K", bound=tuple[Any, ...])
 TOGETHER_BYTES = 16 * 2**20  # bytes that the heads of a wave stream: these stay in L2
 NUMBERS = 4  # int32 numbers of a counter, two of them unused: each counter begins at a multiple of 16 bytes
 FILLED = 512  # counters of one fill
-PER_THREAD = 2  # the handle that stands for another stream in each thread, cudaStreamPerThread
 TOGETHER_TILES = 6  # tiles of keys of a head at a time, at most, when each waits for the one before it
 
 

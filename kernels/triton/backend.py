@@ -14,6 +14,7 @@ from ringflash.kernels.triton.decode import attend, combine, partial, splits_of
 from ringflash.kernels.triton.delta import delta
 from ringflash.kernels.triton.forward import forward
 from ringflash.masks import Mask
+from ringflash.masks.base import Packing
 from triton import knobs  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -40,7 +41,7 @@ class TritonBackend:
         assert dtype in DTYPES
         return torch.float32
 
-    def packed_tilings(self, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool) -> None:
+    def packed_tilings(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool) -> None:
         """Returns None: the host makes all tables of these kernels."""
 
     def new_dq(self, q: Tensor, *, hops: int, deterministic: bool) -> DqSum:

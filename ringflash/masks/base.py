@@ -34,14 +34,15 @@ class Packing(NamedTuple):
     right: int
     documents: Documents
 
-    def mean_keys(self, seqlen: int) -> int:
-        """Estimates the keys that a query sees on average, as 3/4 of a power of two, so that few numbers occur.
+    def mean_keys(self, seqlen: int) -> float:
+        """Estimates the keys that a query sees on average. Lengths of documents on a GPU count as equal."""
+        length = min(self.documents.lengths.mean or seqlen / self.documents.count, seqlen)
+        return sum(limit * (1 - limit / length / 2) if limit < length else length / 2 for limit in self[:2])
 
-        Tile sizes depend on it. Lengths of documents on a GPU are unknown, and count as equal.
-        """
-        length = min(self.documents.mean_length or seqlen / self.documents.count, seqlen)
-        before, after = (limit * (1 - limit / length / 2) if limit < length else length / 2 for limit in self[:2])
-        return 3 << max(int(before + after).bit_length() - 2, 0)
+    def most_keys(self, seqlen: int) -> int:
+        """Estimates the most keys that a query sees, likewise."""
+        longest = min(self.documents.lengths.longest or seqlen // self.documents.count, seqlen)
+        return min(longest, min(self.left, longest) + min(self.right, longest) + 1)
 
 
 class Mask(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,6 +116,21 @@ class _Table(TensorMask):
         return f"{type(self).__name__}({shortened(self._values.tolist())})"
 
 
+class Lengths(NamedTuple):
+    """Figures of the lengths of documents; all documents on a GPU are unknown.
+
+    Args:
+        mean: length of the document of an average token, 0 if unknown.
+        longest: length of the longest document, 0 if unknown.
+        alignment: the largest number that divides all cumulative lengths before the sequence's end: 1 if unknown, 0 if
+            all of them are 0.
+    """
+
+    mean: float
+    longest: int
+    alignment: int
+
+
 class Documents(TensorMask):
     """The mask of packed documents: a query sees the keys of its own document.
 
@@ -144,8 +159,10 @@ class Documents(TensorMask):
         # A single row applies to any number of sequences.
         ends = ends[0] if ends.ndim == 2 and ends.shape[0] == 1 else ends
         self.device_check = device_check
-        self.tables: dict[Hashable, tuple[Tensor, ...]] = {}
-        """Tables on a GPU that kernels have made of these documents, by all that they depend on besides."""
+        self.forms: dict[Hashable, Any] = {}
+        """Packed forms of calls with these documents, by all that they depend on besides; see `ops/packed.py`."""
+        self.tables: dict[Hashable, tuple[Tensor, ...]] | None = None
+        """Tables on a GPU that kernels have made of these documents; see `kernels/document_tables.py`."""
         self._given = ends
         if not ends.is_cuda:
             _check_ends(ends)
@@ -170,13 +187,18 @@ class Documents(TensorMask):
         return max(self._given.shape[-1] - 1, 1)
 
     @cached_property
-    def mean_length(self) -> float | None:
-        """Returns the length of the document of an average token; None if the lengths are on a GPU alone."""
+    def lengths(self) -> Lengths:
+        """Returns figures of the lengths, as far as the host knows them."""
         if self._given.is_cuda:
-            return None
-        lengths = self._given.numpy()
-        lengths = (lengths[..., 1:] - lengths[..., :-1]).astype(np.float64)
-        return float((lengths * lengths).sum() / max(lengths.sum(), 1.0))
+            return Lengths(0.0, 0, 1)
+        ends = self._given.numpy()
+        lengths = ends[..., 1:] - ends[..., :-1]
+        squares = np.square(lengths, dtype=np.float64).sum() if lengths.size else 0.0
+        return Lengths(
+            mean=float(squares / max(lengths.sum(), 1)),
+            longest=int(lengths.max(initial=0)),
+            alignment=int(np.gcd.reduce(ends[ends < ends[..., -1:]])),
+        )
 
     @cached_property
     def packing(self) -> Packing:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -200,7 +222,7 @@ class Documents(TensorMask):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values on the CPU alone."""
-        return {"_given": self._ends, "device_check": self.device_check, "tables": {}}
+        return {"_given": self._ends, "device_check": self.device_check, "forms": {}, "tables": None}
 
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError unless the documents of each sequence sum to `seqlen` keys."""

@@ -53,7 +53,7 @@ class OneDevice:
             fuses_dq: whether one kernel computes dq, dk and dv.
             tilings: tiles of forward and backward, if the attention is of a packed form.
         """
-        self.tilings = tilings
+        self.tilings, self._document_tables = tilings, None if tilings is None else select.document_tables()
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
         self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
         self._replays = select.new_replays(kernel_run.kernels, q)
@@ -148,8 +148,9 @@ class OneDevice:
     def _tables(self, mask: Mask, q: Tensor, *, by_keys: bool) -> Sequence[Tensor]:
         """Returns the tables that the GPU makes of the mask of a call."""
         assert self.tilings is not None
+        assert self._document_tables is not None
         assert mask.packing is not None
-        return select.document_tables(mask.packing, self.tilings[by_keys], self._q[0][1], self._k[0][1], q.device)
+        return self._document_tables(mask.packing, self.tilings[by_keys], self._q[0][1], self._k[0][1], q.device)
 
     def _needs_guard(self, q: Tensor) -> bool:
         """Returns whether kernels need another current device, or matmuls without autocast."""

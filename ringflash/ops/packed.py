@@ -9,7 +9,6 @@ from torch import Tensor
 from ringflash.kernels import select
 from ringflash.kernels.contract import Tiling
 from ringflash.masks import Mask
-from ringflash.recent_calls import RecentCalls
 
 
 class PackedForm(NamedTuple):
@@ -28,9 +27,6 @@ class PackedForm(NamedTuple):
     tilings: tuple[Tiling, Tiling]
 
 
-_tilings: RecentCalls[tuple[Tiling, ...]] = RecentCalls()  # empty where the host makes the tables
-
-
 def packed_form(
     mask: Mask, q: Tensor, k: Tensor, v: Tensor, softcap: float, backend: str, *, deterministic: bool
 ) -> PackedForm | None:
@@ -38,13 +34,10 @@ def packed_form(
     packing = mask.packing
     if packing is None or softcap or backend not in select.BACKENDS:
         return None
-    mean_keys = packing.mean_keys(k.shape[1])
-    key = backend, q.device, q.dtype, q.shape, k.shape, v.shape, deterministic, mean_keys
-    tilings = _tilings.get(key)
-    if tilings is None:
-        kernels = select.choose(backend, q)
-        found = kernels.packed_tilings(q, k, v, mean_keys=mean_keys, deterministic=deterministic)
-        tilings = _tilings.put(key, found or ())
-    if not tilings:
-        return None
-    return PackedForm(packing.left, packing.right, packing.documents.sequences, (tilings[0], tilings[1]))
+    left, right, documents = packing
+    key = left, right, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic
+    if key not in documents.forms:
+        tilings = select.choose(backend, q).packed_tilings(q, k, v, packing, deterministic=deterministic)
+        form = None if tilings is None else PackedForm(left, right, documents.sequences, tilings)
+        documents.forms[key] = form
+    return documents.forms[key]

@@ -16,9 +16,12 @@ from torch import Tensor
 import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
-from ringflash.kernels.contract import ForwardArguments, Tiling
+from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem, Tiling
 from ringflash.kernels.document_tables import document_tables, rising_ends
 from ringflash.kernels.eager.backend import EagerBackend
+from ringflash.kernels.hopper.calls import packed_tilings
+from ringflash.kernels.hopper.calls import tiling as tiling_of
+from ringflash.kernels.hopper.config import ROWS
 from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
@@ -137,6 +140,57 @@ def test_packings() -> None:
         assert other.packing is None
 
 
+def chosen(mask: Mask, seqlen: int, headdim: int, seqlen_q: int | None = None) -> tuple[Tiling, Tiling]:
+    q, k = (torch.empty(1, rows, 4, headdim, device="meta") for rows in (seqlen_q or seqlen, seqlen))
+    return packed_tilings(q, k, packing_of(mask), ordered=False)
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    unit=st.sampled_from([1, 64, 128, 384]),
+    causal=st.booleans(),
+    left=st.none() | st.integers(0, 4000),
+    headdim=st.sampled_from([64, 128, 256]),
+)
+def test_rows_that_see_parts_of_tiles_are_known(
+    data: st.DataObject, unit: int, causal: bool, left: int | None, headdim: int
+) -> None:
+    """Compares what the tilings say with the host's tables; kernels that leave a bound out need whole tiles."""
+    seqlen = 6 * unit if unit > 1 else 700
+    inner = st.lists(st.integers(0, seqlen // unit), max_size=4).map(lambda cuts: [unit * cut for cut in sorted(cuts)])
+    ends = [[0, *data.draw(inner), seqlen]]
+    mask = packed(ends, causal, left)
+    seqlen_q = data.draw(st.sampled_from([seqlen, max(seqlen // 3, 1)]))
+    q_chunks, k_chunks = (Chunk(seqlen - seqlen_q, seqlen_q),), (Chunk(0, seqlen),)
+    for tiling in chosen(mask, seqlen, headdim, seqlen_q):
+        host = intervals(mask, q_chunks, k_chunks, tiling.own_block, tiling.block, CPU, tiling.by_keys, tiling.ordered)
+        assert tiling.below >= host.below
+        assert tiling.above >= host.above
+
+
+def test_documents_of_whole_tiles_leave_bounds_out() -> None:
+    aligned, other = [0, 256, 1024], [0, 250, 1024]
+    forward, backward = chosen(packed([aligned]), 1024, 128)
+    assert (forward.below, forward.above, backward.below, backward.above) == (False, True, True, False)
+    forward, backward = chosen(packed([aligned], causal=False), 1024, 128)
+    assert (forward.below, forward.above, backward.below, backward.above) == (False, False, False, False)
+    for tiling in (*chosen(packed([other]), 1024, 128), *chosen(packed([aligned], left=300), 1024, 128)[:1]):
+        assert tiling.below
+    assert chosen(packed([other]), 1024, 128)[1].above
+
+
+def test_forwards_are_tiled_as_from_tables_of_the_host() -> None:
+    for ends in (range(0, 16385, 2048), range(0, 16385, 512), range(0, 16385, 8192), [0, 16384], [0, 12288, 16384]):
+        for causal in (False, True):
+            mask = packed([[*ends]], causal)
+            problem = TileProblem((Chunk(0, 16384),), (Chunk(0, 16384),), mask, ScoreConfig(1.0))
+            config, known = tiling_of(problem, 64, CPU)
+            got, _ = chosen(mask, 16384, 64)
+            assert (got.own_block, got.below, got.above) == (config.consumers * ROWS, known.below, known.above)
+            assert known.skew / 2 <= got.skew <= known.skew * 2
+
+
 # Calls on a CPU whose backend reads tables: the eager kernels, which compare these with the host's.
 
 
@@ -157,15 +211,13 @@ def reads_tables(monkeypatch: pytest.MonkeyPatch) -> list[Mask]:
         forward(given._replace(problem=problem.by_value()))
 
     def tilings(
-        self: EagerBackend, q: Tensor, k: Tensor, v: Tensor, *, mean_keys: int, deterministic: bool
+        self: EagerBackend, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool
     ) -> tuple[Tiling, Tiling] | None:
-        own_block = 64 if mean_keys < 128 else 128
-        return Tiling(own_block, 64, False, False), Tiling(64, 64, True, deterministic)
+        return Tiling(128, 64, False, False), Tiling(64, 64, True, deterministic)
 
     monkeypatch.setattr(EagerBackend, "forward", staticmethod(checked))
     monkeypatch.setattr(EagerBackend, "packed_tilings", tilings)
     monkeypatch.setattr("ringflash.ops.attention._known", RecentCalls())
-    monkeypatch.setattr("ringflash.ops.packed._tilings", RecentCalls())
     monkeypatch.setattr("ringflash.ops.one_device._operators", RecentCalls())
     return masks
 
@@ -289,17 +341,19 @@ def test_documents_on_a_gpu_have_the_results_of_the_hosts(headdim: int, seqlen: 
             expected = results_of(rule & rf.Documents(ends), tensors, deterministic=True)
             for _ in range(3):  # by its code, recorded, and replayed
                 got = results_of(rule & on_gpu(ends), tensors, deterministic=True)
-                assert all(map(torch.equal, got, expected))
+                for one, other in zip(got, expected, strict=True):  # lengths that the host knows may change tiles
+                    assert (one - other).float().norm() < 1e-2 * other.float().norm()
             check_tables(rule & rf.Documents(ends), seqlen, seqlen, Tiling(128, 128, True, True))
 
 
 @needs_hopper
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_the_host_never_waits_for_documents_on_a_gpu() -> None:
     tensors, ends = gpu_inputs(1024), torch.tensor([0, 300, 1024], device="cuda")
     for _ in range(4):
         results_of(rf.Causal() & rf.Documents(ends), tensors)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         results_of(rf.Causal() & rf.Documents(ends), tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
