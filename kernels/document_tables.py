@@ -12,6 +12,7 @@ The tables are those of `hopper.mask_tables.intervals`. They stay with the mask,
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
 
@@ -26,7 +27,6 @@ from ringflash.kernels.device_tables import is_capturing, unfilled
 from ringflash.kernels.launch import PER_THREAD, Launches, current_stream
 from ringflash.kernels.triton.config import FUSED
 from ringflash.masks import Documents
-from ringflash.masks.base import Packing
 from ringflash.torch_private import assert_async
 
 ROWS, TILES, ENDS = 512, 128, 1024  # rows, tiles and cumulative lengths that a program handles at a time
@@ -222,30 +222,44 @@ _tables, _rising = Launches(), Launches()
 _captured: list[tuple[Tensor, ...]] = []  # tables that CUDA graphs read
 
 
-def document_tables(
-    packing: Packing, tiling: Tiling, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Returns bounds, tiles and order of `Intervals`, and turns if `ordered`; the current stream may read them.
+@dataclass(frozen=True, eq=False)
+class TablesOf:
+    """All that tables depend on besides the documents; `tables_of` makes it, and equal ones are one object.
 
     Args:
-        packing: the mask.
         tiling: the tiles.
+        left: keys before its own position that a query sees at most.
+        right: keys after its own position that a query sees at most.
         seqlen_q: queries of a sequence, the last positions; at most `seqlen_k`.
         seqlen_k: keys of a sequence.
         device: the GPU.
+    """
+
+    tiling: Tiling
+    left: int
+    right: int
+    seqlen_q: int
+    seqlen_k: int
+    device: torch.device
+
+
+tables_of = lru_cache(maxsize=1024)(TablesOf)
+
+
+def document_tables(documents: Documents, wanted: TablesOf) -> tuple[Tensor, ...]:
+    """Returns bounds, tiles and order of `Intervals`, and turns if `ordered`; the current stream may read them.
 
     Raises:
-        ArgumentError: the values are on the CPU and do not fit `seqlen_k`. Or a CUDA graph is captured, and no call
-            before has made their tables.
+        ArgumentError: the values are on the CPU and do not fit the keys. Or a CUDA graph is captured, and no call has
+            made their tables before.
     """
-    left, right, documents = packing
-    key = tiling, left, right, seqlen_q, seqlen_k, device
-    known = _known(documents, key, device)
+    device = wanted.device
+    known = _known(documents, wanted, device)
     if known is None:
-        ends = _known(documents, (seqlen_k, device), device)
-        ends = ends or _kept(documents, (seqlen_k, device), (_ends(documents, seqlen_k, device),))
-        limits = min(left, seqlen_k), min(right, seqlen_k)
-        known = _kept(documents, key, _made(ends[0], tiling, seqlen_q, seqlen_k, *limits))
+        place = wanted.seqlen_k, device
+        ends = _known(documents, place, device)
+        ends = ends or _kept(documents, place, (_ends(documents, wanted.seqlen_k, device),))
+        known = _kept(documents, wanted, _made(ends[0], wanted))
     return known
 
 
@@ -321,8 +335,10 @@ def rising_ends(given: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
     return ends, right
 
 
-def _made(ends: Tensor, tiling: Tiling, seqlen_q: int, seqlen_k: int, left: int, right: int) -> tuple[Tensor, ...]:
-    own_block, block, by_keys, ordered, *_ = tiling
+def _made(ends: Tensor, wanted: TablesOf) -> tuple[Tensor, ...]:
+    own_block, block, by_keys, ordered, *_ = wanted.tiling
+    seqlen_q, seqlen_k = wanted.seqlen_q, wanted.seqlen_k
+    left, right = min(wanted.left, seqlen_k), min(wanted.right, seqlen_k)
     batch, nends = ends.shape
     nrows, nother_rows = (seqlen_k, seqlen_q) if by_keys else (seqlen_q, seqlen_k)
     ntiles, nothers = triton.cdiv(nrows, own_block), triton.cdiv(nother_rows, block)
@@ -332,7 +348,7 @@ def _made(ends: Tensor, tiling: Tiling, seqlen_q: int, seqlen_k: int, left: int,
     tables = tuple(unfilled(shapes, ends.device, torch.int32))
     programs = triton.cdiv(nrows, ROWS) + triton.cdiv(ntiles, TILES) + ordered * triton.cdiv(nothers, TILES)
     numbers = nends, nends.bit_length(), batch, seqlen_q, seqlen_k, left, right, ntiles, nothers
-    _launch(_tables, _tables_kernel, (programs, batch), (ends, *tables), numbers, (*tiling[:4], ROWS, TILES), 5)
+    _launch(_tables, _tables_kernel, (programs, batch), (ends, *tables), numbers, (*wanted.tiling[:4], ROWS, TILES), 5)
     return tables
 
 

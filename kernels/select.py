@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +14,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.backend import Backend
 from ringflash.kernels.contract import Tiling
 from ringflash.kernels.eager.backend import EAGER
-from ringflash.masks.base import Packing
-
-DocumentTables = Callable[[Packing, Tiling, int, int, torch.device], Sequence[Tensor]]
+from ringflash.masks import Documents
 
 if TYPE_CHECKING:
     from ringflash.kernels.replay import Replays
@@ -45,11 +43,14 @@ def new_replays(backend: Backend, q: Tensor) -> Replays | None:
     return Replays()
 
 
-def document_tables() -> DocumentTables:
-    """Returns `document_tables.document_tables`, for backends of Triton."""
-    from ringflash.kernels.document_tables import document_tables  # as in `new_replays`
+def tables_of(
+    tilings: Sequence[Tiling], left: int, right: int, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> list[Callable[[Documents], Sequence[Tensor]]]:
+    """Returns for each tiling the function that returns the tables of documents, for backends of Triton."""
+    from ringflash.kernels.document_tables import document_tables, tables_of  # as in `new_replays`
 
-    return document_tables
+    wanted = (tables_of(tiling, left, right, seqlen_q, seqlen_k, device) for tiling in tilings)
+    return [partial(document_tables, wanted=each) for each in wanted]
 
 
 def choose(name: str, q: Tensor) -> Backend:

@@ -292,14 +292,15 @@ def _hopper_prepare(x: _Inputs) -> None:
 
 
 def _documents(x: _Inputs) -> None:
-    from ringflash.kernels.document_tables import document_tables, rising_ends
+    from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
 
     assert x.mask.packing is not None
     (ends,) = x.mask.packing.documents.spec[1]
     rising_ends(ends[None], x.seqlen)
     ordered = x.mode == "ordered"
     tiling = Tiling(128, 64, by_keys=ordered, ordered=ordered)
-    document_tables(x.mask.packing, tiling, x.seqlen, x.seqlen, ends.device)
+    left, right, documents = x.mask.packing
+    document_tables(documents, tables_of(tiling, left, right, x.seqlen, x.seqlen, ends.device))
 
 
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {

@@ -291,7 +291,7 @@ def ring_attention(
 
 def _with_mask(attention: OneDevice, mask: Mask | None) -> OneDevice | PackedCall:
     """Returns prepared attention; that of a packed form with the mask of this call."""
-    return attention if attention.tilings is None or mask is None else PackedCall(attention, mask)
+    return attention if attention.form is None or mask is None else PackedCall(attention, mask)
 
 
 def cache_info() -> CacheInfo:

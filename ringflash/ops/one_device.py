@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels import select
-from ringflash.kernels.contract import BackwardArguments, ForwardArguments, TileProblem, Tiling
+from ringflash.kernels.contract import BackwardArguments, ForwardArguments, TileProblem
 from ringflash.kernels.mask_tables import row_intervals
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Full, Mask, mask_from_spec, spec_of
@@ -39,7 +39,7 @@ class OneDevice:
         kernel_run: KernelRun,
         problem: TileProblem | None,
         fuses_dq: bool,
-        tilings: tuple[Tiling, Tiling] | None = None,
+        form: PackedForm | None = None,
     ) -> None:
         """Keeps a checked call, and the shapes of its tensors.
 
@@ -51,9 +51,12 @@ class OneDevice:
             kernel_run: kernels and score settings.
             problem: positions of the queries and keys; None if no query sees any key.
             fuses_dq: whether one kernel computes dq, dk and dv.
-            tilings: tiles of forward and backward, if the attention is of a packed form.
+            form: the packed form, if the attention is of one.
         """
-        self.tilings, self._document_tables = tilings, None if tilings is None else select.document_tables()
+        self.form = form
+        if form is not None:
+            seqlens = q.shape[1], k.shape[1]
+            self._tables_of = select.tables_of(form.tilings, form.left, form.right, *seqlens, q.device)
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
         self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
         self._replays = select.new_replays(kernel_run.kernels, q)
@@ -98,7 +101,7 @@ class OneDevice:
             problem = TileProblem(q_chunks, k_chunks, mask, kernel_run.score_config, place=object())
         if form is not None:
             call = call._replace(mask="", mask_tensors=())
-            return OneDevice(q, k, v, call, kernel_run, problem, fuses_dq=True, tilings=form.tilings)
+            return OneDevice(q, k, v, call, kernel_run, problem, fuses_dq=True, form=form)
         fuses_dq = kernel_run.single_pass(q, v, mask, hops=1)
         return OneDevice(q, k, v, call.without_tensors(), kernel_run, problem, fuses_dq)
 
@@ -113,8 +116,7 @@ class OneDevice:
             return self._forward(q, k, v, mask=mask)
         procedure, tensors = self._forward, (q, k, v)
         if mask is not None:
-            tables = self._tables(mask, q, by_keys=False)
-            procedure, tensors = partial(procedure, mask=mask), (q, k, v, *tables)
+            procedure, tensors = partial(procedure, mask=mask), (q, k, v, *self._tables(mask, by_keys=False))
         out, lse = self._replays((q.stride(), k.stride(), v.stride()), procedure, tensors)
         return out, lse
 
@@ -141,16 +143,14 @@ class OneDevice:
         procedure = self._gradients
         if mask is not None:
             procedure = partial(self._packed_gradients, mask, len(tensors))
-            tensors = (*tensors, *self._tables(mask, q, by_keys=True))
+            tensors = (*tensors, *self._tables(mask, by_keys=True))
         dq, dk, dv = self._replays(key, procedure, tensors)
         return dq, dk, dv, None
 
-    def _tables(self, mask: Mask, q: Tensor, *, by_keys: bool) -> Sequence[Tensor]:
+    def _tables(self, mask: Mask, *, by_keys: bool) -> Sequence[Tensor]:
         """Returns the tables that the GPU makes of the mask of a call."""
-        assert self.tilings is not None
-        assert self._document_tables is not None
         assert mask.packing is not None
-        return self._document_tables(mask.packing, self.tilings[by_keys], self._q[0][1], self._k[0][1], q.device)
+        return self._tables_of[by_keys](mask.packing.documents)
 
     def _needs_guard(self, q: Tensor) -> bool:
         """Returns whether kernels need another current device, or matmuls without autocast."""
@@ -158,18 +158,18 @@ class OneDevice:
             return True
         return q.is_cuda and q.get_device() != torch.cuda.current_device()
 
-    def _packed(self, mask: Mask, tables: Sequence[Tensor], q: Tensor, *, by_keys: bool) -> TileProblem:
+    def _packed(self, mask: Mask, tables: Sequence[Tensor], *, by_keys: bool) -> TileProblem:
         """Returns the problem of a call with its mask; without `tables` they are looked up."""
         assert self._problem is not None
-        assert self.tilings is not None
-        tables = tuple(tables or self._tables(mask, q, by_keys=by_keys))
-        return replace(self._problem, mask=mask, tiling=self.tilings[by_keys], tables=tables)
+        assert self.form is not None
+        tables = tuple(tables or self._tables(mask, by_keys=by_keys))
+        return replace(self._problem, mask=mask, tiling=self.form.tilings[by_keys], tables=tables)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, mask: Mask | None = None
     ) -> tuple[Tensor, Tensor]:
         out, lse = q.new_empty_strided(*self._out), q.new_empty_strided(*self._lse, dtype=self._lse_dtype)
-        problem = self._problem if mask is None else self._packed(mask, tables, q, by_keys=False)
+        problem = self._problem if mask is None else self._packed(mask, tables, by_keys=False)
         if problem is None:
             return out.zero_(), lse.fill_(-torch.inf)
         self._kernel_run.kernels.forward(ForwardArguments(q, k, v, problem, None, out, lse, first=True, last=True))
@@ -198,7 +198,7 @@ class OneDevice:
         mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         kernels = self._kernel_run.kernels
-        problem = self._problem if mask is None else self._packed(mask, tables, q, by_keys=True)
+        problem = self._problem if mask is None else self._packed(mask, tables, by_keys=True)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is one expanded number
         lse = lse.to(self._lse_dtype).contiguous()  # kernels read one vector a head; a saved tensor's hook may round it
         dk, dv = k.new_empty_strided(*self._k), v.new_empty_strided(*self._v)

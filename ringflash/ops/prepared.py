@@ -9,6 +9,7 @@ other classes, and with dropout, sinks or slopes.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ringflash.dropout import Dropout
 from ringflash.masks import Mask
 from ringflash.ops.call import AttentionOptions
-from ringflash.ops.packed import PackedForm, packed_form
+from ringflash.ops.packed import packed_form
 from ringflash.torch_private import (
     are_transforms_active,
     dispatch_modes,
@@ -82,11 +83,26 @@ def key_of(
     shapes = q.shape, k.shape, v.shape, dtype, device, k.device, v.device
     values = softmax_scale, softcap, deterministic, of_options, return_lse, backend
     always = torch.are_deterministic_algorithms_enabled()
-    of_mask: Mask | PackedForm | None = mask
-    if by_form and mask is not None and mask.packing is not None:
-        deterministic = always if deterministic is None else deterministic
-        of_mask = packed_form(mask, q, k, v, softcap, backend, deterministic=deterministic) or mask
-    return shapes, of_mask, kinds, values, always
+    if by_form and mask is not None and (packing := mask.packing) is not None:
+        plain = shapes, packing[:2], kinds, values, always
+        known = packing.documents.forms.get(plain)
+        if known is None:
+            deterministic = always if deterministic is None else deterministic
+            form = packed_form(mask, q, k, v, softcap, backend, deterministic=deterministic)
+            known = packing.documents.forms[plain] = form is not None and _shared((form, *plain))
+        if known:
+            return known
+    return shapes, mask, kinds, values, always
+
+
+class _SharedKey:
+    """Stands for a key that many masks share; as it equals itself alone, it takes no time to compare."""
+
+
+@lru_cache(maxsize=256)
+def _shared(key: Hashable) -> _SharedKey:
+    """Returns the one object that stands for `key`."""
+    return _SharedKey()
 
 
 def is_observed() -> bool:

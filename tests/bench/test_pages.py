@@ -77,7 +77,7 @@ def test_accuracy() -> None:
             assert_rounded(cell, *(1e3 * error for error in errors[8, name, int(layers)].values()))
 
 
-@pytest.mark.parametrize("name", ["host", "host-later"])
+@pytest.mark.parametrize("name", ["host", "host-later", "host-documents"])
 def test_host(name: str) -> None:
     record = json.loads((RECORDS / "h200" / f"{name}.json").read_text())
     of = {(row["name"], row["call"], row["seqlen"], row["headdim"]): row["host_us"] for row in record["rows"]}
@@ -301,7 +301,7 @@ def test_memory() -> None:
 
 
 def test_longest_contexts() -> None:
-    record = rows("memory-longest")
+    record = rows("memory-longest", "memory-groups")
     for shape, before, before_gib, now, planned, gib, host in table("memory", "longest"):
         of = {(row["name"], row["context"]): row for row in record if row["shape"] == shape[:2].lower()}
         row = of["ringflash", int(now)]
@@ -314,6 +314,17 @@ def test_longest_contexts() -> None:
         else:
             assert_rounded(before_gib, earlier["gib"])
         assert int(now) >= 2 * earlier["context"]
+
+
+def test_groups_of_heads() -> None:
+    of = {(row["context"], row["head_groups"]): row for row in rows("memory-groups")}
+    shown = table("memory", "groups")
+    assert len(shown) == len(of)
+    for tokens, groups, *cells in shown:
+        row = of[int(tokens), int(groups)]
+        for cell, key in zip(cells, ("planned_gib", "gib", "seconds"), strict=True):
+            assert_rounded(cell, row[key])
+        assert 0.94 * row["planned_gib"] <= row["gib"] <= row["planned_gib"]
 
 
 def assert_steps(cells: list[str], ours: dict[str, Any], peer: dict[str, Any]) -> None:

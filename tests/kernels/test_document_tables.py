@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem, Tiling
-from ringflash.kernels.document_tables import document_tables, rising_ends
+from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
 from ringflash.kernels.eager.backend import EagerBackend
 from ringflash.kernels.hopper.calls import packed_tilings
 from ringflash.kernels.hopper.calls import tiling as tiling_of
@@ -45,6 +45,11 @@ def packing_of(mask: Mask) -> Packing:
     return packing
 
 
+def made(mask: Mask, tiling: Tiling, seqlen_q: int, seqlen_k: int, device: torch.device) -> Sequence[Tensor]:
+    left, right, documents = packing_of(mask)
+    return document_tables(documents, tables_of(tiling, left, right, seqlen_q, seqlen_k, device))
+
+
 def packed(ends: list[list[int]], causal: bool = True, left: int | None = None, right: int | None = None) -> Mask:
     mask: Mask = rf.Documents(ends)
     if left is not None or right is not None:
@@ -56,7 +61,7 @@ def check_tables(mask: Mask, seqlen_q: int, seqlen_k: int, tiling: Tiling) -> No
     """Compares each table with that of the host; bounds of fully masked rows may be any empty interval."""
     q_chunks, k_chunks = (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
     expected = intervals(mask, q_chunks, k_chunks, tiling.own_block, tiling.block, CPU, tiling.by_keys, tiling.ordered)
-    tables = document_tables(packing_of(mask), tiling, seqlen_q, seqlen_k, DEVICE)
+    tables = made(mask, tiling, seqlen_q, seqlen_k, DEVICE)
     assert len(tables) == 3 + tiling.ordered
     for name, got in zip(NAMES, tables, strict=False):
         got, want = got.cpu(), getattr(expected, name).int()
@@ -71,9 +76,7 @@ def check_tables(mask: Mask, seqlen_q: int, seqlen_k: int, tiling: Tiling) -> No
 
 def test_equal_documents_share_tables() -> None:
     tiling = Tiling(64, 64, by_keys=False, ordered=False)
-    first, again, other = (
-        document_tables(packing_of(packed([[0, cut, 130]])), tiling, 130, 130, DEVICE) for cut in (50, 50, 51)
-    )
+    first, again, other = (made(packed([[0, cut, 130]]), tiling, 130, 130, DEVICE) for cut in (50, 50, 51))
     assert all(x is y for x, y in zip(first, again, strict=True))
     assert not any(x is y for x, y in zip(first, other, strict=True))
 
@@ -204,9 +207,7 @@ def reads_tables(monkeypatch: pytest.MonkeyPatch) -> list[Mask]:
         problem = given.problem
         if problem.tiling is not None:
             masks.append(problem.mask)
-            tables = document_tables(
-                packing_of(problem.mask), problem.tiling, given.q.shape[1], given.k.shape[1], given.q.device
-            )
+            tables = made(problem.mask, problem.tiling, given.q.shape[1], given.k.shape[1], given.q.device)
             assert all(map(torch.equal, problem.tables, tables))
         forward(given._replace(problem=problem.by_value()))
 
