@@ -200,9 +200,9 @@ class Documents(TensorMask):
             alignment=int(np.gcd.reduce(ends[ends < ends[..., -1:]])),
         )
 
-    @cached_property
+    @property
     def packing(self) -> Packing:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Returns the documents without a limit of `reach`."""
+        """Returns the documents without a limit of `reach`; not cached, because documents would hold themselves."""
         return Packing(EVERYTHING, EVERYTHING, self)
 
     @property

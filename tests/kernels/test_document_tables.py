@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +143,20 @@ def test_packings() -> None:
     assert packing_of(documents).documents is documents
     for other in (rf.Causal(), rf.KeyPadding([3]), documents & rf.PrefixLM([4]), documents & rf.Documents([0, 24])):
         assert other.packing is None
+
+
+def test_documents_are_freed_without_garbage_collection() -> None:
+    """Their tables are large, and a program may collect garbage rarely."""
+    gc.disable()
+    try:
+        documents = rf.Documents([0, 5, 24])
+        mask = rf.Causal() & documents
+        assert packing_of(mask).documents is packing_of(documents).documents
+        alive = weakref.ref(documents)
+        del documents, mask
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def chosen(mask: Mask, seqlen: int, headdim: int, seqlen_q: int | None = None) -> tuple[Tiling, Tiling]:
