@@ -30,9 +30,12 @@ class PackedForm(NamedTuple):
 def packed_form(
     mask: Mask, q: Tensor, k: Tensor, v: Tensor, softcap: float, backend: str, *, deterministic: bool
 ) -> PackedForm | None:
-    """Returns the form of a mask; None unless it is of packed documents, and kernels read tables that the GPU makes."""
+    """Returns the form of a mask; None unless it is of packed documents, and kernels read tables that the GPU makes.
+
+    The arguments may be wrong; their checks follow.
+    """
     packing = mask.packing
-    if packing is None or softcap or backend not in select.BACKENDS:
+    if packing is None or softcap or backend not in select.BACKENDS or not q.ndim == k.ndim == v.ndim == 4:
         return None
     left, right, documents = packing
     key = left, right, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic

@@ -21,6 +21,7 @@ from ringflash.errors import ArgumentError
 from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem, Tiling
 from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
 from ringflash.kernels.eager.backend import EagerBackend
+from ringflash.kernels.hopper.backend import HOPPER as HOPPER_BACKEND
 from ringflash.kernels.hopper.calls import packed_tilings
 from ringflash.kernels.hopper.calls import tiling as tiling_of
 from ringflash.kernels.hopper.config import ROWS
@@ -329,6 +330,14 @@ def test_each_call_of_a_form_checks_its_own_documents(reads_tables: list[Mask]) 
         rf.flash_attention(*inputs(), mask=rf.Documents([[0, 7, 24]] * 3))
     with pytest.raises(ArgumentError, match="device_check"):
         rf.Documents([0, 7, 24], device_check=1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("shapes", [((24, 2, 16),) * 3, ((1, 24, 2, 16), (1, 24, 2, 16), (1, 24, 16)), ((),) * 3])
+def test_wrong_shapes_are_named(shapes: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives shapes that no kernel takes to the Hopper backend's choice of tiles, before any check."""
+    monkeypatch.setattr(EagerBackend, "packed_tilings", HOPPER_BACKEND.packed_tilings)
+    with pytest.raises(ArgumentError, match="expected 4 dimensions"):
+        rf.flash_attention(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes), mask=rf.Documents([0, 24]))
 
 
 # Documents on a GPU.
