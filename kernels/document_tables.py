@@ -219,7 +219,7 @@ def _rising_kernel(given, ends, right, nends, seqlen, BLOCK: tl.constexpr):
 
 
 _tables, _rising = Launches(), Launches()
-_captured: list[tuple[Tensor, ...]] = []  # tables that CUDA graphs read
+_captured: list[tuple[Tensor, ...]] = []  # tables and cumulative lengths that CUDA graphs read
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +274,8 @@ def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[T
         tables = documents.tables = {} if documents.on_gpu is not None else _tables_of(documents)
     if not is_capturing():
         return tables.get((key, _stream(device)))
-    known = next((known for (other, _), known in tables.items() if other == key), None)
+    entries = tuple(tables.items())  # a copy: other threads may add tables meanwhile
+    known = next((known for (other, _), known in entries if other == key), None)
     if known is not None:
         _captured.append(known)
     return known
@@ -316,6 +317,8 @@ def _ends(documents: Documents, seqlen: int, device: torch.device) -> Tensor:
             raise ArgumentError("mask", expected=expected, got="new ones", remedy=remedy)
         (ends,) = unfilled([values.shape], device, torch.int64)
         return ends.copy_(values.pin_memory(), non_blocking=True)
+    if is_capturing() and not documents.of_capture:
+        _captured.append((given,))
     ends, right = rising_ends(given.to(device).view(documents.batch, -1), seqlen)
     if documents.device_check:
         for each in right.unbind():

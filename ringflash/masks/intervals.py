@@ -163,6 +163,8 @@ class Documents(TensorMask):
         """Packed forms of calls with these documents, by all that they depend on besides; see `ops/packed.py`."""
         self.tables: dict[Hashable, tuple[Tensor, ...]] | None = None
         """Tables on a GPU that kernels have made of these documents; see `kernels/document_tables.py`."""
+        self.of_capture = ends.is_cuda and not is_traced() and torch.cuda.is_current_stream_capturing()
+        """Whether the capture of a CUDA graph makes the values, in its pool. Its replays fill them."""
         self._given = ends
         if not ends.is_cuda:
             _check_ends(ends)
@@ -222,7 +224,8 @@ class Documents(TensorMask):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values on the CPU alone."""
-        return {"_given": self._ends, "device_check": self.device_check, "forms": {}, "tables": None}
+        given = {"_given": self._ends, "of_capture": False, "device_check": self.device_check}
+        return {**given, "forms": {}, "tables": None}
 
     def validate(self, seqlen: int) -> None:
         """Raises ArgumentError unless the documents of each sequence sum to `seqlen` keys."""

@@ -18,6 +18,7 @@ from torch import Tensor
 import ringflash as rf
 from ringflash import reference
 from ringflash.errors import ArgumentError
+from ringflash.kernels import document_tables as document_tables_module
 from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem, Tiling
 from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
 from ringflash.kernels.eager.backend import EagerBackend
@@ -158,6 +159,37 @@ def test_documents_are_freed_without_garbage_collection() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@interpreted
+@pytest.mark.parametrize("of_capture", [False, True])
+def test_a_capture_keeps_lengths_that_it_reads(of_capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for a GPU: the lengths of a mask from before a capture must outlive the mask, those in its pool not."""
+    monkeypatch.setattr(document_tables_module, "is_capturing", lambda: True)
+    monkeypatch.setattr(document_tables_module, "_captured", [])
+    monkeypatch.setattr(rf.Documents, "on_gpu", property(lambda documents: documents._given))
+    documents = rf.Documents([0, 5, 24])
+    documents.of_capture = of_capture
+    document_tables(packing_of(documents), Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
+    alive = weakref.ref(documents._given)
+    del documents
+    assert (alive() is None) == of_capture
+
+
+@interpreted
+def test_a_capture_looks_tables_up_while_another_thread_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_tables_module, "is_capturing", lambda: True)
+    documents = rf.Documents([0, 5, 24])
+
+    class OfAnother:
+        def __eq__(self, other: object) -> bool:
+            documents.tables[object(), 0] = ()  # pyright: ignore[reportOptionalSubscript]
+            return False
+
+        __hash__ = object.__hash__
+
+    documents.tables = {(OfAnother(), 0): (), (OfAnother(), 1): ()}
+    document_tables(packing_of(documents), Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
 
 
 def chosen(mask: Mask, seqlen: int, headdim: int, seqlen_q: int | None = None) -> tuple[Tiling, Tiling]:
