@@ -284,10 +284,11 @@ def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[T
 def _kept(documents: Documents, key: Hashable, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Keeps tables of the current stream, and returns them.
 
-    Those that a CUDA graph makes are in its pool, and serve it alone.
+    Those that a CUDA graph makes are in its pool, and serve it alone. Nor are tables kept of lengths that its replays
+    change.
     """
     assert documents.tables is not None
-    if not is_capturing():
+    if not (is_capturing() or documents.of_capture):
         documents.tables[key, _stream(tables[0].device)] = tables
     return tables
 

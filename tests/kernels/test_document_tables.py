@@ -177,6 +177,18 @@ def test_a_capture_keeps_lengths_that_it_reads(of_capture: bool, monkeypatch: py
 
 
 @interpreted
+def test_tables_follow_lengths_that_replays_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for a mask that a capture made, and that later calls outside of the graph read."""
+    monkeypatch.setattr(rf.Documents, "on_gpu", property(lambda documents: documents._given))
+    documents, tiling = rf.Documents([0, 5, 24]), Tiling(64, 64, by_keys=False, ordered=False)
+    documents.of_capture = True
+    for cut in (5, 9):
+        documents._given[1] = cut
+        bounds, *_ = document_tables(packing_of(documents), tiling, 24, 24, CPU)
+        assert bounds[0, -1].tolist() == [cut, 24]
+
+
+@interpreted
 def test_a_capture_looks_tables_up_while_another_thread_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_tables_module, "is_capturing", lambda: True)
     documents = rf.Documents([0, 5, 24])
