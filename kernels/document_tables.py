@@ -320,6 +320,8 @@ def _ends(documents: Documents, seqlen: int, device: torch.device) -> Tensor:
         return ends.copy_(values.pin_memory(), non_blocking=True)
     if is_capturing() and not documents.of_capture:
         _captured.append((given,))
+    elif given.is_cuda:  # maybe on another stream than that of its memory, which the mask may leave before the launch
+        given.record_stream(torch.cuda.current_stream(given.device))
     ends, right = rising_ends(given.to(device).view(documents.batch, -1), seqlen)
     if documents.device_check:
         for each in right.unbind():

@@ -490,6 +490,22 @@ def test_each_stream_makes_its_own_tables() -> None:
 
 
 @needs_hopper
+def test_lengths_live_until_another_stream_has_read_them() -> None:
+    tensors = gpu_inputs(1024)
+    expected = results_of(rf.Causal() & rf.Documents([0, 300, 1024]), tensors, deterministic=True)
+    mask, side = rf.Causal() & on_gpu([0, 300, 1024]), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        got = results_of(mask, tensors, deterministic=True)
+    del mask
+    others = [torch.full((3,), 7, device="cuda") for _ in range(1000)]  # in the memory of the lengths, if it is free
+    torch.cuda.synchronize()
+    assert len(others) == 1000
+    assert all(map(torch.equal, got, expected))
+
+
+@needs_hopper
 def test_values_are_read_where_the_host_needs_them() -> None:
     tensors, documents = gpu_inputs(512), on_gpu([0, 200, 512])
     q, k, v = tensors
