@@ -269,10 +269,15 @@ def _in_order(parts: Sequence[Mask]) -> list[Mask]:
 
     Equal intersections then have one text, by which ranks compare masks and caches look them up.
     """
-    ordered = sorted(parts, key=lambda part: part.operands[0])  # which reads no values of documents on a GPU
-    if len({part.operands[0] for part in ordered}) == len(ordered) or is_traced():
+    ordered = sorted(parts, key=_words)
+    if len({_words(part) for part in ordered}) == len(ordered) or is_traced():
         return ordered
     return sorted(dict.fromkeys(ordered), key=_content)
+
+
+def _words(part: Mask) -> str:
+    """Returns the text of `spec`, by that of `operands`, which reads no values of documents on a GPU."""
+    return part.operands[0].removeprefix("unchecked_")
 
 
 def _content(part: Mask) -> tuple[str, list[bytes]]:

@@ -147,6 +147,14 @@ def test_packings() -> None:
         assert other.packing is None
 
 
+def test_masks_are_equal_with_and_without_a_check() -> None:
+    checked, unchecked = (rf.Documents([0, 5, 24], device_check=check) for check in (True, False))
+    for other in (rf.KeyPadding([24]), rf.Causal() & rf.PrefixLM([3]), unchecked):
+        assert checked & other == unchecked & other
+        assert (checked & other).spec[0] == (unchecked & other).spec[0]
+    assert checked & unchecked == checked
+
+
 def test_documents_are_freed_without_garbage_collection() -> None:
     """Their tables are large, and a program may collect garbage rarely."""
     gc.disable()
