@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from threading import get_ident
+from threading import Lock, get_ident
 
 import torch
 import triton
@@ -30,6 +30,7 @@ from ringflash.masks import Documents
 from ringflash.torch_private import assert_async
 
 ROWS, TILES, ENDS = 512, 128, 1024  # rows, tiles and cumulative lengths that a program handles at a time
+MOST = 64  # tables that documents keep: of forward and backward, under a few windows, for a few shapes and streams
 _WRONG = "cu_seqlens must begin at 0, never fall, and end with the sequence's length"
 
 
@@ -219,6 +220,7 @@ def _rising_kernel(given, ends, right, nends, seqlen, BLOCK: tl.constexpr):
 
 
 _tables, _rising = Launches(), Launches()
+_keeping = Lock()
 _captured: list[tuple[Tensor, ...]] = []  # tables and cumulative lengths that CUDA graphs read
 
 
@@ -282,14 +284,18 @@ def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[T
 
 
 def _kept(documents: Documents, key: Hashable, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Keeps tables of the current stream, and returns them.
+    """Keeps tables of the current stream, the recent ones, and returns them.
 
     Those that a CUDA graph makes are in its pool, and serve it alone. Nor are tables kept of lengths that its replays
     change.
     """
-    assert documents.tables is not None
+    kept = documents.tables
+    assert kept is not None
     if not (is_capturing() or documents.of_capture):
-        documents.tables[key, _stream(tables[0].device)] = tables
+        with _keeping:
+            while len(kept) >= MOST:
+                del kept[next(iter(kept))]
+            kept[key, _stream(tables[0].device)] = tables
     return tables
 
 

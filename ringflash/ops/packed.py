@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from ringflash.kernels import select
 from ringflash.kernels.contract import Tiling
 from ringflash.masks import Mask
+
+MOST = 256  # forms that documents keep, one for each shape of a call
 
 
 class PackedForm(NamedTuple):
@@ -39,8 +42,12 @@ def packed_form(
         return None
     left, right, documents = packing
     key = left, right, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic
-    if key not in documents.forms:
+    forms: dict[Hashable, PackedForm | None] = documents.forms
+    form = forms.get(key)
+    if form is None and key not in forms:
         tilings = select.choose(backend, q).packed_tilings(q, k, v, packing, deterministic=deterministic)
         form = None if tilings is None else PackedForm(left, right, documents.sequences, tilings)
-        documents.forms[key] = form
-    return documents.forms[key]
+        if len(forms) >= MOST:
+            forms.clear()
+        forms[key] = form
+    return form

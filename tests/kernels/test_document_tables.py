@@ -31,6 +31,7 @@ from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from ringflash.masks.base import Packing
 from ringflash.ops.attention import cache_info
+from ringflash.ops.packed import packed_form
 from ringflash.recent_calls import RecentCalls
 from tests.helpers.accuracy import as_tensor
 
@@ -83,6 +84,22 @@ def test_equal_documents_share_tables() -> None:
     first, again, other = (made(packed([[0, cut, 130]]), tiling, 130, 130, DEVICE) for cut in (50, 50, 51))
     assert all(x is y for x, y in zip(first, again, strict=True))
     assert not any(x is y for x, y in zip(first, other, strict=True))
+
+
+@interpreted
+def test_documents_keep_few_tables() -> None:
+    packing, tiling = packing_of(rf.Documents([0, 5, 90])), Tiling(64, 64, by_keys=False, ordered=False)
+    for seqlen_q in range(1, 90):
+        document_tables(packing, tiling, seqlen_q, 90, DEVICE)
+    assert packing.documents.tables is not None
+    assert len(packing.documents.tables) == document_tables_module.MOST
+
+
+def test_documents_keep_few_forms() -> None:
+    packing, k = packing_of(mask := rf.Documents([0, 5, 24])), torch.empty(1, 24, 1, 16)
+    for nheads in range(1, 300):
+        assert packed_form(mask, k.expand(1, 24, nheads, 16), k, k, 0.0, "eager", deterministic=False) is None
+    assert 0 < len(packing.documents.forms) <= 256
 
 
 def turns_of(tiles: Tensor, turns: Tensor) -> Tensor:
