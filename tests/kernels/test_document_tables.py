@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -23,10 +24,13 @@ from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProble
 from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
 from ringflash.kernels.eager.backend import EagerBackend
 from ringflash.kernels.hopper.backend import HOPPER as HOPPER_BACKEND
+from ringflash.kernels.hopper.backend import HopperBackend
 from ringflash.kernels.hopper.calls import packed_tilings
 from ringflash.kernels.hopper.calls import tiling as tiling_of
 from ringflash.kernels.hopper.config import ROWS
 from ringflash.kernels.hopper.mask_tables import intervals
+from ringflash.kernels.launch import observers
+from ringflash.kernels.triton.backend import TritonBackend
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from ringflash.masks.base import Packing
@@ -399,6 +403,44 @@ def test_each_call_of_a_form_checks_its_own_documents(reads_tables: list[Mask]) 
         rf.flash_attention(*inputs(), mask=rf.Documents([[0, 7, 24]] * 3))
     with pytest.raises(ArgumentError, match="device_check"):
         rf.Documents([0, 7, 24], device_check=1)  # pyright: ignore[reportArgumentType]
+
+
+class _Launched(TritonBackend):
+    """Triton's backend, which notes problems of forwards and launches nothing; it observes launches too."""
+
+    def __init__(self) -> None:
+        self.problems: list[TileProblem] = []
+        self.launches: list[object] = []
+
+    def forward(self, given: ForwardArguments) -> None:
+        self.problems.append(given.problem)
+
+    def launched(self, launch: object, addresses: Sequence[int]) -> None:
+        self.launches.append(launch)
+
+
+def test_other_kernels_read_tables_of_each_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the Hopper backend a q that is not aligned: Triton's launches differ by mask, and no replay serves them."""
+    triton = _Launched()
+    monkeypatch.setitem(observers, get_ident(), triton)
+    q, k = torch.zeros(24 * 4 * 16 + 1, dtype=torch.bfloat16)[1:].view(1, 24, 4, 16), torch.zeros(1, 24, 4, 16)
+    k, out, lse, place = k.bfloat16(), torch.zeros(1, 24, 4, 16), torch.zeros(1, 4, 24), object()
+    for cut in (5, 9, 5):
+        problem = TileProblem(
+            (Chunk(0, 24),),
+            (Chunk(0, 24),),
+            rf.Causal() & rf.Documents([0, cut, 24]),
+            ScoreConfig(1.0),
+            place=place,
+            tiling=Tiling(128, 128, by_keys=False, ordered=False),
+            tables=(out,),
+        )
+        backend = HopperBackend(triton, leaves_little=False)
+        backend.forward(ForwardArguments(q, k, k, problem, None, out, lse, first=True, last=True))
+    assert all(problem.tiling is None and not problem.tables for problem in triton.problems)
+    first, other, again = (problem.launch_key() for problem in triton.problems)
+    assert first == again != other
+    assert triton.launches == [None] * 3
 
 
 @pytest.mark.parametrize("shapes", [((24, 2, 16),) * 3, ((1, 24, 2, 16), (1, 24, 2, 16), (1, 24, 16)), ((),) * 3])
