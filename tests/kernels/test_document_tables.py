@@ -284,6 +284,19 @@ def test_forwards_are_tiled_as_from_tables_of_the_host() -> None:
             assert known.skew / 2 <= got.skew <= known.skew * 2
 
 
+def test_shared_documents_have_a_form_for_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks twice for tiles of masks that share a `Documents`, and of calls that differ otherwise."""
+    monkeypatch.setattr(EagerBackend, "packed_tilings", HOPPER_BACKEND.packed_tilings)
+    documents, q = rf.Documents([0, 1024, 4096]), torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16)
+    shared = [documents, rf.Causal() & documents, rf.Causal() & documents & rf.SlidingWindow(300)]
+    rows = [(mask, rows, always) for mask in shared for rows in (4096, 1024) for always in (False, True)]
+    for mask, seqlen_q, deterministic in rows * 2:
+        form = packed_form(mask, q[:, :seqlen_q], q, q, 0.0, "eager", deterministic=deterministic)
+        assert form is not None
+        assert (form.left, form.right) == packing_of(mask)[:2]
+        assert form.tilings == packed_tilings(q[:, :seqlen_q], q, packing_of(mask), ordered=deterministic)
+
+
 # Calls on a CPU whose backend reads tables: the eager kernels, which compare these with the host's.
 
 
