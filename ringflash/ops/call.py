@@ -77,14 +77,15 @@ class AttentionCall(NamedTuple):
             return self
         return self._replace(sinks=None, alibi_slopes=None, dropout_seed=None)
 
-    def key(self, q: Tensor, k: Tensor, v: Tensor, form: Hashable = None) -> Hashable:
+    def key(self, q: Tensor, k: Tensor, v: Tensor, mask: Hashable = None) -> Hashable:
         """Returns a key of this call for tensors like these; None if it has tensors besides the mask's.
 
-        The context is no part of the key. A mask without tensors is its words alone, and one with a packed form is it.
+        The context is no part of the key. A mask without tensors is its words alone. `mask` is the mask if the caller
+        has made it already, or its packed form.
         """
         if self.sinks is not None or self.alibi_slopes is not None or self.dropout_seed is not None:
             return None
-        mask = form or (mask_from_spec(self.mask, self.mask_tensors) if self.mask_tensors else self.mask)
+        mask = mask or (mask_from_spec(self.mask, self.mask_tensors) if self.mask_tensors else self.mask)
         plain = self.softmax_scale, self.softcap, self.backend, self.deterministic
         return q.shape, k.shape, v.shape, q.dtype, q.device, mask, *plain
 

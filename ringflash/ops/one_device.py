@@ -76,7 +76,7 @@ class OneDevice:
         if call.mask_tensors and call.sinks is None and call.alibi_slopes is None and call.dropout_seed is None:
             mask = mask_from_spec(call.mask, call.mask_tensors)
             form = packed_form(mask, q, k, v, call.softcap, call.backend, deterministic=call.deterministic)
-        key = call.key(q, k, v, form)
+        key = call.key(q, k, v, form or mask)
         known = None if key is None else _operators.get(key)
         if known is None:
             known = OneDevice.new(q, k, v, call, form)

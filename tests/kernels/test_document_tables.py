@@ -32,9 +32,11 @@ from ringflash.kernels.hopper.mask_tables import intervals
 from ringflash.kernels.launch import observers
 from ringflash.kernels.triton.backend import TritonBackend
 from ringflash.layouts.layout import Chunk
-from ringflash.masks import Mask
+from ringflash.masks import Mask, serialize
 from ringflash.masks.base import Packing
 from ringflash.ops.attention import cache_info
+from ringflash.ops.call import AttentionCall
+from ringflash.ops.one_device import OneDevice
 from ringflash.ops.packed import packed_form
 from ringflash.recent_calls import RecentCalls
 from tests.helpers.accuracy import as_tensor
@@ -396,6 +398,21 @@ def test_other_calls_of_packed_documents(reads_tables: list[Mask]) -> None:
     q, k, v = inputs()
     rf.ring_attention(q, k, v, rf.ContextParallel.local(2), mask=mask)
     assert len(reads_tables) == 6, "these calls read the values on the host"
+
+
+def test_an_operator_makes_its_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each making copies the tensors; of lengths on a GPU it may wait."""
+    made: list[str] = []
+    make = serialize._made
+    monkeypatch.setattr(serialize, "_made", lambda words, tensors: made.append(words) or make(words, tensors))
+    q, k, v = (x.detach() for x in inputs())
+    for _ in range(2):
+        made.clear()
+        call = AttentionCall(
+            None, None, None, "", "documents", [torch.tensor([0, 7, 24])], 0.25, 0.0, 0.0, "auto", False
+        )
+        OneDevice.of(q, k, v, call)
+    assert made == ["documents"]
 
 
 class _Attends(torch.nn.Module):
