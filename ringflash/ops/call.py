@@ -30,6 +30,7 @@ class AttentionOptions:
         backend: "hopper" (Gluon kernels for sm_90, where they know mask and modes, else Triton's), "triton", "eager",
             or "auto": the first of these that the device and dtype allow; but on sm_90 the backward of up to 1024 rows
             (in the default mode above headdim 64: 512) whose heads do not share keys is Triton's, as fast or faster.
+            Under `Documents`, with causal masks and windows alone, it is not.
     """
 
     return_lse: bool = False
