@@ -36,6 +36,7 @@ from ringflash.kernels.triton.backend import TRITON, TritonBackend
 from ringflash.masks import Full, Mask
 from ringflash.masks.base import Packing
 
+MOST_SEQUENCES = 2**16 - 1  # of a grid's second dimension, over which the tables of packed documents are made
 MOST_PADDING = 2**26  # elements of the sum of dq if most of it is padding: a quarter of a GiB
 
 
@@ -65,7 +66,9 @@ class HopperBackend:
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, deterministic: bool
     ) -> tuple[Tiling, Tiling] | None:
         """Returns the tilings where the kernels for sm_90 apply; see `Backend.packed_tilings`."""
-        if q.shape[1] > k.shape[1] or lacking_inputs(q, v, Full(), WIDEST) is not None:
+        if q.shape[1] > k.shape[1] or packing.documents.batch > MOST_SEQUENCES:
+            return None
+        if lacking_inputs(q, v, Full(), WIDEST) is not None:
             return None
         return calls.packed_tilings(q, k, packing, ordered=deterministic)
 

@@ -310,6 +310,9 @@ def _call(
     else:
         deterministic = options.deterministic
     words, mask_tensors = spec_of(mask)
+    if torch.compiler.is_compiling() and (context or softcap or dropout is not None or mask.packing is None):
+        # Each operator of a graph makes the mask anew. One copy to the host serves all that need the values there.
+        words, mask_tensors = mask.spec
     return AttentionCall(
         sinks=options.sinks,
         alibi_slopes=options.alibi_slopes,

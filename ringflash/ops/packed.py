@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ringflash.kernels import select
 from ringflash.kernels.contract import Tiling
-from ringflash.masks import Mask
+from ringflash.masks import Documents, Mask
 
-MOST = 256  # forms that documents keep, one for each shape of a call
+MOST = 256  # forms that documents keep, some for each shape of a call
 
 
 class PackedForm(NamedTuple):
@@ -47,7 +47,12 @@ def packed_form(
     if form is None and key not in forms:
         tilings = select.choose(backend, q).packed_tilings(q, k, v, packing, deterministic=deterministic)
         form = None if tilings is None else PackedForm(left, right, documents.sequences, tilings)
-        if len(forms) >= MOST:
-            forms.clear()
-        forms[key] = form
+        keep_form(documents, key, form)
     return form
+
+
+def keep_form(documents: Documents, key: Hashable, value: Any) -> None:
+    """Keeps `value` in the forms of `documents`, of which there are few."""
+    if len(documents.forms) >= MOST:
+        documents.forms.clear()
+    documents.forms[key] = value

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ringflash.dropout import Dropout
 from ringflash.masks import Mask
 from ringflash.ops.call import AttentionOptions
-from ringflash.ops.packed import packed_form
+from ringflash.ops.packed import keep_form, packed_form
 from ringflash.torch_private import (
     are_transforms_active,
     dispatch_modes,
@@ -89,7 +89,8 @@ def key_of(
         if known is None:
             deterministic = always if deterministic is None else deterministic
             form = packed_form(mask, q, k, v, softcap, backend, deterministic=deterministic)
-            known = packing.documents.forms[plain] = form is not None and _shared((form, *plain))
+            known = form is not None and _shared((form, *plain))
+            keep_form(packing.documents, plain, known)
         if known:
             return known
     return shapes, mask, kinds, values, always

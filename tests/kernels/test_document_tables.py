@@ -94,11 +94,11 @@ def test_equal_documents_share_tables() -> None:
 
 @interpreted
 def test_documents_keep_few_tables() -> None:
-    packing, tiling = packing_of(rf.Documents([0, 5, 90])), Tiling(64, 64, by_keys=False, ordered=False)
+    documents, tiling = rf.Documents([0, 5, 90]), Tiling(64, 64, by_keys=False, ordered=False)
     for seqlen_q in range(1, 90):
-        document_tables(packing, tiling, seqlen_q, 90, DEVICE)
-    assert packing.documents.tables is not None
-    assert len(packing.documents.tables) == document_tables_module.MOST
+        made(documents, tiling, seqlen_q, 90, DEVICE)
+    assert documents.tables is not None
+    assert len(documents.tables) == document_tables_module.MOST
 
 
 def test_documents_keep_few_forms() -> None:
@@ -201,7 +201,7 @@ def test_a_capture_keeps_lengths_that_it_reads(of_capture: bool, monkeypatch: py
     monkeypatch.setattr(rf.Documents, "on_gpu", property(lambda documents: documents._given))
     documents = rf.Documents([0, 5, 24])
     documents.of_capture = of_capture
-    document_tables(packing_of(documents), Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
+    made(documents, Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
     alive = weakref.ref(documents._given)
     del documents
     assert (alive() is None) == of_capture
@@ -215,7 +215,7 @@ def test_tables_follow_lengths_that_replays_change(monkeypatch: pytest.MonkeyPat
     documents.of_capture = True
     for cut in (5, 9):
         documents._given[1] = cut
-        bounds, *_ = document_tables(packing_of(documents), tiling, 24, 24, CPU)
+        bounds, *_ = made(documents, tiling, 24, 24, CPU)
         assert bounds[0, -1].tolist() == [cut, 24]
 
 
@@ -232,7 +232,7 @@ def test_a_capture_looks_tables_up_while_another_thread_adds_some(monkeypatch: p
         __hash__ = object.__hash__
 
     documents.tables = {(OfAnother(), 0): (), (OfAnother(), 1): ()}
-    document_tables(packing_of(documents), Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
+    made(documents, Tiling(64, 64, by_keys=False, ordered=False), 24, 24, CPU)
 
 
 def chosen(mask: Mask, seqlen: int, headdim: int, seqlen_q: int | None = None) -> tuple[Tiling, Tiling]:
