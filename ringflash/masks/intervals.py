@@ -169,11 +169,16 @@ class Documents(TensorMask):
         if not ends.is_cuda:
             _check_ends(ends)
 
-    @cached_property
+    @property
     def _ends(self) -> Tensor:
         """The values on the CPU, checked."""
         if not self._given.is_cuda:
             return self._given
+        return self._given.cpu() if is_traced() else self._read
+
+    @cached_property
+    def _read(self) -> Tensor:
+        """The values of a GPU, read once."""
         ends = self._given.cpu()
         _check_ends(ends)
         return ends

@@ -21,7 +21,7 @@ from ringflash.context import ContextParallel, context_by_name, other_cut
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
-from ringflash.masks import Mask, as_mask, spec_of
+from ringflash.masks import Documents, Mask, as_mask, spec_of
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall, AttentionOptions
 from ringflash.ops.guard import Phase, announce
@@ -310,8 +310,8 @@ def _call(
     else:
         deterministic = options.deterministic
     words, mask_tensors = spec_of(mask)
-    if torch.compiler.is_compiling() and (context or softcap or dropout is not None or mask.packing is None):
-        # Each operator of a graph makes the mask anew. One copy to the host serves all that need the values there.
+    if torch.compiler.is_compiling() and (context or softcap or dropout is not None or not _is_packed(mask)):
+        # Each operator of a graph makes the mask again. One copy to the host serves all that need the values there.
         words, mask_tensors = mask.spec
     return AttentionCall(
         sinks=options.sinks,
@@ -326,6 +326,12 @@ def _call(
         backend=options.backend,
         deterministic=deterministic,
     )
+
+
+def _is_packed(mask: Mask) -> bool:
+    """Returns whether `mask` has a packing, without a cache, which torch.compile may not write while it checkpoints."""
+    kinds = [part.reach is None for part in mask.parts]
+    return sum(kinds) == 1 and isinstance(mask.parts[kinds.index(True)], Documents)
 
 
 def _attend(

@@ -81,7 +81,7 @@ class TrainingShape:
 
     @property
     def cuts_heads(self) -> bool:
-        """Whether groups of heads lower the peak: blocks are a compiled Decoder's, whose weights can be cut."""
+        """Returns whether groups of heads lower the peak: in blocks of a compiled Decoder, whose weights can be cut."""
         return self.in_pieces and self.linear_dtype == "compute"
 
     def block_counts(self, blocks: int) -> tuple[int, int, int]:
