@@ -5,7 +5,7 @@ an interval. Block-sparse masks and trees are bitmaps over few rows and columns,
 bitmap. All masks compose with `&`.
 """
 
-from ringflash.masks.base import Full, Intersection, Mask, as_mask
+from ringflash.masks.base import Full, Intersection, Mask, as_mask, find_packing
 from ringflash.masks.bitmap import Bitmap
 from ringflash.masks.intervals import Causal, Documents, KeyPadding, PrefixLM, SlidingWindow
 from ringflash.masks.serialize import described, mask_from_spec, spec_of, validated
@@ -25,6 +25,7 @@ __all__ = [
     "Tree",
     "as_mask",
     "described",
+    "find_packing",
     "mask_from_spec",
     "spec_of",
     "validated",

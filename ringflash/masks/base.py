@@ -234,12 +234,7 @@ class Intersection(Mask):
     @cached_property
     def packing(self) -> Packing | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Returns the mask as a `Packing` if one part is documents, and the others limit `reach`."""
-        packings = [part.packing for part in self.of if part.packing is not None]
-        reaches = [part.reach for part in self.of if part.reach is not None]
-        if len(packings) != 1 or len(reaches) != len(self.of) - 1:
-            return None
-        left, right = map(min, zip(*reaches, strict=True))
-        return Packing(left, right, packings[0].documents)
+        return find_packing(self.of)
 
     def bounds(self, positions_q: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Returns the largest lo and the smallest hi of the parts."""
@@ -257,6 +252,19 @@ class Intersection(Mask):
 
     def __repr__(self) -> str:
         return " & ".join(map(repr, self.of))
+
+
+def find_packing(parts: Sequence[Mask]) -> Packing | None:
+    """Returns the `packing` of an intersection, without its cache.
+
+    torch.compile may write no cache of a mask while it checkpoints.
+    """
+    packings = [part.packing for part in parts if part.packing is not None]
+    reaches = [part.reach for part in parts if part.reach is not None]
+    if len(packings) != 1 or len(reaches) != len(parts) - 1:
+        return None
+    left, right = map(min, zip(packings[0][:2], *reaches, strict=True))
+    return Packing(left, right, packings[0].documents)
 
 
 def _joined(specs: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, list[Tensor]]:

@@ -21,7 +21,7 @@ from ringflash.context import ContextParallel, context_by_name, other_cut
 from ringflash.dropout import Dropout
 from ringflash.errors import ArgumentError
 from ringflash.kernels.select import choose
-from ringflash.masks import Documents, Mask, as_mask, spec_of
+from ringflash.masks import Mask, as_mask, find_packing, spec_of
 from ringflash.ops import derivatives
 from ringflash.ops.call import AttentionCall, AttentionOptions
 from ringflash.ops.guard import Phase, announce
@@ -274,7 +274,7 @@ def ring_attention(
             if key is not None:
                 context_by_name(context.name)  # a copy from another process has no context of its name here
                 made = call_of(context, q, k, v, call)
-                made = made.form if isinstance(made, PackedCall) else made
+                made = made.attention if isinstance(made, PackedCall) else made
                 known = context.prepared_calls.put(key, PreparedCall(made, with_lse))
     except BaseException as error:
         announce(context, error, Phase.PREPARING)  # the others are about to wait for this rank
@@ -310,7 +310,9 @@ def _call(
     else:
         deterministic = options.deterministic
     words, mask_tensors = spec_of(mask)
-    if torch.compiler.is_compiling() and (context or softcap or dropout is not None or not _is_packed(mask)):
+    if torch.compiler.is_compiling() and (
+        context or softcap or dropout is not None or find_packing(mask.parts) is None
+    ):
         # Each operator of a graph makes the mask again. One copy to the host serves all that need the values there.
         words, mask_tensors = mask.spec
     return AttentionCall(
@@ -326,12 +328,6 @@ def _call(
         backend=options.backend,
         deterministic=deterministic,
     )
-
-
-def _is_packed(mask: Mask) -> bool:
-    """Returns whether `mask` has a packing, without a cache, which torch.compile may not write while it checkpoints."""
-    kinds = [part.reach is None for part in mask.parts]
-    return sum(kinds) == 1 and isinstance(mask.parts[kinds.index(True)], Documents)
 
 
 def _attend(

@@ -222,7 +222,7 @@ class OneDevice:
 class PackedCall(NamedTuple):
     """Attention of a packed form, with the mask of one call."""
 
-    form: OneDevice
+    attention: OneDevice
     mask: Mask
 
     context = None
@@ -231,21 +231,15 @@ class PackedCall(NamedTuple):
     def call(self) -> AttentionCall:
         """Parameters of the call."""
         words, tensors = spec_of(self.mask)
-        return self.form.call._replace(mask=words, mask_tensors=tensors)
+        return self.attention.call._replace(mask=words, mask_tensors=tensors)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `OneDevice.forward`."""
-        return self.form.forward(q, k, v, self.mask)
+        return self.attention.forward(q, k, v, self.mask)
 
     def backward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns `OneDevice.backward`."""
-        return self.form.backward(*tensors, mask=self.mask)  # pyright: ignore[reportArgumentType]
-
-
-def _chunks(q: Tensor, k: Tensor) -> tuple[tuple[Chunk], tuple[Chunk]]:
-    """Returns the positions of queries and keys: the queries are the last positions."""
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    return (Chunk(seqlen_k - seqlen_q, seqlen_q),), (Chunk(0, seqlen_k),)
+        return self.attention.backward(*tensors, mask=self.mask)  # pyright: ignore[reportArgumentType]
 
 
 _operators: RecentCalls[OneDevice] = RecentCalls()
