@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
@@ -86,11 +86,7 @@ def unfilled(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: tor
     """
     if device.type != "cuda" or is_capturing():
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    multiple = ALIGNMENT // dtype.itemsize
-    places, end = list[int](), 0
-    for shape in shapes:
-        places.append(end)
-        end += -(-math.prod(shape) // multiple) * multiple
+    places, end = _places(map(math.prod, shapes), dtype)
     chunk, begin = _room(end * dtype.itemsize, device)
     memory, first = chunk.typed(dtype), begin // dtype.itemsize
     return [chunk.table(memory, shape, first + place) for shape, place in zip(shapes, places, strict=True)]
@@ -145,13 +141,19 @@ def _room(nbytes: int, device: torch.device) -> tuple[_Chunk, int]:
         return chunk, begin
 
 
-def _packed(tables: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-    """Returns one vector of `dtype` with the contents of all tables, and the place of each."""
+def _places(sizes: Iterable[int], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Returns where aligned tables of `sizes` numbers begin, one after the other, and where the last one ends."""
     multiple = ALIGNMENT // dtype.itemsize
     places, end = list[int](), 0
-    for table in tables:
+    for size in sizes:
         places.append(end)
-        end += -(-table.size // multiple) * multiple
+        end += -(-size // multiple) * multiple
+    return places, end
+
+
+def _packed(tables: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+    """Returns one vector of `dtype` with the contents of all tables, and the place of each."""
+    places, end = _places((table.size for table in tables), dtype)
     staging = np.empty(end, _DTYPES[dtype])  # numpy, as its views take the host less time
     for table, place in zip(tables, places, strict=True):
         staging[place : place + table.size] = table.reshape(-1)

@@ -225,8 +225,8 @@ _captured: list[tuple[Tensor, ...]] = []  # tables and cumulative lengths that C
 
 
 @dataclass(frozen=True, eq=False)
-class TablesOf:
-    """All that tables depend on besides the documents; `tables_of` makes it, and equal ones are one object.
+class TableSpec:
+    """All that tables depend on besides the documents; `table_spec` makes it, and equal ones are one object.
 
     Args:
         tiling: the tiles.
@@ -245,10 +245,10 @@ class TablesOf:
     device: torch.device
 
 
-tables_of = lru_cache(maxsize=1024)(TablesOf)
+table_spec = lru_cache(maxsize=1024)(TableSpec)
 
 
-def document_tables(documents: Documents, wanted: TablesOf) -> tuple[Tensor, ...]:
+def document_tables(documents: Documents, wanted: TableSpec) -> tuple[Tensor, ...]:
     """Returns bounds, tiles and order of `Intervals`, and turns if `ordered`; the current stream may read them.
 
     Raises:
@@ -273,7 +273,7 @@ def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[T
     """
     tables = documents.tables
     if tables is None:
-        tables = documents.tables = {} if documents.on_gpu is not None else _tables_of(documents)
+        tables = documents.tables = {} if documents.on_gpu is not None else _shared_tables(documents)
     if not is_capturing():
         return tables.get((key, _stream(device)))
     entries = tuple(tables.items())  # a copy: other threads may add tables meanwhile
@@ -286,8 +286,7 @@ def _known(documents: Documents, key: Hashable, device: torch.device) -> tuple[T
 def _kept(documents: Documents, key: Hashable, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Keeps tables of the current stream, the recent ones, and returns them.
 
-    Those that a CUDA graph makes are in its pool, and serve it alone. Nor are tables kept of lengths that its replays
-    change.
+    It keeps no tables that a CUDA graph makes, which are in its pool, and none of lengths that its replays change.
     """
     kept = documents.tables
     assert kept is not None
@@ -305,7 +304,7 @@ def _stream(device: torch.device) -> Hashable:
 
 
 @lru_cache(maxsize=16)
-def _tables_of(documents: Documents) -> dict[Hashable, tuple[Tensor, ...]]:
+def _shared_tables(documents: Documents) -> dict[Hashable, tuple[Tensor, ...]]:
     """Returns where documents on the CPU keep their tables: equal ones share them."""
     return {}
 
@@ -346,7 +345,7 @@ def rising_ends(given: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
     return ends, right
 
 
-def _made(ends: Tensor, wanted: TablesOf) -> tuple[Tensor, ...]:
+def _made(ends: Tensor, wanted: TableSpec) -> tuple[Tensor, ...]:
     own_block, block, by_keys, ordered, *_ = wanted.tiling
     seqlen_q, seqlen_k = wanted.seqlen_q, wanted.seqlen_k
     left, right = min(wanted.left, seqlen_k), min(wanted.right, seqlen_k)

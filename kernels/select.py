@@ -43,13 +43,13 @@ def new_replays(backend: Backend, q: Tensor) -> Replays | None:
     return Replays()
 
 
-def tables_of(
+def table_makers(
     tilings: Sequence[Tiling], left: int, right: int, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> list[Callable[[Documents], Sequence[Tensor]]]:
     """Returns for each tiling the function that returns the tables of documents, for backends of Triton."""
-    from ringflash.kernels.document_tables import document_tables, tables_of  # as in `new_replays`
+    from ringflash.kernels.document_tables import document_tables, table_spec  # as in `new_replays`
 
-    wanted = (tables_of(tiling, left, right, seqlen_q, seqlen_k, device) for tiling in tilings)
+    wanted = (table_spec(tiling, left, right, seqlen_q, seqlen_k, device) for tiling in tilings)
     return [partial(document_tables, wanted=each) for each in wanted]
 
 

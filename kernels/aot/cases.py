@@ -292,7 +292,7 @@ def _hopper_prepare(x: _Inputs) -> None:
 
 
 def _documents(x: _Inputs) -> None:
-    from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
+    from ringflash.kernels.document_tables import document_tables, rising_ends, table_spec
 
     assert x.mask.packing is not None
     (ends,) = x.mask.packing.documents.spec[1]
@@ -300,7 +300,7 @@ def _documents(x: _Inputs) -> None:
     ordered = x.mode == "ordered"
     tiling = Tiling(128, 64, by_keys=ordered, ordered=ordered)
     left, right, documents = x.mask.packing
-    document_tables(documents, tables_of(tiling, left, right, x.seqlen, x.seqlen, ends.device))
+    document_tables(documents, table_spec(tiling, left, right, x.seqlen, x.seqlen, ends.device))
 
 
 LAUNCHES: dict[str, Callable[[_Inputs], None]] = {

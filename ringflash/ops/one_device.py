@@ -56,7 +56,7 @@ class OneDevice:
         self.form = form
         if form is not None:
             seqlens = q.shape[1], k.shape[1]
-            self._tables_of = select.tables_of(form.tilings, form.left, form.right, *seqlens, q.device)
+            self._make_tables = select.table_makers(form.tilings, form.left, form.right, *seqlens, q.device)
         self.call, self._kernel_run, self._problem, self._fuses_dq = call, kernel_run, problem, fuses_dq
         self._is_eager, self._lse_dtype = kernel_run.kernels.name == "eager", lse_dtype(q.dtype)
         self._replays = select.new_replays(kernel_run.kernels, q)
@@ -150,7 +150,7 @@ class OneDevice:
     def _tables(self, mask: Mask, *, by_keys: bool) -> Sequence[Tensor]:
         """Returns the tables that the GPU makes of the mask of a call."""
         assert mask.packing is not None
-        return self._tables_of[by_keys](mask.packing.documents)
+        return self._make_tables[by_keys](mask.packing.documents)
 
     def _needs_guard(self, q: Tensor) -> bool:
         """Returns whether kernels need another current device, or matmuls without autocast."""

@@ -21,7 +21,7 @@ from ringflash import reference
 from ringflash.errors import ArgumentError
 from ringflash.kernels import document_tables as document_tables_module
 from ringflash.kernels.contract import ForwardArguments, ScoreConfig, TileProblem, Tiling
-from ringflash.kernels.document_tables import document_tables, rising_ends, tables_of
+from ringflash.kernels.document_tables import document_tables, rising_ends, table_spec
 from ringflash.kernels.eager.backend import EagerBackend
 from ringflash.kernels.hopper.backend import HOPPER as HOPPER_BACKEND
 from ringflash.kernels.hopper.backend import HopperBackend
@@ -58,7 +58,7 @@ def packing_of(mask: Mask) -> Packing:
 
 def made(mask: Mask, tiling: Tiling, seqlen_q: int, seqlen_k: int, device: torch.device) -> Sequence[Tensor]:
     left, right, documents = packing_of(mask)
-    return document_tables(documents, tables_of(tiling, left, right, seqlen_q, seqlen_k, device))
+    return document_tables(documents, table_spec(tiling, left, right, seqlen_q, seqlen_k, device))
 
 
 def packed(ends: list[list[int]], causal: bool = True, left: int | None = None, right: int | None = None) -> Mask:
@@ -275,7 +275,7 @@ def test_documents_of_whole_tiles_leave_bounds_out() -> None:
     assert chosen(packed([other]), 1024, 128)[1].above
 
 
-def test_forwards_are_tiled_as_from_tables_of_the_host() -> None:
+def test_forwards_are_tiled_as_from_table_spec_the_host() -> None:
     for ends in (range(0, 16385, 2048), range(0, 16385, 512), range(0, 16385, 8192), [0, 16384], [0, 12288, 16384]):
         for causal in (False, True):
             mask = packed([[*ends]], causal)
@@ -449,7 +449,7 @@ class _Launched(TritonBackend):
         self.launches.append(launch)
 
 
-def test_other_kernels_read_tables_of_each_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_read_table_spec_each_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the Hopper backend a q that is not aligned: Triton's launches differ by mask, and no replay serves them."""
     triton = _Launched()
     monkeypatch.setitem(observers, get_ident(), triton)
@@ -546,7 +546,7 @@ def test_a_graph_reads_the_documents_of_each_replay() -> None:
 
 
 @needs_hopper
-def test_a_graph_keeps_the_tables_of_a_mask() -> None:
+def test_a_graph_keeps_the_table_spec_a_mask() -> None:
     """Drops the mask of a captured call, and makes other tables in its memory before the replay."""
     tensors, mask = gpu_inputs(1024), rf.Causal() & rf.Documents([0, 300, 1024])
     expected = results_of(mask, tensors, deterministic=True)
