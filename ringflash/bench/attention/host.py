@@ -80,7 +80,7 @@ def _calls(
 ) -> _Calls:
     """Returns the calls to measure, on causal self-attention of one sequence; `fresh` yields new documents.
 
-    Those of the first iterator are on the CPU, and those of the second on the device.
+    The first iterator has them on the CPU, and the second on the device.
     """
     nheads, nheads_kv = heads
     q, k, v, dout = (
