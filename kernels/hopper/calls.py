@@ -87,9 +87,12 @@ def packed_tilings(q: Tensor, k: Tensor, packing: Packing, *, ordered: bool) -> 
     """
     (_, seqlen_q, nheads, headdim), (seqlen_k, nheads_kv) = q.shape, k.shape[1:3]
     short, backwards = forward_config(headdim, masked=True, visits=0), backward_config(headdim)
-    visits = packing.mean_keys(seqlen_k) / short.block_n + 1  # tiles cross borders of documents
-    skew = (packing.most_keys(seqlen_k) / short.block_n + 1) / visits
-    skew = 2.0 ** round(math.log2(skew)) if packing.documents.on_gpu is None else 2.0  # few values: few forms
+    mean, most = (keys / short.block_n for keys in (packing.mean_keys(seqlen_k), packing.most_keys(seqlen_k)))
+    visits, lengths, skew = mean + 1, packing.documents.lengths, 2.0  # tiles cross borders of documents
+    if lengths.mean != lengths.longest:
+        skew = 2.0 ** round(math.log2((most + 1) / visits))  # few values: few forms
+    elif packing.documents.on_gpu is None:  # equal documents, most likely of whole tiles
+        skew = max(most / (mean + 0.5), 1.0)
     sees_before, sees_after = packing.left >= seqlen_k, packing.right >= seqlen_k
 
     def tiled(own_block: int, block: int, *, by_keys: bool, ordered: bool = False) -> Tiling:
